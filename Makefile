@@ -1,0 +1,41 @@
+# draco-ray: every target sets up what it needs. Start with `make demo`.
+PYTHON ?= python3.11
+# Extra arguments for pip, for example an index or a folder that holds CPU builds of PyTorch.
+PIP_ARGS ?=
+VENV := .venv
+APPWORLD_VENV := .venv-appworld
+DRACO := $(VENV)/bin/draco
+export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
+export LITELLM_LOCAL_MODEL_COST_MAP := True
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lock check format test test-fast demo clean
+
+# List the targets.
+help:
+	@awk '/^# /{sub(/^# /,"");d=$$0;next} /^[a-z][a-z-]*:/{split($$1,t,":");if(d!="")printf "  %-14s %s\n",t[1],d} {d=""}' $(MAKEFILE_LIST)
+
+# Create both virtual environments from their lock files (idempotent).
+setup: $(VENV)/.ready $(APPWORLD_VENV)/.ready
+
+$(VENV)/.ready: requirements/cpu.lock pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/cpu.lock
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
+	touch $@
+
+$(APPWORLD_VENV)/.ready: requirements/appworld.lock
+	test -x $(APPWORLD_VENV)/bin/python || $(PYTHON) -m venv $(APPWORLD_VENV)
+	$(APPWORLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/appworld.lock
+	cd $(APPWORLD_VENV) && bin/appworld install >/dev/null
+	touch $@
+
+# Regenerate the lock files from pyproject.toml and requirements/*.in.
+lock:
+	test -x .venv-tools/bin/uv || ($(PYTHON) -m venv .venv-tools && .venv-tools/bin/pip install --quiet uv)
+	.venv-tools/bin/uv pip compile pyproject.toml --extra cpu --extra dev --python-version 3.11 --upgrade \
+		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) --no-annotate --no-header --quiet -o requirements/cpu.lock
+	# The local label (+cpu) is the index's business; the version is ours.
+	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements/cpu.lock
+	.venv-tools/bin/uv pip compile requirements/appworld.in --python-version 3.11 --upgrade \
+		--no-annotate --no-header --quiet -o requirements/appworld.lock

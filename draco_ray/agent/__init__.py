@@ -1,0 +1,1 @@
+"""The policy as a code agent: token-in, token-out."""

@@ -1,0 +1,259 @@
+"""The configuration: one typed tree. Every default is the paper's (Table "hparams"), every typo stops the run.
+
+Imports only pydantic and the standard library, so that ``draco train --help`` is quick and nothing heavy loads before
+the configuration is known to be good. A part of the program receives its subtree, never the root.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Tree(BaseModel):
+    """A node of the configuration: unknown keys are errors, values are frozen, docstrings are the help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class DataConfig(Tree):
+    """Where tasks come from and in which order they are trained on."""
+
+    root: Path = Path("data/appworld")
+    """AppWorld data root: the folder that holds ``data/`` with ``tasks/``, ``base_dbs/``, ``api_docs/``, ``datasets/``.
+    Official AppWorld data or a sandbox built by ``draco sandbox build``."""
+    train_split: str = "train"
+    eval_split: str = "dev"
+    """Split of the before/after evaluation; training never reads it."""
+    eval_tasks: int | None = Field(None, ge=1)
+    """Evaluate only the first so many tasks of the split; null means all."""
+
+
+class ModelConfig(Tree):
+    """The policy's frozen base model."""
+
+    path: str = "Qwen/Qwen3.6-27B"
+    """Model directory or hub name, with its tokenizer and chat template."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the frozen base; the adapter is always float32 in the learner."""
+
+
+class AgentConfig(Tree):
+    """The code agent (AppWorld's Simplified ReAct Code Agent loop)."""
+
+    prompt: Path = Path("prompts/agent_think.txt")
+    """System prompt template; relative paths are looked up in the working directory, then beside the package."""
+    thinking: bool = True
+    """Whether turns open with a <think> block: selects the chat template's thinking mode."""
+    max_turns: int = Field(50, ge=1)
+    max_prompt_length: int = Field(4096, ge=1)
+    """Tokens; tasks whose prompt is longer are filtered before training."""
+    max_response_length: int = Field(24576, ge=1)
+    """Tokens of everything after the prompt: turns, template glue and tool output."""
+    max_turn_tokens: int = Field(3000, ge=1)
+    """Tokens sampled in one turn at most."""
+    max_output_characters: int = Field(20000, ge=100)
+    """Length at which one tool output is cut, the cut marked in the text."""
+
+
+class EnvironmentConfig(Tree):
+    """AppWorld server processes, one a slot."""
+
+    slots: int = Field(48, ge=1)
+    """Rollouts in the environment at one time."""
+    slots_per_worker: int = Field(1, ge=1)
+    """Slots (server processes) each RolloutWorker actor owns."""
+    appworld_python: str | None = None
+    """Python of AppWorld's own environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
+    isolation: Literal["auto", "bubblewrap", "namespaces", "rlimits"] = "auto"
+    """How the child that runs model-written code is confined; auto takes the strongest the host allows."""
+    cell_timeout_seconds: float = Field(30.0, gt=0)
+    """Wall clock of one code cell; a child that outlives it is killed and its rollout ends as server_error."""
+    start_timeout_seconds: float = Field(60.0, gt=0)
+    max_memory_mib: int = Field(1536, ge=256)
+    """Memory of one child."""
+    max_output_bytes: int = Field(1_000_000, ge=1000)
+    """What one cell may print before it is cut at the source."""
+    recycle_after_tasks: int = Field(50, ge=1)
+    """Tasks after which a child is replaced, before it grows."""
+    recycle_above_mib: int = Field(900, ge=256)
+    """Resident memory above which a child is replaced after its task."""
+    rollout_retries: int = Field(1, ge=0)
+    """Fresh environments a rollout may use after a server error before the group goes on without it."""
+
+
+class EngineConfig(Tree):
+    """Policy engines (vLLM)."""
+
+    engines: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
+    gpus_per_engine: float = Field(1.0, ge=0)
+    """0 runs vLLM's CPU build."""
+    cpus_per_engine: float = Field(1.0, ge=0)
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """KV cache of a CPU engine, GiB."""
+    max_num_seqs: int = Field(64, ge=1)
+    enforce_eager: bool = False
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    """-1: unrestricted."""
+    canary_tolerance: float = Field(0.05, gt=0)
+    """Largest mean |engine - learner| log-prob gap after a sync, nats; above it the run stops."""
+    adapter_directory: Path = Path("/dev/shm/draco-ray")
+    """Where engines write the versions of the adapter they load."""
+
+
+class Price(Tree):
+    """Dollars per million tokens."""
+
+    input: float = Field(ge=0)
+    cached_input: float | None = Field(None, ge=0)
+    """null: the input price."""
+    output: float = Field(ge=0)
+
+
+class JudgeConfig(Tree):
+    """The judge: any LiteLLM model."""
+
+    model: str = "openai/gpt-5.4"
+    """LiteLLM model name, provider prefix included."""
+    api_base: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; the key itself never enters a config, a log or a command line."""
+    temperature: float | None = Field(0.1, ge=0)
+    """null leaves it out of the request."""
+    max_tokens: int = Field(16384, ge=256)
+    extra_body: dict[str, object] = Field(default_factory=dict)
+    """Sent as is, e.g. a reasoning switch."""
+    prompts: Path = Path("prompts/judge")
+    """Folder of the prompt set."""
+    max_stage1_criteria: int = Field(15, ge=1)
+    max_stage2_criteria: int = Field(10, ge=1)
+    max_union_criteria: int = Field(24, ge=1)
+    score_votes: int = Field(1, ge=1)
+    """Scoring calls per rollout; a criterion passes only if all of them pass it."""
+    workers: int = Field(2, ge=1)
+    """JudgeWorker actors."""
+    concurrency_per_worker: int = Field(32, ge=1)
+    """Calls in flight in one worker."""
+    request_timeout_seconds: float = Field(600.0, gt=0)
+    max_attempts: int = Field(8, ge=1)
+    """Requests for one call, the first included, over rate limits, timeouts and server errors."""
+    max_backoff_seconds: float = Field(60.0, gt=0)
+    reasks: int = Field(1, ge=0)
+    """Times a reply that does not parse is asked again, the error quoted."""
+    cache: Path | None = None
+    """Folder of the durable reply cache; null puts it in the run directory."""
+    prices: dict[str, Price] = Field(
+        default_factory=lambda: {
+            "gpt-5.4": Price(input=2.5, output=15.0),
+            "Qwen3.6-27B": Price(input=0.289, output=0.9),
+            "Qwen2.5-32B-Instruct": Price(input=0.66, output=0.8),
+        }
+    )
+    """Reference prices (Section "Evaluation"), by model name without provider; they win over LiteLLM's own."""
+
+
+class AlgorithmConfig(Tree):
+    """The reward and what becomes of it."""
+
+    group_size: int = Field(6, ge=2)
+    """G: rollouts per task."""
+    reward: Literal["rubric", "outcome", "random"] = "rubric"
+    rubric: Literal["dynamic", "static"] = "dynamic"
+    static_rubric: Path = Path("prompts/static_rubric.yaml")
+    credit: bool = True
+    """Spread A_i over steps (Eq. credit); off is vanilla GRPO on the rubric's reward."""
+    std_epsilon: float = Field(1e-6, ge=0)
+    """Added to the group's standard deviation (verl)."""
+    skip_useless_credit_calls: bool = True
+    """Make no credit call where its result cannot matter: zero spread in the group, or no surviving criterion."""
+
+
+class LearnerConfig(Tree):
+    """GRPO on a LoRA adapter."""
+
+    workers: int = Field(1, ge=1)
+    """Ray Train workers."""
+    gpus_per_worker: float = Field(1.0, ge=0)
+    cpus_per_worker: float = Field(1.0, ge=0)
+    lora_rank: int = Field(16, ge=1)
+    lora_alpha: int = Field(32, ge=1)
+    lora_target: str = "all-linear"
+    learning_rate: float = Field(5e-5, gt=0)
+    """Constant, no warm-up."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float = Field(3.0, gt=1)
+    kl_coefficient: float = Field(0.01, ge=0)
+    """Of the k3 estimate against the base model, as a loss term."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    ppo_epochs: Literal[1] = 1
+    minibatch_prompts: int = Field(8, ge=1)
+    """Prompts (groups) an optimizer update; verl's reading of "minibatch size 8"."""
+    micro_batch_tokens: int = Field(32768, ge=1)
+    """Padded tokens in one forward pass."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose logits exist at one time."""
+    gradient_checkpointing: bool = True
+
+
+class TrainConfig(Tree):
+    """The outer loop."""
+
+    prompts_per_step: int = Field(16, ge=1)
+    """B: tasks sampled a step."""
+    epochs: int = Field(20, ge=1)
+    steps: int | None = Field(None, ge=0)
+    """Stop after so many steps; null derives it from epochs."""
+    checkpoint_every: int = Field(1, ge=1)
+    evaluate_before_after: bool = False
+    """Measure TGC on the evaluation split before the first and after the last step."""
+    evaluation_temperature: float | None = Field(None, ge=0)
+    """Sampling temperature of that evaluation; null takes the engine's."""
+
+
+class RunConfig(Tree):
+    """The run directory."""
+
+    root: Path = Path("runs")
+    name: str | None = None
+    """null: <setting>-<date>-<time>."""
+
+
+class RayConfig(Tree):
+    """How to find Ray."""
+
+    address: str | None = None
+    """null: the cluster this process runs in (RAY_ADDRESS), else a new one on this machine."""
+    object_store_mib: int | None = Field(None, ge=80)
+    """Object store of a Ray started here."""
+    dashboard: bool = True
+    """Start the dashboard of a Ray started here."""
+
+
+class DracoConfig(Tree):
+    """Everything a run needs to know."""
+
+    setting: str = "draco"
+    """Name of the setting, for tables; the preset of that name sets the keys that make it so."""
+    seed: int = 0
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    agent: AgentConfig = AgentConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    engine: EngineConfig = EngineConfig()
+    judge: JudgeConfig = JudgeConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    train: TrainConfig = TrainConfig()
+    run: RunConfig = RunConfig()
+    ray: RayConfig = RayConfig()

@@ -1,0 +1,1 @@
+"""Policy engines: what turns a token prefix into sampled tokens."""

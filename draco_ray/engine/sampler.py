@@ -1,0 +1,32 @@
+"""The seam between the agent loop and whatever samples tokens for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sampled continuation: token-out."""
+
+    token_ids: list[int]
+    """What was sampled, the end-of-turn token included when it was reached."""
+    logprobs: list[float]
+    """Natural-log probability of each sampled token under the sampling policy."""
+    finish_reason: str
+    """``stop`` when the end-of-turn token was sampled, ``length`` when the limit cut it."""
+    policy_version: int
+
+
+class Sampler(Protocol):
+    """Token-in, token-out sampling; an episode stays on one sampler."""
+
+    @property
+    def name(self) -> str:
+        """Identity of the engine, recorded with the trajectory."""
+        ...
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
+        """Continue ``token_ids`` by at most ``max_tokens`` tokens with the current adapter."""
+        ...

@@ -1,0 +1,1 @@
+"""Worlds the policy acts in."""

@@ -1,0 +1,40 @@
+"""Errors a caller may want to tell apart. Each message is one line: what, which, expected, what to do.
+
+    DracoError
+    ├── ConfigError          what the user typed: unknown key, value out of range, missing file
+    ├── WorldError           an AppWorld data root or task that cannot be used
+    ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
+    ├── JudgeUnavailable     a judge that cannot be reached or refuses us (the run stops, resumable)
+    ├── EngineError          an engine that cannot load a model or an adapter
+    └── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
+
+Every error takes exactly one argument, its message, so that it survives pickling between processes.
+"""
+
+
+class DracoError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(DracoError, ValueError):
+    """The configuration cannot be used."""
+
+
+class WorldError(DracoError):
+    """An AppWorld data root or one of its tasks cannot be used."""
+
+
+class EnvironmentCrashed(DracoError):
+    """The AppWorld server of a slot died, hung or answered something that is not its protocol."""
+
+
+class JudgeUnavailable(DracoError):
+    """No judge call can succeed: unreachable, key refused, model unknown."""
+
+
+class EngineError(DracoError):
+    """The policy engine cannot load a model or an adapter."""
+
+
+class CanaryFailed(DracoError):
+    """After a weight sync the engine does not sample from what the learner trained."""

@@ -1,0 +1,1 @@
+"""GRPO on a LoRA adapter."""

@@ -1,0 +1,316 @@
+"""What travels between the parts: Task -> Trajectory -> Criterion -> Verdict -> Attribution -> TrainingSample.
+
+Suffixes on array names give the axes: ``G`` rollouts of a group, ``K`` criteria, ``M`` steps, ``T`` tokens.
+Steps are 0-based in arrays and 1-based wherever a judge or a person reads them. Records are plain frozen dataclasses
+around NumPy buffers, so Ray keeps one copy in the object store and every reader maps it without copying.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating]
+IntArray = NDArray[np.integer]
+BoolArray = NDArray[np.bool_]
+
+GAP = -1
+"""Step index of a token that belongs to no step: prompt, template glue, tool output, a closing turn without code."""
+
+
+class EpisodeEnd(StrEnum):
+    """Why a rollout ended (the modes of Figure "terminations")."""
+
+    FINISHED = "finished"
+    """The agent wrote a turn without a code block."""
+    TURN_LIMIT = "turn_limit"
+    RESPONSE_LIMIT = "response_limit"
+    """The next turn or the environment's output would not fit the response length."""
+    SERVER_ERROR = "server_error"
+    """The environment's process hung or died."""
+
+
+class Verdict(IntEnum):
+    """A criterion's rating (Section "Dynamic Per-Trajectory Rubrics")."""
+
+    PASS = 1
+    FAIL = -1
+    NOT_APPLICABLE = 0
+
+
+class Phase(StrEnum):
+    """The judge's five jobs, named as the paper's logs name them (``score`` is its ``stage3``)."""
+
+    STAGE1 = "stage1"
+    STAGE2 = "stage2"
+    UNION = "union"
+    SCORE = "score"
+    CREDIT = "credit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One AppWorld task as the policy may see it: no ground truth, no difficulty."""
+
+    task_id: str
+    """``<scenario>_<1..3>``."""
+    instruction: str
+    supervisor_first_name: str
+    supervisor_last_name: str
+    supervisor_email: str
+    supervisor_phone_number: str
+    app_descriptions: str = ""
+
+    @property
+    def scenario(self) -> str:
+        """The scenario (task generator) this task instantiates; SGC asks that all its tasks succeed."""
+        return self.task_id.rsplit("_", 1)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message: role is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One agent turn. It is a *step* if it emitted a code block, a gap otherwise."""
+
+    text: str
+    """What the policy sampled, decoded, without the end-of-turn token."""
+    code: str | None
+    """Contents of the code block; None for a closing turn."""
+    output: str | None
+    """What the environment printed, as fed back to the policy (already cut). None where nothing was executed."""
+    first_token: int
+    last_token: int
+    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
+    seconds_generating: float = 0.0
+    seconds_executing: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One rollout of T tokens (prompt included), written once and read by everyone.
+
+    A two-turn example, ``P`` prompt, ``a`` sampled in step 0, ``g`` glue and tool output, ``c`` a closing turn::
+
+        tokens     P  P  P  a  a  a  g  g  c  c
+        sampled_T  0  0  0  1  1  1  0  0  1  1
+        step_T    -1 -1 -1  0  0  0 -1 -1 -1 -1
+    """
+
+    task_id: str
+    group: str
+    """Group identity, ``step<optimizer step>/<task_id>``."""
+    rollout: int
+    """Index in the group, 0 .. G-1."""
+    attempt: int
+    """0 for the first try; a rollout that ended in ``server_error`` is retried in a fresh environment."""
+    policy_version: int
+    """Adapter version that sampled it; 0 is the untrained policy."""
+    prompt: tuple[Message, ...]
+    turns: tuple[Turn, ...]
+    token_ids_T: IntArray
+    sampled_T: BoolArray
+    """True where the policy sampled the token: the loss mask."""
+    logprob_T: FloatArray
+    """Natural-log probability at sampling; 0.0 where the token was not sampled."""
+    step_T: IntArray
+    prompt_length: int
+    ended: EpisodeEnd
+    started_at: float
+    ended_at: float
+    """Unix seconds."""
+    error: str | None = None
+    engine: str = ""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
+        if len(lengths) != 1:
+            raise ValueError(f"trajectory {self.name}: token arrays of different lengths {sorted(lengths)}")
+
+    @property
+    def name(self) -> str:
+        """``<task>/<rollout>``, as it appears in logs and in the Ray dashboard."""
+        return f"{self.task_id}/{self.rollout}"
+
+    @property
+    def steps(self) -> tuple[Turn, ...]:
+        """The turns that emitted code, in order; index j here is the value in ``step_T``."""
+        return tuple(turn for turn in self.turns if turn.code is not None)
+
+    @property
+    def tokens_M(self) -> IntArray:
+        """n_j: sampled tokens inside each of the M steps."""
+        inside = self.step_T[self.step_T != GAP]
+        return np.bincount(inside, minlength=len(self.steps)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """One rubric item."""
+
+    title: str
+    description: str
+    evaluator_instruction: str
+    source: str = ""
+    """Where it was proposed: ``stage1``, ``stage2/<rollout>``, ``union`` or ``static``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCriterion:
+    """The scoring call's verdict on one criterion; drives dropout and the reward."""
+
+    verdict: Verdict
+    evidence: str = ""
+    justification: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """The credit call's verdict on one criterion and the steps responsible; drives step quality."""
+
+    criterion: int
+    """Index into the group's rubric."""
+    verdict: Verdict
+    """May override the scoring verdict."""
+    steps: tuple[int, ...]
+    """1-based step numbers, ascending, unique, within the trajectory."""
+    explanation: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeCall:
+    """One request to the judge and what came of it: the unit of the archive and of cost accounting."""
+
+    call_id: str
+    phase: Phase
+    group: str
+    task_id: str
+    rollout: int | None
+    """None for the calls of a whole task or group (stage1, union)."""
+    model: str
+    prompt: str
+    reply: str
+    finish_reason: str
+    input_tokens: int
+    cached_tokens: int
+    """The part of ``input_tokens`` that the provider served from its prompt cache."""
+    output_tokens: int
+    dollars: float
+    started_at: float
+    seconds: float
+    requests: int
+    """HTTP requests made for it, retries included; 0 when it came from the durable reply cache."""
+    error: str | None = None
+    """Why the reply could not be used; None when it was."""
+
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged(Generic[ValueT]):
+    """What a phase returned: its value, or the reason there is none, with every call it made."""
+
+    value: ValueT | None
+    calls: tuple[JudgeCall, ...] = ()
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the phase produced a usable value."""
+        return self.error is None
+
+
+class CreditFallback(StrEnum):
+    """Why a trajectory's advantage was spread uniformly instead of by Eq. ``credit``."""
+
+    NONE = "none"
+    CREDIT_OFF = "credit_off"
+    NO_CITATION = "no_citation"
+    VANISHING_NORMALISER = "vanishing_normaliser"
+    CREDIT_CALL_FAILED = "credit_call_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutAdvantage:
+    """One rollout's share of the update (Eqs. ``grpo-adv``, ``stepq``, ``stepw``, ``credit``)."""
+
+    rollout: int
+    reward: float
+    """R_i in [-1, 1]."""
+    advantage: float
+    """A_i, unitless."""
+    quality_M: FloatArray
+    """Q_j in [0, 1]; NaN throughout when no step is cited."""
+    step_advantage_M: FloatArray
+    """a_j, what every token of step j receives."""
+    cited_M: BoolArray
+    fallback: CreditFallback
+    inert: bool
+    """Whether credit drew no distinction between steps (appendix "Why step credit needs dynamic rubrics")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdvantages:
+    """The advantages of a group's scored rollouts, and which criteria survived dropout."""
+
+    group: str
+    surviving_K: BoolArray
+    """Criteria that at least one member failed."""
+    rollouts: tuple[RolloutAdvantage, ...]
+    """One entry per rollout that has statistics, ascending by index; rollouts whose score call failed are absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One trajectory ready for the learner: T tokens and what each of them is pushed by."""
+
+    group: str
+    task_id: str
+    rollout: int
+    policy_version: int
+    token_ids_T: IntArray
+    loss_mask_T: BoolArray
+    """Sampled tokens: the valid tokens of the token-mean and of the KL term."""
+    advantage_T: FloatArray
+    """a_j on the tokens of step j (or the uniform A_i), 0 elsewhere."""
+    logprob_T: FloatArray
+    """The engine's log-prob at sampling; 0.0 off the mask."""
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter as PEFT saves it, on its way from the learner to the engines."""
+
+    version: int
+    """Number of optimizer steps behind it, counted in training steps; 0 is the untrained adapter."""
+    config: dict[str, object]
+    """PEFT's ``adapter_config.json``."""
+    tensors: dict[str, FloatArray]
+    """PEFT's tensor names -> float32 arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluated rollout: AppWorld's own verdict. Never reaches training in an outcome-blind setting."""
+
+    task_id: str
+    run: int
+    success: bool
+    passed_tests: int
+    total_tests: int
+    turns: int
+    ended: EpisodeEnd
+    difficulty: int | None = None
+    failures: tuple[str, ...] = field(default=())
