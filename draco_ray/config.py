@@ -217,8 +217,8 @@ class TrainConfig(Tree):
     checkpoint_every: int = Field(1, ge=1)
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step."""
-    evaluation_temperature: float | None = Field(None, ge=0)
-    """Sampling temperature of that evaluation; null takes the engine's."""
+    evaluation_runs: int = Field(1, ge=1)
+    """Independent rollouts per task of that evaluation."""
 
 
 class RunConfig(Tree):

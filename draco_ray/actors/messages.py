@@ -1,0 +1,84 @@
+"""The small records the driver reads; the large ones stay in the object store and travel as references."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draco_ray.records import EpisodeEnd, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """What the driver needs to know of a finished rollout."""
+
+    task_id: str
+    rollout: int
+    attempt: int
+    ended: EpisodeEnd
+    error: str | None
+    turns: int
+    steps: int
+    prompt_tokens: int
+    sampled_tokens: int
+    total_tokens: int
+    seconds_generating: float
+    seconds_executing: float
+    started_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSummary:
+    """What the driver needs to know of a finished judge phase."""
+
+    phase: Phase
+    task_id: str
+    rollout: int | None
+    error: str | None
+    criteria: int
+    """Criteria proposed, merged, scored or attributed."""
+    passes: int
+    fails: int
+    """Verdicts of a scoring phase; 0 elsewhere."""
+    calls: int
+    requests: int
+    failed_calls: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    dollars: float
+    started_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSummary:
+    """Rewards of a group after dropout, before credit."""
+
+    criteria: int
+    surviving: int
+    scored: tuple[int, ...]
+    """Rollouts that have a reward."""
+    rewards: tuple[float, ...]
+    """R_i of each of them."""
+    applicable: int
+    passed: int
+    """Applicable verdicts over all criteria and rollouts, and how many of them passed."""
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether the group has any advantage to spread."""
+        return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSummary:
+    """What the driver needs to know of a group's advantages."""
+
+    rollouts: tuple[int, ...]
+    inert: int
+    fallbacks: dict[str, int]
+    quality_spread: float
+    """Mean over cited rollouts of the standard deviation of Q_j; 0.0 when none is cited."""
+    tokens: int
+    """Valid (sampled) tokens of the group's samples."""

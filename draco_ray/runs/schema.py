@@ -1,0 +1,154 @@
+"""The tables of a run directory, one Arrow schema each.
+
+Keys shared by the tables: ``training_step`` (1-based), ``task_id``, ``rollout`` (0-based index in the group),
+``criterion`` (0-based index in the group's rubric), ``step`` (1-based agent step).
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+_KEYS = [("training_step", pa.int32()), ("task_id", pa.string())]
+_ROLLOUT = [*_KEYS, ("rollout", pa.int32())]
+
+TABLES: dict[str, pa.Schema] = {
+    "trajectories": pa.schema(
+        [
+            *_ROLLOUT,
+            ("attempt", pa.int32()),
+            ("policy_version", pa.int32()),
+            ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+            ("token_ids", pa.list_(pa.int32())),
+            ("sampled", pa.list_(pa.bool_())),
+            ("logprob", pa.list_(pa.float32())),
+            ("token_step", pa.list_(pa.int32())),
+            ("prompt_length", pa.int32()),
+            ("turns", pa.int32()),
+            ("steps", pa.int32()),
+            ("ended", pa.string()),
+            ("error", pa.string()),
+            ("engine", pa.string()),
+            ("started_at", pa.float64()),
+            ("ended_at", pa.float64()),
+        ]
+    ),
+    "steps": pa.schema(
+        [
+            *_ROLLOUT,
+            ("turn", pa.int32()),
+            ("step", pa.int32()),
+            ("text", pa.string()),
+            ("code", pa.string()),
+            ("output", pa.string()),
+            ("first_token", pa.int32()),
+            ("last_token", pa.int32()),
+            ("seconds_generating", pa.float64()),
+            ("seconds_executing", pa.float64()),
+        ]
+    ),
+    "criteria": pa.schema(
+        [
+            *_KEYS,
+            ("criterion", pa.int32()),
+            ("title", pa.string()),
+            ("description", pa.string()),
+            ("evaluator_instruction", pa.string()),
+            ("source", pa.string()),
+            ("survived", pa.bool_()),
+        ]
+    ),
+    "proposals": pa.schema(
+        [
+            *_KEYS,
+            ("title", pa.string()),
+            ("description", pa.string()),
+            ("evaluator_instruction", pa.string()),
+            ("source", pa.string()),
+        ]
+    ),
+    "verdicts": pa.schema(
+        [
+            *_ROLLOUT,
+            ("criterion", pa.int32()),
+            ("verdict", pa.int8()),
+            ("evidence", pa.string()),
+            ("justification", pa.string()),
+        ]
+    ),
+    "citations": pa.schema(
+        [
+            *_ROLLOUT,
+            ("criterion", pa.int32()),
+            ("verdict", pa.int8()),
+            ("step", pa.int32()),
+            ("explanation", pa.string()),
+        ]
+    ),
+    "advantages": pa.schema(
+        [
+            *_ROLLOUT,
+            ("reward", pa.float64()),
+            ("advantage", pa.float64()),
+            ("quality", pa.list_(pa.float64())),
+            ("cited", pa.list_(pa.bool_())),
+            ("step_advantage", pa.list_(pa.float64())),
+            ("step_tokens", pa.list_(pa.int32())),
+            ("fallback", pa.string()),
+            ("inert", pa.bool_()),
+        ]
+    ),
+    "judge_calls": pa.schema(
+        [
+            *_ROLLOUT,
+            ("call_id", pa.string()),
+            ("phase", pa.string()),
+            ("model", pa.string()),
+            ("prompt", pa.string()),
+            ("reply", pa.string()),
+            ("finish_reason", pa.string()),
+            ("input_tokens", pa.int64()),
+            ("cached_tokens", pa.int64()),
+            ("output_tokens", pa.int64()),
+            ("dollars", pa.float64()),
+            ("started_at", pa.float64()),
+            ("seconds", pa.float64()),
+            ("requests", pa.int32()),
+            ("error", pa.string()),
+        ]
+    ),
+    "groups": pa.schema(
+        [
+            *_KEYS,
+            ("state", pa.string()),
+            ("rollouts", pa.int32()),
+            ("lost", pa.int32()),
+            ("unscored", pa.int32()),
+            ("credit_failures", pa.int32()),
+            ("reason", pa.string()),
+        ]
+    ),
+    "spans": pa.schema(
+        [
+            *_ROLLOUT,
+            ("stage", pa.string()),
+            ("started_at", pa.float64()),
+            ("ended_at", pa.float64()),
+        ]
+    ),
+    "evaluations": pa.schema(
+        [
+            ("training_step", pa.int32()),
+            ("split", pa.string()),
+            ("task_id", pa.string()),
+            ("run", pa.int32()),
+            ("success", pa.bool_()),
+            ("passed_tests", pa.int32()),
+            ("total_tests", pa.int32()),
+            ("turns", pa.int32()),
+            ("ended", pa.string()),
+            ("difficulty", pa.int32()),
+            ("failures", pa.list_(pa.string())),
+        ]
+    ),
+}
+"""Table name -> schema. A null ``rollout`` marks a row about the whole task or group."""
