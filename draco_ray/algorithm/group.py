@@ -1,0 +1,179 @@
+"""From a group's verdicts to per-token advantages: the chain of equations, applied to the records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
+from draco_ray.algorithm.credit import credit_fallback, is_inert, step_advantages, step_quality
+from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.records import (
+    GAP,
+    Attribution,
+    BoolArray,
+    CreditFallback,
+    FloatArray,
+    GroupAdvantages,
+    IntArray,
+    RolloutAdvantage,
+    TrainingSample,
+    Trajectory,
+)
+
+
+def group_advantages(
+    group: str,
+    verdict_GK: IntArray,
+    attributions: Sequence[Sequence[Attribution] | None],
+    tokens_GM: Sequence[IntArray],
+    rollouts: Sequence[int],
+    *,
+    credit: bool,
+    std_epsilon: float = STD_EPSILON,
+) -> GroupAdvantages:
+    """Dropout, reward, group advantage and step credit of one group.
+
+    Only rollouts whose score call succeeded belong here: a failed call is no verdict, its rollout leaves the group's
+    statistics.
+
+    Args:
+        group: identity of the group, for the record.
+        verdict_GK: scoring verdicts of the scored rollouts, one row each.
+        attributions: the credit call's result per row; None where it failed or was not made, which falls back to the
+            uniform advantage. Ignored without credit.
+        tokens_GM: n_j per row, one entry per step.
+        rollouts: index of each row's rollout in its group, ascending.
+        credit: whether to reallocate by steps; off is vanilla GRPO on the rubric's reward.
+        std_epsilon: added to the group's standard deviation.
+    Raises: ValueError if the rows disagree in number, or on verdicts, citations or rollouts out of range.
+    """
+    _check_rows(group, rollouts, verdicts=len(verdict_GK), attributions=len(attributions), tokens=len(tokens_GM))
+    surviving_K = surviving_criteria(verdict_GK)
+    reward_G = rubric_rewards(verdict_GK, surviving_K)
+    advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
+    rows = zip(rollouts, reward_G, advantage_G, attributions, tokens_GM, strict=True)
+    members = []
+    for rollout, reward, advantage, attributed, tokens_M in rows:
+        if not credit:
+            member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF)
+        elif attributed is None:
+            member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_CALL_FAILED)
+        else:
+            member = _credited(rollout, float(reward), float(advantage), tokens_M, attributed, surviving_K)
+        members.append(member)
+    return GroupAdvantages(group=group, surviving_K=surviving_K, rollouts=tuple(members))
+
+
+def group_advantages_from_rewards(
+    group: str,
+    reward_G: FloatArray,
+    tokens_GM: Sequence[IntArray],
+    rollouts: Sequence[int],
+    *,
+    std_epsilon: float = STD_EPSILON,
+) -> GroupAdvantages:
+    """Vanilla GRPO on given rewards, without a rubric: the `outcome` and `random` settings.
+
+    Args and errors as in `group_advantages`; the record's `surviving_K` is empty.
+    """
+    _check_rows(group, rollouts, rewards=len(reward_G), tokens=len(tokens_GM))
+    advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
+    return GroupAdvantages(
+        group=group,
+        surviving_K=np.zeros(0, dtype=np.bool_),
+        rollouts=tuple(
+            _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF)
+            for rollout, reward, advantage, tokens_M in zip(rollouts, reward_G, advantage_G, tokens_GM, strict=True)
+        ),
+    )
+
+
+def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool) -> TrainingSample:
+    """Put a rollout's step advantages on its tokens.
+
+    With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a closing turn without code), and
+    also where a fallback made a_j uniform: the conserved total is that of the step tokens. Without credit every sampled
+    token receives A_i, as in vanilla GRPO. Either way all sampled tokens are in the loss mask: they count in the
+    token-mean and in the KL term.
+
+    Args:
+        trajectory: the rollout.
+        rollout_advantage: its share of the update.
+        credit: the setting, not whether credit succeeded on this rollout.
+    Raises: ValueError if the two belong to different rollouts, disagree in the number of steps, or a step holds a token
+        that was not sampled.
+    """
+    where = f"trajectory {trajectory.name} of {trajectory.group}"
+    if rollout_advantage.rollout != trajectory.rollout:
+        raise ValueError(f"{where}: given the advantages of rollout {rollout_advantage.rollout}")
+    in_step_T: BoolArray = trajectory.step_T != GAP
+    if (in_step_T & ~trajectory.sampled_T).any():
+        raise ValueError(f"{where}: a step holds a token that was not sampled")
+    advantage_M = rollout_advantage.step_advantage_M
+    if len(trajectory.steps) != len(advantage_M) or trajectory.step_T.max(initial=GAP) >= len(advantage_M):
+        raise ValueError(f"{where}: {len(trajectory.steps)} steps, its advantages are for {len(advantage_M)}")
+    advantage_T = np.zeros(len(trajectory.token_ids_T), dtype=np.float32)
+    if credit:
+        advantage_T[in_step_T] = advantage_M[trajectory.step_T[in_step_T]]
+    else:
+        advantage_T[trajectory.sampled_T] = rollout_advantage.advantage
+    return TrainingSample(
+        group=trajectory.group,
+        task_id=trajectory.task_id,
+        rollout=trajectory.rollout,
+        policy_version=trajectory.policy_version,
+        token_ids_T=trajectory.token_ids_T,
+        loss_mask_T=trajectory.sampled_T,
+        advantage_T=advantage_T,
+        logprob_T=trajectory.logprob_T,
+        prompt_length=trajectory.prompt_length,
+    )
+
+
+def _credited(
+    rollout: int,
+    reward: float,
+    advantage: float,
+    tokens_M: IntArray,
+    attributed: Sequence[Attribution],
+    surviving_K: BoolArray,
+) -> RolloutAdvantage:
+    quality = step_quality(attributed, surviving_K, len(tokens_M))
+    fallback = credit_fallback(advantage, quality.quality_M, tokens_M)
+    return RolloutAdvantage(
+        rollout=rollout,
+        reward=reward,
+        advantage=advantage,
+        quality_M=quality.quality_M,
+        step_advantage_M=step_advantages(advantage, quality.quality_M, tokens_M),
+        cited_M=quality.cited_M,
+        fallback=fallback,
+        inert=is_inert(quality, fallback),
+    )
+
+
+def _uniform(
+    rollout: int, reward: float, advantage: float, tokens_M: IntArray, fallback: CreditFallback
+) -> RolloutAdvantage:
+    unknown_M = np.full(len(tokens_M), np.nan)
+    return RolloutAdvantage(
+        rollout=rollout,
+        reward=reward,
+        advantage=advantage,
+        quality_M=unknown_M,
+        step_advantage_M=step_advantages(advantage, unknown_M, tokens_M),
+        cited_M=np.zeros(len(tokens_M), dtype=np.bool_),
+        fallback=fallback,
+        inert=True,
+    )
+
+
+def _check_rows(group: str, rollouts: Sequence[int], **rows: int) -> None:
+    wrong = {name: number for name, number in rows.items() if number != len(rollouts)}
+    if wrong:
+        raise ValueError(f"group {group}: {len(rollouts)} rollouts but rows {wrong}")
+    if any(later <= earlier for earlier, later in pairwise(rollouts)):
+        raise ValueError(f"group {group}: rollout indices must ascend, got {list(rollouts)}")
