@@ -1,0 +1,252 @@
+"""Dropout, reward, standardisation, and the chain from a group's verdicts to the learner's tokens."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from draco_ray.algorithm.advantage import group_advantages_G
+from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
+from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
+
+verdict_arrays = hnp.arrays(
+    np.int8, st.tuples(st.integers(1, 8), st.integers(0, 24)), elements=st.sampled_from([-1, 0, 1])
+)
+
+
+@given(verdict_arrays)
+def test_a_criterion_survives_exactly_when_some_member_failed_it(verdict_GK: np.ndarray) -> None:
+    assert surviving_criteria(verdict_GK).tolist() == [-1 in column for column in verdict_GK.T.tolist()]
+
+
+@given(verdict_arrays)
+def test_the_reward_is_the_balance_of_applicable_surviving_verdicts(verdict_GK: np.ndarray) -> None:
+    surviving_K = surviving_criteria(verdict_GK)
+    for row, reward in zip(verdict_GK[:, surviving_K].tolist(), rubric_rewards(verdict_GK, surviving_K), strict=True):
+        passed, failed = row.count(1), row.count(-1)
+        assert reward == ((passed - failed) / (passed + failed) if passed + failed else 0.0)
+
+
+def test_the_traced_rollout_has_reward_minus_a_fifth() -> None:
+    assert rubric_rewards(np.array([[-1, -1, -1, 1, 1]]), np.ones(5, dtype=bool)).tolist() == [-0.2]
+
+
+def test_no_applicable_criterion_is_reward_zero() -> None:
+    verdict_GK = np.array([[0, 0], [-1, 1]])
+    assert rubric_rewards(verdict_GK, np.array([True, True]))[0] == 0.0
+
+
+def test_all_dropped_is_reward_zero_and_advantage_zero() -> None:
+    verdict_GK = np.array([[1, 0], [1, 1], [0, 1]])
+    result = group_advantages("g", verdict_GK, [()] * 3, [np.array([4])] * 3, [0, 1, 2], credit=True)
+    assert not result.surviving_K.any()
+    assert [member.reward for member in result.rollouts] == [0.0] * 3
+    assert [member.advantage for member in result.rollouts] == [0.0] * 3
+    assert all(member.inert for member in result.rollouts)
+
+
+@pytest.mark.parametrize("verdict_GK", [np.array([[2]]), np.array([1, -1])])
+def test_what_is_no_verdict_matrix_is_refused(verdict_GK: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="verdict_GK"):
+        surviving_criteria(verdict_GK)
+
+
+rewards = hnp.arrays(np.float64, st.integers(2, 8), elements=st.floats(-1, 1, width=16))
+
+
+@given(rewards)
+def test_advantages_are_the_bessel_standardised_rewards(reward_G: np.ndarray) -> None:
+    advantage_G = group_advantages_G(reward_G)
+    if len(set(reward_G.tolist())) == 1:
+        assert advantage_G.tolist() == [0.0] * len(reward_G)
+    else:
+        mean = sum(reward_G) / len(reward_G)
+        deviation = (sum((r - mean) ** 2 for r in reward_G) / (len(reward_G) - 1)) ** 0.5
+        assert advantage_G == pytest.approx(np.array([(r - mean) / (deviation + 1e-6) for r in reward_G]), abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_zero_spread_is_exactly_zero_whatever_rounding_says(size: int) -> None:
+    assert group_advantages_G(np.full(size, 0.1)).tolist() == [0.0] * size  # 0.1 has an inexact mean at some sizes
+
+
+def test_a_group_of_one_has_no_advantage() -> None:
+    assert group_advantages_G(np.array([0.8])).tolist() == [0.0]
+
+
+def test_a_reward_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        group_advantages_G(np.array([0.1, np.nan]))
+
+
+# Three scored rollouts (0, 2, 5) over four criteria; the last is passed by all and dropped.
+VERDICTS = np.array([[1, 1, 0, 1], [1, -1, -1, 1], [-1, -1, -1, 1]], dtype=np.int8)
+TOKENS = [np.array([2, 4]), np.array([3, 3]), np.array([5])]
+
+
+def test_a_group_from_verdicts_to_step_advantages() -> None:
+    attributions = [
+        [
+            Attribution(criterion=0, verdict=Verdict.PASS, steps=(1, 2)),
+            Attribution(criterion=1, verdict=Verdict.FAIL, steps=(1,)),
+        ],
+        [
+            Attribution(criterion=0, verdict=Verdict.PASS, steps=(1,)),
+            Attribution(criterion=3, verdict=Verdict.FAIL, steps=(1, 2)),
+        ],
+        None,
+    ]
+    result = group_advantages("step3/t_1", VERDICTS, attributions, TOKENS, [0, 2, 5], credit=True, std_epsilon=0.0)
+    assert result.group == "step3/t_1"
+    assert result.surviving_K.tolist() == [True, True, True, False]
+    winner, loser, failed = result.rollouts
+    assert [member.rollout for member in result.rollouts] == [0, 2, 5]
+    assert [member.reward for member in result.rollouts] == pytest.approx([1.0, -1 / 3, -1.0])
+    deviation = np.std([1.0, -1 / 3, -1.0], ddof=1)
+    assert [member.advantage for member in result.rollouts] == pytest.approx(
+        [(1 + 1 / 9) / deviation, (-1 / 3 + 1 / 9) / deviation, (-1 + 1 / 9) / deviation]
+    )
+
+    # The credit call's own verdict counts: criterion 1 passed in scoring and fails here, so Q = (1/2, 1).
+    assert winner.quality_M.tolist() == [0.5, 1.0]
+    assert winner.step_advantage_M == pytest.approx(winner.advantage * np.array([1.0, 1.0]))
+    assert (winner.fallback, winner.inert) == (CreditFallback.NONE, False)
+
+    # A loser whose surviving citations all pass: the citation of the dropped criterion does not save it.
+    assert loser.quality_M.tolist() == [1.0, 1.0]
+    assert loser.cited_M.tolist() == [True, False]
+    assert loser.step_advantage_M.tolist() == [loser.advantage] * 2
+    assert (loser.fallback, loser.inert) == (CreditFallback.VANISHING_NORMALISER, True)
+
+    assert failed.step_advantage_M.tolist() == [failed.advantage]
+    assert (failed.fallback, failed.inert) == (CreditFallback.CREDIT_CALL_FAILED, True)
+
+
+def test_without_credit_every_step_takes_the_advantage() -> None:
+    cited = [[Attribution(criterion=1, verdict=Verdict.FAIL, steps=(1,))]] * 3
+    result = group_advantages("g", VERDICTS, cited, TOKENS, [0, 2, 5], credit=False)
+    for member, tokens_M in zip(result.rollouts, TOKENS, strict=True):
+        assert member.step_advantage_M.tolist() == [member.advantage] * len(tokens_M)
+        assert member.fallback is CreditFallback.CREDIT_OFF
+
+
+def test_given_rewards_are_vanilla_grpo() -> None:
+    result = group_advantages_from_rewards("g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=0.0)
+    assert [member.advantage for member in result.rollouts] == pytest.approx(np.array([2, -1, -1]) / 3**0.5)
+    assert result.surviving_K.shape == (0,)
+    assert {member.fallback for member in result.rollouts} == {CreditFallback.CREDIT_OFF}
+
+
+def test_rows_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"group g: 2 rollouts but rows \{'verdicts': 3"):
+        group_advantages("g", VERDICTS, [None, None], TOKENS[:2], [0, 1], credit=True)
+    with pytest.raises(ValueError, match="must ascend"):
+        group_advantages_from_rewards("g", np.zeros(2), TOKENS[:2], [1, 0])
+
+
+def trajectory() -> Trajectory:
+    """Two steps of 2 and 1 tokens, tool output between, and a sampled closing turn without code."""
+    step_T = np.array([-1, -1, 0, 0, -1, 1, -1, -1])
+    sampled_T = np.array([0, 0, 1, 1, 0, 1, 0, 1], dtype=bool)
+    return Trajectory(
+        task_id="t_1",
+        group="step0/t_1",
+        rollout=4,
+        attempt=0,
+        policy_version=3,
+        prompt=(Message(role="user", content="do it"),),
+        turns=(
+            Turn(text="a", code="a", output="out", first_token=2, last_token=4),
+            Turn(text="b", code="b", output="out", first_token=5, last_token=6),
+            Turn(text="bye", code=None, output=None, first_token=7, last_token=8),
+        ),
+        token_ids_T=np.arange(8),
+        sampled_T=sampled_T,
+        logprob_T=np.where(sampled_T, -0.5, 0.0),
+        step_T=step_T,
+        prompt_length=2,
+        ended=EpisodeEnd.FINISHED,
+        started_at=0.0,
+        ended_at=1.0,
+    )
+
+
+def test_credit_reaches_step_tokens_and_leaves_gaps_alone() -> None:
+    played = trajectory()
+    cited = [
+        [
+            Attribution(criterion=0, verdict=Verdict.PASS, steps=(1, 2)),
+            Attribution(criterion=1, verdict=Verdict.FAIL, steps=(2,)),
+        ],
+        [],
+    ]
+    member = group_advantages(
+        "step0/t_1", np.array([[1, 1], [-1, -1]]), cited, [played.tokens_M, np.array([3])], [4, 5], credit=True
+    ).rollouts[0]
+    sample = training_sample(played, member, credit=True)
+    first, second = member.step_advantage_M
+    assert first * 2 == pytest.approx(2 * second)  # Q = (1, 1/2): twice the total on twice the tokens
+    assert sample.advantage_T == pytest.approx(np.array([0, 0, first, first, 0, second, 0, 0]), rel=1e-6)
+    assert sample.advantage_T.sum() == pytest.approx(member.advantage * 3)
+    assert sample.loss_mask_T.tolist() == played.sampled_T.tolist()
+    assert (sample.policy_version, sample.prompt_length, sample.rollout) == (3, 2, 4)
+
+
+def test_a_uniform_fallback_under_credit_covers_step_tokens_only() -> None:
+    played = trajectory()
+    member = group_advantages(
+        "g", np.array([[1], [-1]]), [None, None], [played.tokens_M, np.array([3])], [4, 5], credit=True
+    ).rollouts[0]
+    advantage_T = training_sample(played, member, credit=True).advantage_T
+    assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
+
+
+def test_vanilla_grpo_covers_every_sampled_token() -> None:
+    played = trajectory()
+    member = group_advantages_from_rewards("g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5]).rollouts[0]
+    advantage_T = training_sample(played, member, credit=False).advantage_T
+    assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 1]))
+
+
+def test_advantages_of_another_rollout_are_refused() -> None:
+    played = trajectory()
+    members = group_advantages_from_rewards(
+        "g", np.array([1.0, 0.0]), [played.tokens_M, np.array([3])], [4, 5]
+    ).rollouts
+    with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: given the advantages of rollout 5"):
+        training_sample(played, members[1], credit=True)
+    with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
+        training_sample(replace(played, rollout=5), members[1], credit=True)
+
+
+def test_a_step_token_that_was_not_sampled_is_refused() -> None:
+    played = replace(trajectory(), step_T=np.array([-1, -1, 0, 0, 0, 1, -1, -1]))
+    member = group_advantages_from_rewards("g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5]).rollouts[0]
+    with pytest.raises(ValueError, match="a step holds a token that was not sampled"):
+        training_sample(played, member, credit=True)
+
+
+@pytest.mark.parametrize("module", ["reward", "advantage", "credit"])
+def test_the_examples_in_the_docstrings_run(module: str) -> None:
+    results = doctest.testmod(importlib.import_module(f"draco_ray.algorithm.{module}"))
+    assert results.failed == 0
+    assert results.attempted > 0
+
+
+def test_the_algorithm_loads_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, draco_ray.algorithm.group\n"
+        "print([m for m in ('ray', 'torch', 'transformers', 'pyarrow', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
