@@ -116,8 +116,19 @@ class Price(Tree):
     output: float = Field(ge=0)
 
 
+class RuleJudgeConfig(Tree):
+    """The offline stand-in for a frontier judge: explicit rules behind a real HTTP server (`draco judge-server`)."""
+
+    start: bool = False
+    """Start its server on loopback for this run and send every call there; model, api_base and key are then its own."""
+    latency_seconds: float = Field(0.0, ge=0)
+    """Time it takes over each reply."""
+
+
 class JudgeConfig(Tree):
     """The judge: any LiteLLM model."""
+
+    rule_judge: RuleJudgeConfig = RuleJudgeConfig()
 
     model: str = "openai/gpt-5.4"
     """LiteLLM model name, provider prefix included."""

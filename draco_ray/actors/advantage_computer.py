@@ -1,0 +1,138 @@
+"""The Ray shell of `draco_ray.algorithm`: verdicts and citations in, training samples out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import ray
+
+from draco_ray.actors.messages import AdvantageSummary, RewardSummary
+from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
+from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.config import AlgorithmConfig
+from draco_ray.records import (
+    Attribution,
+    Evaluation,
+    GroupAdvantages,
+    Judged,
+    ScoredCriterion,
+    TrainingSample,
+    Trajectory,
+    Verdict,
+)
+
+Scores = Judged[tuple[ScoredCriterion, ...]]
+Attributions = Judged[tuple[Attribution, ...]]
+
+
+class AdvantageComputerActor:
+    """Holds nothing but the configuration."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+
+    async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
+        """Dropout and Eq. ``rubric-reward`` over the rollouts whose score call succeeded."""
+        scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
+        surviving_K = surviving_criteria(verdict_GK)
+        rewards_G = rubric_rewards(verdict_GK, surviving_K)
+        return RewardSummary(
+            criteria=verdict_GK.shape[1],
+            surviving=int(surviving_K.sum()),
+            scored=tuple(scored),
+            rewards=tuple(float(reward) for reward in rewards_G),
+            applicable=int((verdict_GK != Verdict.NOT_APPLICABLE).sum()),
+            passed=int((verdict_GK == Verdict.PASS).sum()),
+        )
+
+    @ray.method(num_returns=4)
+    async def from_verdicts(
+        self,
+        group: str,
+        rollouts: Sequence[int],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+        scores: Sequence[ray.ObjectRef[Scores]],
+        attributions: Sequence[ray.ObjectRef[Attributions]] | None,
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        """Step credit (Eq. ``credit``); ``attributions`` None means that no credit call was worth making."""
+        scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
+        played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        cited: dict[int, Sequence[Attribution] | None] = dict.fromkeys(rollouts, ())
+        if attributions is not None:
+            for rollout, ref in zip(rollouts, attributions, strict=True):
+                judged = await ref
+                cited[rollout] = judged.value if judged.ok else None
+        advantages = group_advantages(
+            group,
+            verdict_GK,
+            [cited[rollout] for rollout in scored],
+            [played[rollout].tokens_M for rollout in scored],
+            scored,
+            credit=self._config.credit,
+            std_epsilon=self._config.std_epsilon,
+        )
+        return self._finish(advantages, played)
+
+    @ray.method(num_returns=4)
+    async def from_evaluations(
+        self,
+        group: str,
+        rollouts: Sequence[int],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+        evaluations: Sequence[ray.ObjectRef[Evaluation]],
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        """The ``outcome`` setting: vanilla GRPO on AppWorld's binary verdict."""
+        rewards = [float((await ref).success) for ref in evaluations]
+        return await self._from_rewards(group, rollouts, trajectories, rewards)
+
+    @ray.method(num_returns=4)
+    async def from_noise(
+        self, group: str, rollouts: Sequence[int], trajectories: Sequence[ray.ObjectRef[Trajectory]], seed: int
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        """The ``random`` setting: vanilla GRPO on coin flips."""
+        rewards = np.random.default_rng(seed).integers(0, 2, len(rollouts)).astype(float).tolist()
+        return await self._from_rewards(group, rollouts, trajectories, rewards)
+
+    async def _from_rewards(
+        self,
+        group: str,
+        rollouts: Sequence[int],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+        rewards: Sequence[float],
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        advantages = group_advantages_from_rewards(
+            group,
+            np.asarray(rewards),
+            [played[rollout].tokens_M for rollout in rollouts],
+            rollouts,
+            std_epsilon=self._config.std_epsilon,
+        )
+        return self._finish(advantages, played)
+
+    def _finish(
+        self, advantages: GroupAdvantages, played: dict[int, Trajectory]
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        shares = advantages.rollouts
+        samples = [training_sample(played[share.rollout], share, credit=self._config.credit) for share in shares]
+        spreads = [float(np.std(share.quality_M)) for share in shares if share.cited_M.any()]
+        summary = AdvantageSummary(
+            rollouts=tuple(share.rollout for share in shares),
+            inert=sum(share.inert for share in shares),
+            fallbacks=dict(Counter(share.fallback.value for share in shares)),
+            quality_spread=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+            tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
+        )
+        tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}
+        return samples, advantages, tokens, summary
+
+
+def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:
+    """The rollouts whose score call succeeded, and their verdicts as a (G, K) matrix."""
+    scored = [(rollout, judged.value) for rollout, judged in zip(rollouts, scores, strict=True) if judged.ok]
+    rows = [[int(score.verdict) for score in value or ()] for _, value in scored]
+    criteria = len(rows[0]) if rows else 0
+    return [rollout for rollout, _ in scored], np.asarray(rows, dtype=np.int8).reshape(len(rows), criteria)

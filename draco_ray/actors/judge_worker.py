@@ -1,0 +1,136 @@
+"""The Ray shell of the judge: the five phases of `draco_ray.judging.judge.Judge`, each with its summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from draco_ray.actors.messages import PhaseSummary
+from draco_ray.config import JudgeConfig
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.records import (
+    Attribution,
+    Criterion,
+    Judged,
+    Message,
+    Phase,
+    ScoredCriterion,
+    Trajectory,
+    Verdict,
+)
+
+Rubric = tuple[Criterion, ...]
+
+
+class JudgeWorkerActor:
+    """One asynchronous judge client with many calls in flight."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        from draco_ray.judging.judge import build_judge
+
+        self._judge: Judge = build_judge(config)
+
+    async def check(self) -> None:
+        """Raise JudgeUnavailable now rather than in the middle of a step."""
+        await self._judge.check()
+
+    @ray.method(num_returns=2)
+    async def stage1(
+        self, group: str, task_id: str, prompt: tuple[Message, ...]
+    ) -> tuple[Judged[Rubric], PhaseSummary]:
+        """Criteria from the instruction alone."""
+        started = time.time()
+        judged = await self._judge.stage1(prompt, CallContext(group=group, task_id=task_id))
+        return judged, _summary(Phase.STAGE1, task_id, None, judged, started)
+
+    @ray.method(num_returns=2)
+    async def stage2(self, trajectory: Trajectory, existing: Judged[Rubric]) -> tuple[Judged[Rubric], PhaseSummary]:
+        """Criteria that this rollout reveals; a failed stage1 counts as no existing criteria."""
+        started = time.time()
+        judged = await self._judge.stage2(trajectory, existing.value or (), _context(trajectory))
+        return judged, _summary(Phase.STAGE2, trajectory.task_id, trajectory.rollout, judged, started)
+
+    @ray.method(num_returns=2)
+    async def union(
+        self,
+        group: str,
+        task_id: str,
+        prompt: tuple[Message, ...],
+        proposals: Sequence[ray.ObjectRef[Judged[Rubric]]],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+    ) -> tuple[Judged[Rubric], PhaseSummary]:
+        """One rubric for the group from every proposal; nothing proposed is an empty rubric without a call."""
+        started = time.time()
+        judged_proposals = [await proposal for proposal in proposals]
+        candidates = [criterion for judged in judged_proposals for criterion in judged.value or ()]
+        rollouts = [await trajectory for trajectory in trajectories]
+        judged = await self._judge.union(prompt, candidates, rollouts, CallContext(group=group, task_id=task_id))
+        return judged, _summary(Phase.UNION, task_id, None, judged, started)
+
+    @ray.method(num_returns=2)
+    async def score(
+        self, trajectory: Trajectory, rubric: Judged[Rubric]
+    ) -> tuple[Judged[tuple[ScoredCriterion, ...]], PhaseSummary]:
+        """A verdict per criterion."""
+        started = time.time()
+        judged = await self._judge.score(trajectory, rubric.value or (), _context(trajectory))
+        verdicts = [score.verdict for score in judged.value or ()]
+        summary = _summary(Phase.SCORE, trajectory.task_id, trajectory.rollout, judged, started, verdicts)
+        return judged, summary
+
+    @ray.method(num_returns=2)
+    async def credit(
+        self, trajectory: Trajectory, rubric: Judged[Rubric], scores: Judged[tuple[ScoredCriterion, ...]]
+    ) -> tuple[Judged[tuple[Attribution, ...]], PhaseSummary]:
+        """The steps responsible for each verdict."""
+        started = time.time()
+        judged = await self._judge.credit(trajectory, rubric.value or (), scores.value or (), _context(trajectory))
+        return judged, _summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
+
+
+def start_judge_workers(config: JudgeConfig, run_name: str) -> tuple[list[Any], Any]:
+    """The pool of judge workers and the union actor, all asking for the custom ``judge`` resource."""
+    remote = ray.remote(JudgeWorkerActor)
+    options = {"num_cpus": 0, "resources": {"judge": 1}, "max_concurrency": 4 * config.concurrency_per_worker}
+    workers = [
+        remote.options(name=f"JudgeWorker-{index}@{run_name}", **options).remote(config)
+        for index in range(config.workers)
+    ]
+    union = remote.options(name=f"RubricUnion@{run_name}", **options).remote(config)
+    return workers, union
+
+
+def _context(trajectory: Trajectory) -> CallContext:
+    return CallContext(group=trajectory.group, task_id=trajectory.task_id, rollout=trajectory.rollout)
+
+
+def _summary(
+    phase: Phase,
+    task_id: str,
+    rollout: int | None,
+    judged: Judged[Any],
+    started: float,
+    verdicts: Sequence[Verdict] = (),
+) -> PhaseSummary:
+    calls = judged.calls
+    return PhaseSummary(
+        phase=phase,
+        task_id=task_id,
+        rollout=rollout,
+        error=judged.error,
+        criteria=len(judged.value or ()),
+        passes=verdicts.count(Verdict.PASS),
+        fails=verdicts.count(Verdict.FAIL),
+        calls=len(calls),
+        requests=sum(call.requests for call in calls),
+        failed_calls=sum(call.error is not None for call in calls),
+        input_tokens=sum(call.input_tokens for call in calls),
+        cached_tokens=sum(call.cached_tokens for call in calls),
+        output_tokens=sum(call.output_tokens for call in calls),
+        dollars=sum(call.dollars for call in calls),
+        started_at=started,
+        ended_at=time.time(),
+    )

@@ -1,0 +1,173 @@
+"""The driver's handles on the actor pools: which worker runs what, and what to do when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError
+
+from draco_ray.actors.messages import PhaseSummary, RolloutSummary
+from draco_ray.actors.rollout_worker import RolloutRequest
+from draco_ray.records import EpisodeEnd, Message, Phase
+
+log = logging.getLogger(__name__)
+
+WorkerT = TypeVar("WorkerT")
+
+
+class SlotQueue(Generic[WorkerT]):
+    """Free slots of the workers, handed to whoever waits with the lowest priority number."""
+
+    def __init__(self, workers: list[WorkerT], slots_per_worker: int) -> None:
+        self._free = [worker for _ in range(slots_per_worker) for worker in workers]
+        self._waiting: list[tuple[int, int, asyncio.Future[WorkerT]]] = []
+        self._arrivals = itertools.count()
+
+    async def acquire(self, priority: int) -> WorkerT:
+        """Wait for a slot; equal priorities are served in order of arrival."""
+        if self._free:
+            return self._free.pop(0)
+        future: asyncio.Future[WorkerT] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), future))
+        return await future
+
+    def release(self, worker: WorkerT) -> None:
+        """Give a slot back."""
+        while self._waiting:
+            _, _, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(worker)
+                return
+        self._free.append(worker)
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait for a slot."""
+        return sum(not future.done() for _, _, future in self._waiting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A finished rollout of a group: references to what is large, the summary itself."""
+
+    rollout: int
+    trajectory: ray.ObjectRef[Any]
+    evaluation: ray.ObjectRef[Any]
+    summary: RolloutSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A finished judge phase: a reference to its `Judged`, the summary itself."""
+
+    judged: ray.ObjectRef[Any]
+    summary: PhaseSummary
+
+    @property
+    def ok(self) -> bool:
+        """Whether the phase produced a value."""
+        return self.summary.error is None
+
+
+class RolloutPool:
+    """Rollout workers and the engines they sample from.
+
+    A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
+    retries are spent the group goes on without it.
+    """
+
+    def __init__(self, workers: list[Any], slots_per_worker: int, engines: int, retries: int, seed: int) -> None:
+        self._slots: SlotQueue[Any] = SlotQueue(workers, slots_per_worker)
+        self._load = [0] * engines
+        self._retries = retries
+        self._seed = seed
+        self.lost = 0
+
+    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Member | None:
+        """Play one rollout of ``group``; None when every try failed."""
+        for attempt in range(self._retries + 1):
+            # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
+            entropy = (self._seed, step, rollout, attempt, *task_id.encode())
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+            request = RolloutRequest(task_id=task_id, group=group, rollout=rollout, attempt=attempt, seed=seed)
+            member = await self._try(request, priority)
+            if member is not None and member.summary.ended is not EpisodeEnd.SERVER_ERROR:
+                return member
+            reason = member.summary.error if member is not None else "its worker died"
+            log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, reason)
+        self.lost += 1
+        return None
+
+    async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
+        worker = await self._slots.acquire(priority)
+        engine = self._load.index(min(self._load))
+        self._load[engine] += 1
+        try:
+            method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
+            trajectory, summary, evaluation = method.remote(request, engine)
+            return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=await summary)
+        except RayActorError:
+            return None
+        finally:
+            self._load[engine] -= 1
+            self._slots.release(worker)
+
+
+class JudgePool:
+    """Judge workers; each call goes to the one with the fewest calls in flight."""
+
+    def __init__(self, workers: list[Any], union: Any) -> None:
+        self._workers = workers
+        self._union = union
+        self._load = [0] * len(workers)
+
+    @property
+    def in_flight(self) -> int:
+        """Phases that wait for a judge."""
+        return sum(self._load)
+
+    async def stage1(self, group: str, task_id: str, prompt: tuple[Message, ...]) -> Judgement:
+        """Criteria from the instruction alone."""
+        return await self._call(Phase.STAGE1, task_id, group, task_id, prompt)
+
+    async def stage2(self, member: Member, existing: Judgement) -> Judgement:
+        """Criteria this rollout reveals."""
+        return await self._call(Phase.STAGE2, _label(member), member.trajectory, existing.judged)
+
+    async def union(
+        self, group: str, task_id: str, prompt: tuple[Message, ...], proposals: list[Judgement], members: list[Member]
+    ) -> Judgement:
+        """One rubric for the group."""
+        judged, summary = self._union.union.options(name=f"union {task_id}").remote(
+            group, task_id, prompt, [proposal.judged for proposal in proposals], [m.trajectory for m in members]
+        )
+        return Judgement(judged=judged, summary=await summary)
+
+    async def score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
+        """Verdicts of one rollout."""
+        return await self._call(Phase.SCORE, _label(member), member.trajectory, rubric)
+
+    async def credit(self, member: Member, rubric: ray.ObjectRef[Any], scores: Judgement) -> Judgement:
+        """Citations of one rollout."""
+        return await self._call(Phase.CREDIT, _label(member), member.trajectory, rubric, scores.judged)
+
+    async def _call(self, phase: Phase, label: str, *arguments: Any) -> Judgement:
+        index = self._load.index(min(self._load))
+        self._load[index] += 1
+        try:
+            method = getattr(self._workers[index], phase.value).options(name=f"{phase.value} {label}")
+            judged, summary = method.remote(*arguments)
+            return Judgement(judged=judged, summary=await summary)
+        finally:
+            self._load[index] -= 1
+
+
+def _label(member: Member) -> str:
+    return f"{member.summary.task_id}/{member.rollout}"

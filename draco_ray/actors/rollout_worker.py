@@ -1,0 +1,113 @@
+"""The Ray shell of the environment slots: task in, trajectory out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from draco_ray.actors.messages import RolloutSummary
+from draco_ray.config import AgentConfig, EnvironmentConfig
+from draco_ray.engine.sampler import Sampler
+from draco_ray.records import Evaluation, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """One rollout to run."""
+
+    task_id: str
+    group: str
+    rollout: int
+    attempt: int
+    seed: int
+
+
+class RolloutWorkerActor:
+    """Environment slots (`AppWorldSlot`) and the agent (`CodeAgent`) that plays in them.
+
+    With ``load_ground_truth`` the finished world is evaluated by AppWorld's own tests; workers of an outcome-blind
+    training run are started without it and cannot.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        samplers: Sequence[Sampler],
+        *,
+        data_root: Path,
+        model_path: str,
+        agent: AgentConfig,
+        environment: EnvironmentConfig,
+        load_ground_truth: bool,
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        from draco_ray.agent.chat import ChatTokens
+        from draco_ray.agent.code_agent import CodeAgent
+        from draco_ray.environments.appworld_slot import AppWorldSlot
+
+        chat = ChatTokens(AutoTokenizer.from_pretrained(model_path), thinking=agent.thinking)
+        self._agents = [CodeAgent(sampler, chat, agent) for sampler in samplers]
+        self._load_ground_truth = load_ground_truth
+        self._slots: list[Any] = [
+            AppWorldSlot(environment, data_root, load_ground_truth=load_ground_truth, name=f"{name}.{index}")
+            for index in range(environment.slots_per_worker)
+        ]
+        self._free: asyncio.Queue[Any] = asyncio.Queue()
+        for slot in self._slots:
+            self._free.put_nowait(slot)
+
+    @ray.method(num_returns=3)
+    async def rollout(
+        self, request: RolloutRequest, engine: int
+    ) -> tuple[Trajectory | None, RolloutSummary, Evaluation | None]:
+        """Play one episode on the engine of that index.
+
+        Returns: the trajectory (for the object store), its summary, and AppWorld's verdict where it may be asked.
+        """
+        slot = await self._free.get()
+        try:
+            trajectory = await self._agents[engine].run_in(slot, request)
+            evaluation = None
+            if self._load_ground_truth:
+                evaluation = await slot.evaluate_rollout(trajectory)
+            await slot.close_task()
+        finally:
+            self._free.put_nowait(slot)
+        return trajectory, summarise(trajectory), evaluation
+
+    async def pids(self) -> list[int]:
+        """Process ids of the live AppWorld servers."""
+        return [slot.pid for slot in self._slots if slot.pid is not None]
+
+    async def stop(self) -> None:
+        """End the AppWorld servers."""
+        await asyncio.gather(*(slot.stop() for slot in self._slots))
+
+
+def summarise(trajectory: Trajectory) -> RolloutSummary:
+    """The driver's view of a trajectory."""
+    return RolloutSummary(
+        task_id=trajectory.task_id,
+        rollout=trajectory.rollout,
+        attempt=trajectory.attempt,
+        ended=trajectory.ended,
+        error=trajectory.error,
+        turns=len(trajectory.turns),
+        steps=len(trajectory.steps),
+        prompt_tokens=trajectory.prompt_length,
+        sampled_tokens=int(trajectory.sampled_T.sum()),
+        total_tokens=len(trajectory.token_ids_T),
+        seconds_generating=sum(turn.seconds_generating for turn in trajectory.turns),
+        seconds_executing=sum(turn.seconds_executing for turn in trajectory.turns),
+        started_at=trajectory.started_at,
+        ended_at=trajectory.ended_at,
+    )

@@ -1,0 +1,147 @@
+"""The ``draco`` command. Heavy packages load only once a command has read its arguments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draco_ray.configuration import dotted_keys, load_config, preset_names, setting_names
+from draco_ray.errors import DracoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train tool-using agents where nobody can write a checker (DRACO on Ray).",
+)
+sandbox = typer.Typer(no_args_is_help=True, help="The generated AppWorld world, for machines without AppWorld's data.")
+starter = typer.Typer(no_args_is_help=True, help="The starter policy, for machines without model weights.")
+runs = typer.Typer(no_args_is_help=True, help="Look at finished and running runs.")
+app.add_typer(sandbox, name="sandbox")
+app.add_typer(starter, name="starter")
+app.add_typer(runs, name="runs")
+
+SANDBOX_ROOT = Path(".cache/sandbox")
+STARTER_MODEL = Path(".cache/starter")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the config, e.g. learner.learning_rate=1e-4."),
+]
+Setting = Annotated[
+    str | None,
+    typer.Option("--setting", "-s", help=f"What is trained: {', '.join(setting_names())}."),
+]
+
+
+@app.command(epilog="Try:  draco train sandbox train.steps=3      draco train sandbox --setting no-credit")
+def train(
+    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    overrides: Overrides = None,
+    setting: Setting = None,
+) -> None:
+    """Train a policy; everything it makes is in the run directory it names at the end."""
+    from draco_ray.training.trainer import train as run_training
+
+    run_training(load_config(config, overrides or [], setting))
+
+
+@app.command(name="config", epilog="Try:  draco config sandbox      draco config sandbox --setting static")
+def show_config(
+    config: Annotated[str | None, typer.Argument(help="A preset or a YAML file; none shows the defaults.")] = None,
+    overrides: Overrides = None,
+    setting: Setting = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List the keys only.")] = False,
+) -> None:
+    """Print the configuration a run would use."""
+    from draco_ray.configuration import dump_config
+
+    resolved = load_config(config, overrides or [], setting)
+    typer.echo("\n".join(dotted_keys()) if keys else dump_config(resolved), nl=keys)
+
+
+@sandbox.command(name="build")
+def sandbox_build(
+    out: Annotated[Path, typer.Option(help="Where the AppWorld data root goes.")] = SANDBOX_ROOT,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same world.")] = 0,
+    scenarios: Annotated[int | None, typer.Option(help="At most so many scenarios per split.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Rebuild a world that is there.")] = False,
+) -> None:
+    """Build a complete AppWorld data root with AppWorld's own models and factories."""
+    arguments = ["build", "--out", str(out.resolve()), "--seed", str(seed)]
+    arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
+    _in_appworld("draco_ray.environments.sandbox", arguments + (["--force"] if force else []))
+
+
+@sandbox.command(name="verify")
+def sandbox_verify(
+    root: Annotated[Path, typer.Option(help="The world to verify.")] = SANDBOX_ROOT,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+) -> None:
+    """Run every task in AppWorld's engine: the reference passes, doing nothing fails."""
+    _in_appworld("draco_ray.environments.sandbox", ["verify", "--root", str(root.resolve()), "--jobs", str(jobs)])
+
+
+@starter.command(name="build")
+def starter_build(
+    world: Annotated[Path, typer.Option(help="The sandbox world to learn from (its training split).")] = SANDBOX_ROOT,
+    out: Annotated[Path, typer.Option(help="Where the model directory goes.")] = STARTER_MODEL,
+    seed: Annotated[int, typer.Option(help="The same seed and world give the same model.")] = 0,
+) -> None:
+    """Train the starter policy on scripted rollouts, good and faulty; returns at once when it is there already."""
+    from draco_ray.offline.starter import build_starter
+
+    build_starter(out, world, seed=seed, progress=True)
+
+
+@app.command(name="judge-server")
+def judge_server(
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8011,
+    latency: Annotated[float, typer.Option(help="Seconds a reply takes.")] = 0.0,
+    rate_limit: Annotated[float | None, typer.Option(help="Requests a second; more get 429 + Retry-After.")] = None,
+    malformed: Annotated[float, typer.Option(help="Share of replies that are not JSON.")] = 0.0,
+    truncated: Annotated[float, typer.Option(help="Share of replies cut short.")] = 0.0,
+    error: Annotated[float, typer.Option(help="Share of requests answered with 500.")] = 0.0,
+) -> None:
+    """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API."""
+    from draco_ray.offline.judge_server import serve
+
+    serve(port=port, latency=latency, rate_limit=rate_limit, malformed=malformed, truncated=truncated, error=error)
+
+
+@runs.command(name="show")
+def runs_show(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Print a run: its setting, one line a step, before and after."""
+    from draco_ray.runs.show import show
+
+    show(directory)
+
+
+def _in_appworld(module: str, arguments: list[str]) -> None:
+    from draco_ray.environments.appworld_python import appworld_python
+
+    project = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONUNBUFFERED": "1"}
+    result = subprocess.run([appworld_python(None), "-m", module, *arguments], env=environment, check=False)
+    if result.returncode:
+        raise typer.Exit(result.returncode)
+
+
+def main() -> None:
+    """Entry point: a known error is one line and exit code 1 (2 for what the user typed)."""
+    try:
+        app()
+    except DracoError as error:
+        from draco_ray.errors import ConfigError
+
+        print(f"draco: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

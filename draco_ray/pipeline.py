@@ -1,0 +1,239 @@
+"""The graph of one training step. This module is the picture; it holds no algorithm and does no I/O.
+
+::
+
+    task ──► stage1 (cached per task) ─────────────┐
+      │                                            ▼
+      └► rollout ×G ──► stage2 ×G ──► union ──► score ×G ──► credit ×G ──► advantages ──► learner
+
+Everything on an arrow is an object reference: a trajectory is written once and every reader maps that one copy.
+A rollout is judged the moment it ends, while others still generate; a group's gradients are accumulated the moment
+its advantages exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import ray
+
+from draco_ray.actors.messages import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
+from draco_ray.actors.pools import Judgement, JudgePool, Member, RolloutPool
+from draco_ray.config import AlgorithmConfig
+from draco_ray.records import Criterion, Judged, Message
+
+
+class GroupState(StrEnum):
+    """How far a group has come: the unit that is persisted, counted and shown."""
+
+    PENDING = "pending"
+    ROLLED = "rolled"
+    MERGED = "merged"
+    SCORED = "scored"
+    CREDITED = "credited"
+    TRAINED = "trained"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """One task's rollouts in one training step, and what is known of them so far."""
+
+    step: int
+    index: int
+    """Position in the step's batch; earlier groups get slots first."""
+    task_id: str
+    prompt: tuple[Message, ...]
+    state: GroupState = GroupState.PENDING
+    reason: str | None = None
+    rollouts: list[RolloutSummary] = field(default_factory=list)
+    phases: list[PhaseSummary] = field(default_factory=list)
+    reward: RewardSummary | None = None
+    advantage: AdvantageSummary | None = None
+
+    @property
+    def name(self) -> str:
+        """``step<n>/<task>``."""
+        return f"step{self.step}/{self.task_id}"
+
+    def fail(self, reason: str) -> None:
+        """Drop the group from the update, and say why."""
+        self.state, self.reason = GroupState.FAILED, reason
+
+
+class Pipeline:
+    """Runs groups through the graph. ``keep`` persists what passes by; ``watch`` is told of every change."""
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        rollouts: RolloutPool,
+        judges: JudgePool,
+        advantages: Any,
+        keep: Any,
+        *,
+        static_rubric: Sequence[Criterion] = (),
+        seed: int = 0,
+        watch: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        self._config = config
+        self._rollouts = rollouts
+        self._judges = judges
+        self._advantages = advantages
+        self._keep = keep
+        self._static = ray.put(Judged(value=tuple(static_rubric)))
+        self._seed = seed
+        self._watch = watch
+
+    async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
+        """Take one group from its task to a reference to its training samples; None if the group failed."""
+        stage1 = asyncio.create_task(self._stage1(group)) if self._dynamic else None
+        try:
+            members = await _gather(self._member(group, rollout, stage1) for rollout in range(self._config.group_size))
+        finally:
+            if stage1 is not None and not stage1.done():
+                stage1.cancel()
+        played = [member for member in members if member is not None]
+        group.state = GroupState.ROLLED
+        self._watch(group)
+        if len(played) < 2:
+            return self._failed(group, f"{len(played)} of {self._config.group_size} rollouts finished, 2 are needed")
+        if self._config.reward == "rubric":
+            return await self._rubric_reward(group, [m for m, _ in played], [p for _, p in played if p], stage1)
+        return await self._plain_reward(group, [m for m, _ in played])
+
+    @property
+    def _dynamic(self) -> bool:
+        return self._config.reward == "rubric" and self._config.rubric == "dynamic"
+
+    async def _stage1(self, group: Group) -> Judgement:
+        return self._noted(group, await self._judges.stage1(group.name, group.task_id, group.prompt))
+
+    async def _member(
+        self, group: Group, rollout: int, stage1: asyncio.Task[Judgement] | None
+    ) -> tuple[Member, Judgement | None] | None:
+        """rollout ──► stage2, without waiting for the rest of the group."""
+        member = await self._rollouts.run(
+            group.task_id, group.name, rollout, step=group.step, priority=group.index * self._config.group_size
+        )
+        if member is None:
+            return None
+        group.rollouts.append(member.summary)
+        self._keep.trajectory.remote(group.step, member.trajectory)
+        self._watch(group)
+        if stage1 is None:
+            return member, None
+        return member, self._noted(group, await self._judges.stage2(member, await stage1))
+
+    async def _rubric_reward(
+        self,
+        group: Group,
+        members: list[Member],
+        proposals: list[Judgement],
+        stage1: asyncio.Task[Judgement] | None,
+    ) -> ray.ObjectRef[Any] | None:
+        """union ──► score ×G ──► credit ×G ──► advantages."""
+        rubric = self._static
+        if stage1 is not None:
+            proposals = [await stage1, *proposals]
+            if not any(proposal.ok for proposal in proposals):
+                return self._failed(group, "no rubric: stage1 and every stage2 call failed")
+            union = await self._judges.union(group.name, group.task_id, group.prompt, proposals, members)
+            rubric = self._noted(group, union).judged
+            if not union.ok:
+                return self._failed(group, f"no rubric: {union.summary.error}")
+        group.state = GroupState.MERGED
+
+        scores = await _gather(self._score(group, member, rubric) for member in members)
+        numbers = [member.rollout for member in members]
+        group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
+        if len(group.reward.scored) < 2:
+            return self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
+        group.state = GroupState.SCORED
+        self._watch(group)
+
+        credits = None
+        if self._credit_matters(group.reward):
+            credits = await _gather(
+                self._credit(group, member, rubric, score) for member, score in zip(members, scores, strict=True)
+            )
+        result = self._advantages.from_verdicts.remote(
+            group.name,
+            numbers,
+            [member.trajectory for member in members],
+            [score.judged for score in scores],
+            None if credits is None else [credit.judged for credit in credits],
+        )
+        return await self._credited(group, rubric, result)
+
+    async def _plain_reward(self, group: Group, members: list[Member]) -> ray.ObjectRef[Any]:
+        """The settings without a rubric: AppWorld's tests, or noise."""
+        numbers = [member.rollout for member in members]
+        trajectories = [member.trajectory for member in members]
+        if self._config.reward == "outcome":
+            evaluations = [member.evaluation for member in members]
+            result = self._advantages.from_evaluations.remote(group.name, numbers, trajectories, evaluations)
+        else:
+            seed = self._seed + 1_000_003 * group.step + group.index
+            result = self._advantages.from_noise.remote(group.name, numbers, trajectories, seed)
+        return await self._credited(group, None, result)
+
+    async def _score(self, group: Group, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
+        return self._noted(group, await self._judges.score(member, rubric))
+
+    async def _credit(self, group: Group, member: Member, rubric: ray.ObjectRef[Any], score: Judgement) -> Judgement:
+        if not score.ok:
+            return score  # No verdicts to attribute: the rollout has left the statistics already.
+        return self._noted(group, await self._judges.credit(member, rubric, score))
+
+    def _credit_matters(self, reward: RewardSummary) -> bool:
+        useless = not reward.has_spread or reward.surviving == 0
+        return self._config.credit and not (useless and self._config.skip_useless_credit_calls)
+
+    async def _credited(
+        self, group: Group, rubric: ray.ObjectRef[Any] | None, result: Sequence[ray.ObjectRef[Any]]
+    ) -> ray.ObjectRef[Any]:
+        samples, advantages, step_tokens, summary = result
+        group.advantage = await summary
+        group.state = GroupState.CREDITED
+        self._keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
+        self._watch(group)
+        return samples
+
+    def _noted(self, group: Group, judgement: Judgement) -> Judgement:
+        summary = judgement.summary
+        group.phases.append(summary)
+        self._keep.judged.remote(group.step, group.task_id, summary.rollout, summary.phase.value, judgement.judged)
+        self._watch(group)
+        return judgement
+
+    def _failed(self, group: Group, reason: str) -> None:
+        group.fail(reason)
+        self._keep.group.remote(group.step, group.task_id, None, None, None, self._row(group))
+        self._watch(group)
+
+    def _row(self, group: Group) -> dict[str, Any]:
+        scored = len(group.reward.scored) if group.reward else len(group.rollouts)
+        return {
+            "state": group.state.value,
+            "rollouts": len(group.rollouts),
+            "lost": self._config.group_size - len(group.rollouts),
+            "unscored": len(group.rollouts) - scored,
+            "credit_failures": sum(p.phase.value == "credit" and p.error is not None for p in group.phases),
+            "reason": group.reason,
+        }
+
+
+async def _gather(work: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Like asyncio.gather, but the first error cancels the rest: a judge that refuses us ends the group at once."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise

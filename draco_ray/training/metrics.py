@@ -1,0 +1,83 @@
+"""The metrics line of a training step: fixed names, fixed order, one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from draco_ray.pipeline import Group, GroupState
+from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
+
+
+def generation_intervals(groups: Sequence[Group]) -> list[Interval]:
+    """When each finished rollout ran."""
+    return [(rollout.started_at, rollout.ended_at) for group in groups for rollout in group.rollouts]
+
+
+def judge_intervals(groups: Sequence[Group]) -> list[Interval]:
+    """When each judge phase ran."""
+    return [(phase.started_at, phase.ended_at) for group in groups for phase in group.phases]
+
+
+def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[str, Any]:
+    """Everything a step's rollouts, judge phases and advantages say; the trainer adds the learner's part.
+
+    Rates are shares in [0, 1], times are seconds, costs are dollars. A mean over nothing is null.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    phases = [phase for group in groups for phase in group.phases]
+    rewards = [group.reward for group in groups if group.reward is not None]
+    advantages = [group.advantage for group in groups if group.advantage is not None]
+    reward_values = [value for reward in rewards for value in reward.rewards]
+    shares = sum(len(advantage.rollouts) for advantage in advantages)
+    generation, judging = generation_intervals(groups), judge_intervals(groups)
+    ended = Counter(rollout.ended for rollout in rollouts)
+    per_phase = {
+        phase.value: {
+            "phases": len(mine),
+            "failed": sum(p.error is not None for p in mine),
+            "requests": sum(p.requests for p in mine),
+            "input_tokens": sum(p.input_tokens for p in mine),
+            "cached_tokens": sum(p.cached_tokens for p in mine),
+            "output_tokens": sum(p.output_tokens for p in mine),
+            "dollars": sum(p.dollars for p in mine),
+            "seconds": sum(p.ended_at - p.started_at for p in mine),
+        }
+        for phase in Phase
+        if (mine := [p for p in phases if p.phase is phase])
+    }
+    return {
+        "step": step,
+        "reward": _mean(reward_values),
+        "pass_rate": _ratio(sum(r.passed for r in rewards), sum(r.applicable for r in rewards)),
+        "criteria": _mean([r.criteria for r in rewards]),
+        "surviving_criteria": _mean([r.surviving for r in rewards]),
+        "groups": len(groups),
+        "groups_with_signal": sum(reward.has_spread for reward in rewards),
+        "groups_failed": sum(group.state is GroupState.FAILED for group in groups),
+        "rollouts": len(rollouts),
+        "rollouts_lost": len(groups) * group_size - len(rollouts),
+        "ended": {mode.value: ended[mode] for mode in EpisodeEnd},
+        "turns": _mean([rollout.turns for rollout in rollouts]),
+        "sampled_tokens": sum(rollout.sampled_tokens for rollout in rollouts),
+        "inert_share": _ratio(sum(advantage.inert for advantage in advantages), shares),
+        "quality_spread": _mean([advantage.quality_spread for advantage in advantages]),
+        "credit_fallbacks": dict(sum((Counter(a.fallbacks) for a in advantages), Counter())),
+        "judge": per_phase,
+        "judge_dollars": sum(phase.dollars for phase in phases),
+        "judge_failed_phases": sum(phase.error is not None for phase in phases),
+        "seconds_generation": busy_seconds(generation),
+        "seconds_judging": busy_seconds(judging),
+        "judge_seconds": sum(end - start for start, end in judging),
+        "judge_hidden_share": hidden_share(judging, behind=generation),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
