@@ -65,6 +65,8 @@ class EnvironmentConfig(Tree):
     """Rollouts in the environment at one time."""
     slots_per_worker: int = Field(1, ge=1)
     """Slots (server processes) each RolloutWorker actor owns."""
+    cpus_per_worker: float = Field(1.0, ge=0)
+    """Of a RolloutWorker actor."""
     appworld_python: str | None = None
     """Python of AppWorld's own environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
     isolation: Literal["auto", "bubblewrap", "namespaces", "rlimits"] = "auto"

@@ -1,0 +1,165 @@
+"""A run directory reads back what was written, also in the middle of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draco_ray.errors import ConfigError
+from draco_ray.records import (
+    Attribution,
+    CreditFallback,
+    Criterion,
+    EpisodeEnd,
+    GroupAdvantages,
+    JudgeCall,
+    Message,
+    Phase,
+    RolloutAdvantage,
+    ScoredCriterion,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+
+
+def a_trajectory(rollout: int = 0) -> Trajectory:
+    """Two prompt tokens, a step of three, two of glue, a closing turn of two."""
+    return Trajectory(
+        task_id="abc1234_1",
+        group="step1/abc1234_1",
+        rollout=rollout,
+        attempt=0,
+        policy_version=0,
+        prompt=(Message(role="system", content="s"), Message(role="user", content="Grüße ☃")),
+        turns=(
+            Turn(text="<code>1</code>", code="1", output="one", first_token=2, last_token=5),
+            Turn(text="Done.", code=None, output=None, first_token=7, last_token=9),
+        ),
+        token_ids_T=np.arange(9),
+        sampled_T=np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], dtype=bool),
+        logprob_T=np.linspace(-1, 0, 9),
+        step_T=np.array([-1, -1, 0, 0, 0, -1, -1, -1, -1]),
+        prompt_length=2,
+        ended=EpisodeEnd.FINISHED,
+        started_at=1.0,
+        ended_at=2.0,
+    )
+
+
+def a_call(phase: Phase = Phase.SCORE, rollout: int | None = 0) -> JudgeCall:
+    return JudgeCall(
+        call_id="c1",
+        phase=phase,
+        group="step1/abc1234_1",
+        task_id="abc1234_1",
+        rollout=rollout,
+        model="m",
+        prompt="p",
+        reply="r",
+        finish_reason="stop",
+        input_tokens=10,
+        cached_tokens=4,
+        output_tokens=2,
+        dollars=0.5,
+        started_at=1.0,
+        seconds=0.1,
+        requests=1,
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RunStore:
+    return RunStore(RunDirectory.create(tmp_path / "run", "seed: 0\n"))
+
+
+def test_a_trajectory_reads_back_whole(store: RunStore) -> None:
+    trajectory = a_trajectory()
+    store.write("trajectories", 1, "a", rows.trajectory_rows(1, trajectory))
+    (row,) = store.directory.table("trajectories").to_pylist()
+    assert row["token_ids"] == list(range(9))
+    assert row["sampled"] == trajectory.sampled_T.tolist()
+    assert row["logprob"] == pytest.approx(trajectory.logprob_T, abs=1e-6)
+    assert row["token_step"] == trajectory.step_T.tolist()
+    assert row["prompt"][1] == {"role": "user", "content": "Grüße ☃"}
+    assert (row["ended"], row["steps"], row["turns"]) == ("finished", 1, 2)
+
+
+def test_a_closing_turn_has_no_step_number(store: RunStore) -> None:
+    store.write("steps", 1, "a", rows.step_rows(1, a_trajectory()))
+    assert store.directory.table("steps").column("step").to_pylist() == [1, None]
+
+
+def test_verdicts_citations_and_advantages_read_back(store: RunStore) -> None:
+    scores = [ScoredCriterion(verdict=Verdict.PASS), ScoredCriterion(verdict=Verdict.NOT_APPLICABLE)]
+    attributions = [
+        Attribution(criterion=0, verdict=Verdict.FAIL, steps=(1, 3)),
+        Attribution(criterion=1, verdict=Verdict.NOT_APPLICABLE, steps=()),
+    ]
+    advantages = GroupAdvantages(
+        group="g",
+        surviving_K=np.array([True, False]),
+        rollouts=(
+            RolloutAdvantage(
+                rollout=0,
+                reward=-0.5,
+                advantage=-1.0,
+                quality_M=np.array([0.25]),
+                step_advantage_M=np.array([-1.0]),
+                cited_M=np.array([True]),
+                fallback=CreditFallback.NONE,
+                inert=False,
+            ),
+        ),
+    )
+    rubric = [Criterion(title=t, description="d", evaluator_instruction="e") for t in ("A", "B")]
+    store.write("verdicts", 1, "a", rows.verdict_rows(1, "t", 0, scores))
+    store.write("citations", 1, "a", rows.citation_rows(1, "t", 0, attributions))
+    store.write("advantages", 1, "a", rows.advantage_rows(1, "t", advantages, {0: [3]}))
+    store.write("criteria", 1, "a", rows.criterion_rows(1, "t", rubric, advantages))
+    assert store.directory.table("verdicts").column("verdict").to_pylist() == [1, 0]
+    assert store.directory.table("citations").column("step").to_pylist() == [1, 3, None]
+    assert store.directory.table("criteria").column("survived").to_pylist() == [True, False]
+    (row,) = store.directory.table("advantages").to_pylist()
+    assert (row["reward"], row["step_tokens"], row["fallback"]) == (-0.5, [3], "none")
+
+
+def test_a_step_under_way_is_readable_and_a_finished_one_is_one_file(store: RunStore) -> None:
+    for rollout in range(3):
+        store.write("steps", 1, f"r{rollout}", rows.step_rows(1, a_trajectory(rollout)))
+    store.write("judge_calls", 1, "x", rows.call_rows(1, [a_call()]))
+    assert store.directory.table("steps").num_rows == 6
+    store.finish_step(1, {"step": 1, "reward": None})
+    assert store.directory.table("steps").num_rows == 6
+    assert [path.name for path in (store.directory.tables / "steps").iterdir()] == ["step00001.parquet"]
+    store.write("steps", 2, "r0", rows.step_rows(2, a_trajectory()))
+    assert sorted(store.directory.table("steps").column("training_step").to_pylist()) == [1] * 6 + [2] * 2
+    assert store.directory.metrics() == [{"step": 1, "reward": None}]
+
+
+def test_a_killed_compaction_does_not_count_rows_twice(store: RunStore) -> None:
+    store.write("steps", 1, "r0", rows.step_rows(1, a_trajectory()))
+    part = store.directory.tables / "steps" / "step00001"
+    kept = {path.name: path.read_bytes() for path in part.iterdir()}
+    store.finish_step(1, {"step": 1})
+    part.mkdir()
+    for name, content in kept.items():
+        (part / name).write_bytes(content)
+    assert store.directory.table("steps").num_rows == 2
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", "seed: 0\n")
+    with pytest.raises(ConfigError, match="already exists; choose another run.name"):
+        RunDirectory.create(tmp_path / "run", "seed: 1\n")
+    assert RunDirectory.open(tmp_path / "run").config_text() == "seed: 0\n"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        RunDirectory.open(tmp_path)
