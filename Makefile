@@ -9,7 +9,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check format test test-fast demo clean
+.PHONY: help setup lock world demo bench check format test test-fast clean
 
 # List the targets.
 help:
@@ -39,3 +39,39 @@ lock:
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements/cpu.lock
 	.venv-tools/bin/uv pip compile requirements/appworld.in --python-version 3.11 --upgrade \
 		--no-annotate --no-header --quiet -o requirements/appworld.lock
+
+# Build the sandbox world and the starter policy (cached).
+world: setup
+	$(DRACO) sandbox build
+	$(DRACO) starter build
+
+# Train the starter policy with DRACO: a few minutes on 2 cores, no GPU, no key, no download.
+demo: world
+	$(DRACO) train sandbox
+
+# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
+bench: world
+	$(VENV)/bin/python jobs/bench.py
+
+# Formatting, lint and types.
+check: setup
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+# Format and apply safe fixes.
+format: setup
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+# Every test, those that start real processes included.
+test: setup
+	$(VENV)/bin/python -m pytest
+
+# The tests that start no process (a minute).
+test-fast: setup
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+# Remove runs and caches; the virtual environments stay.
+clean:
+	rm -rf runs .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis

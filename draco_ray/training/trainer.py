@@ -1,0 +1,305 @@
+"""The driver of a training run: checks, actors, the loop over steps, and leaving nothing behind.
+
+It holds configuration, summaries and references; trajectories, samples and adapters stay in the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from draco_ray.actors.advantage_computer import AdvantageComputerActor
+from draco_ray.actors.judge_worker import start_judge_workers
+from draco_ray.actors.policy_engine import start_policy_engines
+from draco_ray.actors.pools import JudgePool
+from draco_ray.actors.run_store import RunStoreActor
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import dump_config
+from draco_ray.engine.model_directory import check_model_directory
+from draco_ray.environments.data_root import check_data_root
+from draco_ray.errors import DracoError
+from draco_ray.learner.group import LearnerGroup
+from draco_ray.pipeline import Group, Pipeline
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.cluster import connect
+from draco_ray.training.metrics import step_metrics
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.progress import StepProgress, step_line
+
+PROBE_TOKENS = 512
+"""Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
+
+
+def train(config: DracoConfig, console: Console | None = None) -> Path:
+    """Run a whole training run.
+
+    Returns: the run directory.
+    Raises:
+        DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    check_data_root(config.data.root)
+    check_model_directory(config.model.path)
+    name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
+    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
+    console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+    with contextlib.ExitStack() as stack:
+        config = _with_rule_judge(config, stack, console)
+        try:
+            connect(config)
+            stack.callback(ray.shutdown)
+            asyncio.run(Trainer(config, run, name, console).run())
+        except KeyboardInterrupt:
+            console.print(f"stopped; what was finished is in {run.path}")
+            raise SystemExit(130) from None
+        except ray.exceptions.RayTaskError as error:
+            # A known error of a remote part is one line here as well.
+            if isinstance(error.cause, DracoError):
+                raise error.cause from None
+            raise
+    return run.path
+
+
+class Trainer:
+    """One run: its actors and its loop."""
+
+    def __init__(self, config: DracoConfig, run: RunDirectory, name: str, console: Console) -> None:
+        self._config = config
+        self._run = run
+        self._name = name
+        self._console = console
+        self._progress = StepProgress(console)
+        self._prompts = self._usable_prompts()
+        self._order = TaskOrder(list(self._prompts), config.train.prompts_per_step, config.seed)
+
+    @property
+    def steps(self) -> int:
+        """Training steps of the run."""
+        train = self._config.train
+        return train.steps if train.steps is not None else train.epochs * self._order.steps_per_epoch
+
+    async def run(self) -> None:
+        """Start the actors, train, and report before and after."""
+        config = self._config
+        started = time.time()
+        try:
+            await self._start()
+            self._console.print(f"actors ready in {time.time() - started:.0f}s")
+            before = await self._evaluate(0) if config.train.evaluate_before_after else None
+            for step in range(1, self.steps + 1):
+                metrics = await self._step(step)
+                self._console.print(step_line(metrics, self.steps))
+            if before is not None:
+                after = await self._evaluate(self.steps) if self.steps else before
+                self._report(before, after)
+            self._console.print(f"done in {time.time() - started:.0f}s: {self._run.path}")
+        finally:
+            self._progress.stop()
+            await self._stop()
+
+    async def _start(self) -> None:
+        config = self._config
+        length = config.agent.max_prompt_length + config.agent.max_response_length
+        self._engines = start_policy_engines(
+            config.engine,
+            config.model,
+            max_model_len=length,
+            lora_rank=config.learner.lora_rank,
+            seed=config.seed,
+            run_name=self._name,
+        )
+        self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
+        judge_workers, union = start_judge_workers(self._judge_config(), self._name)
+        self._workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
+        self._advantages = ray.remote(AdvantageComputerActor).options(
+            name=f"AdvantageComputer@{self._name}", num_cpus=0, max_concurrency=64
+        ).remote(config.algorithm)
+        self._store = ray.remote(RunStoreActor).options(name=f"RunStore@{self._name}", num_cpus=0).remote(
+            self._run.path
+        )
+        if config.algorithm.reward == "rubric":
+            await judge_workers[0].check.remote()
+        await asyncio.gather(*(engine.start.remote() for engine in self._engines), self._learner.start())
+        self._pipeline = Pipeline(
+            config.algorithm,
+            self._pool(self._workers),
+            JudgePool(judge_workers, union),
+            self._advantages,
+            self._store,
+            static_rubric=self._static_rubric(),
+            seed=config.seed,
+            watch=self._progress.update,
+        )
+
+    async def _step(self, step: int) -> dict[str, Any]:
+        config = self._config
+        started = time.time()
+        groups = [
+            Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
+            for index, task_id in enumerate(self._order.tasks(step))
+        ]
+        self._progress.start(f"step {step}/{self.steps}", len(groups), len(groups) * config.algorithm.group_size)
+        work = [asyncio.create_task(self._pipeline.run(group)) for group in groups]
+        try:
+            update, probe = await self._learn(groups, work)
+        finally:
+            for task in work:
+                task.cancel()
+            self._progress.stop()
+        synced = time.time()
+        gap = await self._sync(step, probe)
+        if step % config.train.checkpoint_every == 0 or step == self.steps:
+            await self._learner.checkpoint(self._run.checkpoint(step))
+        metrics = {
+            **step_metrics(step, groups, config.algorithm.group_size),
+            **update,
+            "canary_gap": gap,
+            "seconds_sync": time.time() - synced,
+            "seconds": time.time() - started,
+        }
+        await self._store.spans.remote(step, "spans", _spans(groups))
+        await self._store.finish_step.remote(step, metrics)
+        return metrics
+
+    async def _learn(
+        self, groups: Sequence[Group], work: Sequence[asyncio.Task[Any]]
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Feed each group's samples to the learner as they appear, one optimizer update a minibatch.
+
+        Gradients of the first minibatch accumulate while later groups still generate: the weights do not change
+        before its update. The old log-probs of later minibatches are taken before that update, from the policy that
+        sampled them.
+        """
+        size = self._config.learner.minibatch_prompts
+        starts = range(0, len(work), size)
+        updates: list[dict[str, Any]] = []
+        seconds, probe = 0.0, []
+        for start in starts:
+            for next_done in asyncio.as_completed(work[start : start + size]):
+                samples = await next_done
+                if samples is None:
+                    continue
+                began = time.time()
+                await self._learner.accumulate(samples)
+                seconds += time.time() - began
+                probe = probe or await self._advantages.probe.remote(samples, PROBE_TOKENS)
+            began = time.time()
+            if start == 0 and len(starts) > 1:
+                for samples in await asyncio.gather(*work[size:]):
+                    if samples is not None:
+                        await self._learner.remember_old_logprobs(samples)
+            updates.append(await self._learner.step())
+            seconds += time.time() - began
+        for group in groups:
+            if group.state is GroupState.CREDITED:
+                group.state = GroupState.TRAINED
+        return {**_mean_updates(updates), "seconds_learning": seconds}, probe
+
+    async def _sync(self, version: int, probe: Sequence[int]) -> float | None:
+        """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats."""
+        adapter = await self._learner.adapter(version)
+        await asyncio.gather(*(engine.load_adapter.remote(adapter) for engine in self._engines))
+        if not probe:
+            return None
+        tokens = list(probe)
+        learner = await self._learner.token_logprobs(tokens)
+        gaps = []
+        for engine in self._engines:
+            live, base = await asyncio.gather(
+                engine.logprobs.remote(tokens, True), engine.logprobs.remote(tokens, False)
+            )
+            gaps.append(check_canary(learner, live, base, tolerance=self._config.engine.canary_tolerance))
+        return max(gap.mean for gap in gaps)
+
+    async def _evaluate(self, step: int) -> list[Evaluation]:
+        config = self._config
+        tasks = load_split(config.data.root, config.data.eval_split)[: config.data.eval_tasks]
+        runs = config.train.evaluation_runs
+        workers = self._rollout_workers(load_ground_truth=True)
+        self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
+        try:
+            evaluations = await evaluate_tasks(
+                self._pool(workers), tasks, runs, step=step, done=self._progress.advance
+            )
+        finally:
+            self._progress.stop()
+            await asyncio.gather(*(worker.stop.remote() for worker in workers))
+        await self._store.evaluations.remote(step, config.data.eval_split, evaluations)
+        moment = "before" if step == 0 else f"after step {step}"
+        self._console.print(
+            f"{moment}: TGC {task_goal_completion(evaluations):.1%} SGC {scenario_goal_completion(evaluations):.1%} "
+            f"on {config.data.eval_split} ({len(tasks)} tasks x {runs})"
+        )
+        return evaluations
+
+    def _report(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> None:
+        first, last = task_goal_completion(before), task_goal_completion(after)
+        self._console.print(
+            f"held-out TGC {first:.1%} -> {last:.1%} ({100 * (last - first):+.1f} points), setting "
+            f"{self._config.setting}, seed {self._config.seed}"
+        )
+
+    def _rollout_workers(self, *, load_ground_truth: bool) -> list[Any]:
+        config = self._config
+        samplers = [EngineClient(engine, f"engine-{index}") for index, engine in enumerate(self._engines)]
+        return start_rollout_workers(
+            samplers,
+            data_root=config.data.root.resolve(),
+            model_path=config.model.path,
+            agent=config.agent,
+            environment=config.environment,
+            load_ground_truth=load_ground_truth,
+            run_name=self._name,
+        )
+
+    def _pool(self, workers: list[Any]) -> RolloutPool:
+        environment = self._config.environment
+        return RolloutPool(
+            workers,
+            environment.slots_per_worker,
+            len(self._engines),
+            environment.rollout_retries,
+            self._config.seed,
+        )
+
+    def _usable_prompts(self) -> dict[str, tuple[Message, ...]]:
+        """Prompts of the training tasks that fit ``agent.max_prompt_length``."""
+        from transformers import AutoTokenizer
+
+        from draco_ray.agent.chat import ChatTokens
+        from draco_ray.agent.prompts import render_agent_prompt
+
+        config = self._config
+        chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+        template = project_file(config.agent.prompt)
+        prompts = {
+            task_id: render_agent_prompt(template, load_task(config.data.root, task_id))
+            for task_id in load_split(config.data.root, config.data.train_split)
+        }
+        usable = {
+            task_id: prompt
+            for task_id, prompt in prompts.items()
+            if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
+        }
+        if len(usable) < len(prompts):
+            self._console.print(
+                f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
+                f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
+            )
+        return usable
+
+    async def _stop(self) -> None:
+        """End what holds processes of its own; Ray ends the rest."""
+        stops = [engine.stop.remote() for engine in getattr(self, "_engines", [])]
+        stops += [worker.stop.remote() for worker in getattr(self, "_workers", [])]
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), timeout=20)
+        if hasattr(self, "_learner"):
+            await self._learner.stop()
