@@ -5,7 +5,9 @@
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
     ├── JudgeUnavailable     a judge that cannot be reached or refuses us (the run stops, resumable)
+    ├── ReplyError           a judge's reply that breaks its contract (asked once more, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
+    ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     └── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
 
 Every error takes exactly one argument, its message, so that it survives pickling between processes.
@@ -32,8 +34,16 @@ class JudgeUnavailable(DracoError):
     """No judge call can succeed: unreachable, key refused, model unknown."""
 
 
+class ReplyError(DracoError, ValueError):
+    """A judge's reply cannot be used; the message tells the judge what to mend."""
+
+
 class EngineError(DracoError):
     """The policy engine cannot load a model or an adapter."""
+
+
+class LearnerError(DracoError):
+    """The learner cannot go on: a checkpoint it cannot use, or workers that keep dying."""
 
 
 class CanaryFailed(DracoError):

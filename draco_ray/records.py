@@ -224,6 +224,8 @@ class Judged(Generic[ValueT]):
     value: ValueT | None
     calls: tuple[JudgeCall, ...] = ()
     error: str | None = None
+    notes: tuple[str, ...] = ()
+    """What was tolerated in a usable reply: surplus criteria cut, a translated title, a verdict without a step."""
 
     @property
     def ok(self) -> bool:

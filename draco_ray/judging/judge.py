@@ -1,0 +1,335 @@
+"""The judge's five phases (Section "Dynamic Per-Trajectory Rubrics"): prompt, ask, parse, ask once more, or give up.
+
+A phase never raises over a reply: it returns a `Judged` that holds either its value or the reason there is none, and
+every call it made. Only a judge that cannot answer at all (`JudgeUnavailable`) climbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from draco_ray.config import JudgeConfig
+from draco_ray.errors import ReplyError
+from draco_ray.judging import render
+from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.parsing import Parsed, check_finish, parse_attributions, parse_criteria, parse_scores
+from draco_ray.judging.prompts import Prompts, load_prompts
+from draco_ray.records import (
+    Attribution,
+    Criterion,
+    JudgeCall,
+    Judged,
+    Message,
+    Phase,
+    ScoredCriterion,
+    Trajectory,
+    Verdict,
+)
+
+Rubric = tuple[Criterion, ...]
+Scores = tuple[ScoredCriterion, ...]
+Attributions = tuple[Attribution, ...]
+
+QUOTED_REPLY_CHARACTERS = 20_000
+"""How much of an unusable reply is shown to the judge when it is asked again."""
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """What a call is for, as the archive records it."""
+
+    group: str
+    task_id: str
+    rollout: int | None = None
+
+
+class Judge:
+    """One judge model with one prompt set."""
+
+    def __init__(self, complete: Complete, prompts: Prompts, config: JudgeConfig) -> None:
+        self._complete = complete
+        self._prompts = prompts
+        self._config = config
+
+    async def check(self) -> None:
+        """Make sure that the judge answers.
+
+        Raises:
+            JudgeUnavailable: it does not.
+        """
+        await self._complete.check()
+
+    async def stage1(self, prompt: Sequence[Message], context: CallContext) -> Judged[Rubric]:
+        """Propose criteria from the agent's prompt alone; at least one, or the phase has failed."""
+
+        def parse(text: str, last: bool) -> Parsed[Rubric]:
+            return parse_criteria(text, limit=self._config.max_stage1_criteria, source="stage1")
+
+        return await self._phase(Phase.STAGE1, stage1_prompt(self._prompts, prompt), parse, context)
+
+    async def stage2(
+        self, trajectory: Trajectory, existing: Sequence[Criterion], context: CallContext
+    ) -> Judged[Rubric]:
+        """Add the criteria that this rollout reveals and ``existing`` does not cover; possibly none."""
+
+        def parse(text: str, last: bool) -> Parsed[Rubric]:
+            return parse_criteria(
+                text,
+                limit=self._config.max_stage2_criteria,
+                source=f"stage2/{trajectory.rollout}",
+                taken=existing,
+                allow_empty=True,
+            )
+
+        return await self._phase(Phase.STAGE2, stage2_prompt(self._prompts, trajectory, existing), parse, context)
+
+    async def union(
+        self,
+        prompt: Sequence[Message],
+        candidates: Sequence[Criterion],
+        trajectories: Sequence[Trajectory],
+        context: CallContext,
+    ) -> Judged[Rubric]:
+        """Merge every candidate into the one rubric of the group; empty when no criterion tells its rollouts apart.
+
+        No candidates: an empty rubric, without a call.
+        """
+        if not candidates:
+            return Judged(value=())
+
+        def parse(text: str, last: bool) -> Parsed[Rubric]:
+            return parse_criteria(text, limit=self._config.max_union_criteria, source="union", allow_empty=True)
+
+        filled = union_prompt(self._prompts, prompt, candidates, trajectories)
+        return await self._phase(Phase.UNION, filled, parse, context)
+
+    async def score(self, trajectory: Trajectory, rubric: Sequence[Criterion], context: CallContext) -> Judged[Scores]:
+        """A verdict on every criterion, in the rubric's order; an empty rubric needs no call.
+
+        With k = ``score_votes`` calls see `combine_votes`; if one of them fails so does the phase, because unanimity of
+        the others is a laxer rule.
+        """
+        if not rubric:
+            return Judged(value=())
+
+        def parse(text: str, last: bool) -> Parsed[Scores]:
+            return parse_scores(text, rubric)
+
+        prompt = score_prompt(self._prompts, trajectory, rubric)
+        votes = await asyncio.gather(
+            *(self._phase(Phase.SCORE, prompt, parse, context, vote) for vote in range(self._config.score_votes))
+        )
+        calls = tuple(call for vote in votes for call in vote.calls)
+        notes = tuple(note for vote in votes for note in vote.notes)
+        errors = [vote.error for vote in votes if vote.error is not None]
+        if errors:
+            return Judged(value=None, calls=calls, error=errors[0], notes=notes)
+        return Judged(value=combine_votes([vote.value or () for vote in votes]), calls=calls, notes=notes)
+
+    async def credit(
+        self,
+        trajectory: Trajectory,
+        rubric: Sequence[Criterion],
+        scores: Sequence[ScoredCriterion],
+        context: CallContext,
+        criteria: Sequence[int] | None = None,
+    ) -> Judged[Attributions]:
+        """The steps responsible for each verdict.
+
+        Args:
+            trajectory: one without a step needs no call: nothing can be cited.
+            rubric: the group's.
+            scores: one per criterion of ``rubric``.
+            context: for the archive.
+            criteria: indices into ``rubric`` to ask about, e.g. those that survived dropout; None asks about all.
+
+        Returns: attributions whose ``criterion`` indexes into ``rubric``, whatever ``criteria`` was.
+        """
+        asked = range(len(rubric)) if criteria is None else criteria
+        if not asked or not trajectory.steps:
+            return Judged(value=())
+        asked_rubric = [rubric[index] for index in asked]
+
+        def parse(text: str, last: bool) -> Parsed[Attributions]:
+            return parse_attributions(text, asked_rubric, len(trajectory.steps), allow_uncited=last)
+
+        prompt = credit_prompt(self._prompts, trajectory, asked_rubric, [scores[index] for index in asked])
+        judged = await self._phase(Phase.CREDIT, prompt, parse, context)
+        if judged.value is None:
+            return judged
+        attributions = tuple(
+            Attribution(
+                criterion=asked[attribution.criterion],
+                verdict=attribution.verdict,
+                steps=attribution.steps,
+                explanation=attribution.explanation,
+            )
+            for attribution in judged.value
+        )
+        return Judged(value=attributions, calls=judged.calls, notes=judged.notes)
+
+    async def _phase(
+        self,
+        phase: Phase,
+        prompt: str,
+        parse: Callable[[str, bool], Parsed[ValueT]],
+        context: CallContext,
+        vote: int = 0,
+    ) -> Judged[ValueT]:
+        """Ask, parse, ask again with the error quoted; ``parse`` is told when its answer is the last one."""
+        messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
+        archived_prompt = prompt
+        calls: list[JudgeCall] = []
+        requests: list[Request] = []
+        error = ""
+        for attempt in range(1 + self._config.reasks):
+            request = Request(messages=messages, vote=vote)
+            requests.append(request)
+            completion = await self._complete(request)
+            if completion.error is not None:
+                error = completion.error
+                calls.append(_call(phase, context, archived_prompt, completion, error))
+                break
+            try:
+                check_finish(completion.text, completion.finish_reason)
+                parsed = parse(completion.text, attempt == self._config.reasks)
+            except ReplyError as problem:
+                error = str(problem)
+            else:
+                calls.append(_call(phase, context, archived_prompt, completion, None))
+                return Judged(value=parsed.value, calls=tuple(calls), notes=parsed.notes)
+            calls.append(_call(phase, context, archived_prompt, completion, error))
+            quoted = _shorten(completion.text) or "(empty)"
+            reask = _reask(error)
+            messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))
+            archived_prompt = f"{archived_prompt}\n\n[REPLY]\n{quoted}\n\n[ASKED AGAIN]\n{reask}"
+        for request in requests:
+            await self._complete.forget(request)
+        who = context.task_id if context.rollout is None else f"{context.task_id} rollout {context.rollout}"
+        return Judged(
+            value=None, calls=tuple(calls), error=f"{phase} of {who} failed after {len(calls)} calls: {error}"
+        )
+
+
+def build_judge(config: JudgeConfig) -> Judge:
+    """The judge a configuration describes, over LiteLLM; answers are kept if ``config.cache`` names a folder.
+
+    Raises:
+        ConfigError: the prompt set cannot be used.
+    """
+    from draco_ray.judging.client import LiteLLMClient
+    from draco_ray.judging.reply_cache import ReplyCache
+
+    cache = None if config.cache is None else ReplyCache(config.cache)
+    return Judge(LiteLLMClient(config, cache), load_prompts(config.prompts), config)
+
+
+def combine_votes(votes: Sequence[Scores]) -> Scores:
+    """Join k scoring calls: a criterion passes only if every call passes it (appendix "Self-judge variants").
+
+    It fails if any call fails it; passes and not-applicables without a fail make it not applicable, since nobody saw it
+    violated. Evidence comes from the first call that gave the joint verdict.
+    """
+    combined = []
+    for ballots in zip(*votes, strict=True):
+        verdicts = {ballot.verdict for ballot in ballots}
+        if Verdict.FAIL in verdicts:
+            verdict = Verdict.FAIL
+        elif verdicts == {Verdict.PASS}:
+            verdict = Verdict.PASS
+        else:
+            verdict = Verdict.NOT_APPLICABLE
+        combined.append(next(ballot for ballot in ballots if ballot.verdict is verdict))
+    return tuple(combined)
+
+
+def stage1_prompt(prompts: Prompts, prompt: Sequence[Message]) -> str:
+    """What the judge sees in stage1."""
+    return prompts.fill(Phase.STAGE1, {"agent_prompt": render.agent_prompt(prompt), "task": render.task(prompt)})
+
+
+def stage2_prompt(prompts: Prompts, trajectory: Trajectory, existing: Sequence[Criterion]) -> str:
+    """What the judge sees in stage2."""
+    values = _trajectory_values(trajectory) | {"existing_rubrics": render.existing_rubrics(existing)}
+    return prompts.fill(Phase.STAGE2, values)
+
+
+def union_prompt(
+    prompts: Prompts, prompt: Sequence[Message], candidates: Sequence[Criterion], trajectories: Sequence[Trajectory]
+) -> str:
+    """What the judge sees in the merge."""
+    values = {
+        "agent_prompt": render.agent_prompt(prompt),
+        "task": render.task(prompt),
+        "candidate_rubrics": render.candidate_rubrics(candidates),
+        "group_trajectories": render.group_trajectories(trajectories),
+    }
+    return prompts.fill(Phase.UNION, values)
+
+
+def score_prompt(prompts: Prompts, trajectory: Trajectory, rubric: Sequence[Criterion]) -> str:
+    """What the judge sees in scoring."""
+    return prompts.fill(Phase.SCORE, _trajectory_values(trajectory) | {"rubrics": render.rubrics(rubric)})
+
+
+def credit_prompt(
+    prompts: Prompts, trajectory: Trajectory, rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion]
+) -> str:
+    """What the judge sees in step attribution."""
+    values = _trajectory_values(trajectory) | {
+        "steps_summary": render.steps_summary(trajectory),
+        "num_steps": len(trajectory.steps),
+        "num_rubrics": len(rubric),
+        "rubric_scores": render.rubric_scores(rubric, scores),
+    }
+    return prompts.fill(Phase.CREDIT, values)
+
+
+def _trajectory_values(trajectory: Trajectory) -> dict[str, object]:
+    return {
+        "agent_prompt": render.agent_prompt(trajectory.prompt),
+        "task_input": render.task(trajectory.prompt),
+        "agent_trajectory": render.agent_trajectory(trajectory),
+    }
+
+
+def _call(phase: Phase, context: CallContext, prompt: str, completion: Completion, error: str | None) -> JudgeCall:
+    return JudgeCall(
+        call_id=uuid.uuid4().hex,
+        phase=phase,
+        group=context.group,
+        task_id=context.task_id,
+        rollout=context.rollout,
+        model=completion.model,
+        prompt=prompt,
+        reply=completion.text,
+        finish_reason=completion.finish_reason,
+        input_tokens=completion.input_tokens,
+        cached_tokens=completion.cached_tokens,
+        output_tokens=completion.output_tokens,
+        dollars=completion.dollars,
+        started_at=completion.started_at,
+        seconds=completion.seconds,
+        requests=completion.requests,
+        error=error,
+    )
+
+
+def _reask(error: str) -> str:
+    return (
+        f"Your reply could not be used: {error}\n\n"
+        "Answer the first message again, in full and in the format it asks for, with the complete JSON array only."
+    )
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= QUOTED_REPLY_CHARACTERS:
+        return text
+    half = QUOTED_REPLY_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -1,0 +1,42 @@
+"""Answers that were paid for, on disk: a resumed run asks no question twice, and stage1 is kept across epochs.
+
+Every answer is stored as it arrives, even one that turns out to be malformed: the question that mends it is keyed on
+it, so replaying both costs nothing. When a whole phase fails, its answers are forgotten and the next try asks anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+
+import diskcache
+
+
+def request_key(request: dict[str, object]) -> str:
+    """SHA-256 of everything that is sent, whatever the order of its keys."""
+    canonical = json.dumps(request, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+class ReplyCache:
+    """A folder of answers, safe to share between judge workers; disk access happens in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Paid answers are not evicted; a run's worth of text is small beside its adapters.
+        self._answers = diskcache.Cache(str(folder), eviction_policy="none", size_limit=2**40)
+
+    async def get(self, key: str) -> dict[str, object] | None:
+        """The stored answer, if there is one."""
+        text = await asyncio.to_thread(self._answers.get, key)
+        return None if text is None else json.loads(text)
+
+    async def put(self, key: str, answer: dict[str, object]) -> None:
+        """Store an answer; the last one wins."""
+        await asyncio.to_thread(self._answers.set, key, json.dumps(answer))
+
+    async def forget(self, key: str) -> None:
+        """Drop an answer; one that is not there is no error."""
+        await asyncio.to_thread(self._answers.delete, key)
