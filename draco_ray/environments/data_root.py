@@ -1,0 +1,86 @@
+"""An AppWorld data root, read from outside: which tasks there are and what the policy may know of them.
+
+    <root>/data/datasets/<split>.txt     task ids, one a line
+    <root>/data/tasks/<id>/specs.json    instruction, supervisor, date
+    <root>/data/tasks/<id>/dbs/          what differs from base_dbs
+    <root>/data/tasks/<id>/ground_truth/ never opened here; training works without it
+
+Nothing of AppWorld is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from draco_ray.errors import WorldError
+from draco_ray.records import Task
+
+_HINT = "point data.root at AppWorld's data or at a folder made by `draco sandbox build`"
+
+
+def check_data_root(root: Path) -> None:
+    """Make sure that ``root`` holds a world with tasks.
+
+    Raises: WorldError, one line, when a folder is missing or there are no tasks.
+    """
+    if not root.is_dir():
+        raise WorldError(f"no data root at {str(root)!r}: {_HINT}")
+    for name in ("tasks", "base_dbs", "api_docs", "datasets"):
+        if not (root / "data" / name).is_dir():
+            raise WorldError(f"data root {str(root)!r} has no folder data/{name}: {_HINT}")
+    if next((root / "data" / "tasks").glob("*/specs.json"), None) is None:
+        raise WorldError(f"data root {str(root)!r} has no tasks (data/tasks/*/specs.json): {_HINT}")
+
+
+def load_split(root: Path, split: str) -> list[str]:
+    """Task ids of a split in file order.
+
+    Raises: WorldError when the split is unknown (its message names those there are), empty, or lists a task that
+        is not there.
+    """
+    check_data_root(root)
+    path = root / "data" / "datasets" / f"{split}.txt"
+    if not path.is_file():
+        known = ", ".join(sorted(found.stem for found in path.parent.glob("*.txt"))) or "none"
+        raise WorldError(f"data root {str(root)!r} has no split {split!r}: it has {known}")
+    # A line may carry a tag, `<task id>:<tag>`.
+    task_ids = [line.split(":")[0].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not task_ids:
+        raise WorldError(f"split {split!r} of data root {str(root)!r} lists no task")
+    missing = [task_id for task_id in task_ids if not _specs(root, task_id).is_file()]
+    if missing:
+        raise WorldError(
+            f"split {split!r} of data root {str(root)!r} lists {len(missing)} tasks that are not there,"
+            f" the first is {missing[0]!r}"
+        )
+    return task_ids
+
+
+def load_task(root: Path, task_id: str) -> Task:
+    """What the policy may know of a task, from its ``specs.json`` alone.
+
+    Raises: WorldError when the task is missing or its specs cannot be read.
+    """
+    path = _specs(root, task_id)
+    try:
+        specs = json.loads(path.read_text(encoding="utf-8"))
+        supervisor = specs["supervisor"]
+        return Task(
+            task_id=task_id,
+            instruction=specs["instruction"],
+            supervisor_first_name=supervisor["first_name"],
+            supervisor_last_name=supervisor["last_name"],
+            supervisor_email=supervisor["email"],
+            supervisor_phone_number=supervisor["phone_number"],
+        )
+    except FileNotFoundError:
+        raise WorldError(f"data root {str(root)!r} has no task {task_id!r}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WorldError(f"task {task_id!r}: {path} is not a task's specs ({type(error).__name__}: {error})") from error
+
+
+def _specs(root: Path, task_id: str) -> Path:
+    if not task_id or "/" in task_id or task_id.startswith("."):
+        raise WorldError(f"{task_id!r} is not a task id")
+    return root / "data" / "tasks" / task_id / "specs.json"
