@@ -217,6 +217,8 @@ class LearnerConfig(Tree):
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = True
+    max_failures: int = Field(3, ge=0)
+    """Times dead workers are replaced, from the last checkpoint, before the run stops."""
 
 
 class TrainConfig(Tree):

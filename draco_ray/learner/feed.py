@@ -1,0 +1,90 @@
+"""The line between the driver and the learner's workers: a log of commands that every worker carries out in order.
+
+The log is also what makes a dead worker harmless. It keeps every command since the last complete checkpoint; workers
+that are started anew load that checkpoint and carry out the commands after it again, and the driver, still waiting for
+its answer, notices only the delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from draco_ray.errors import LearnerError
+from draco_ray.learner.messages import Command, SaveCheckpoint, Start
+
+
+class LearnerFeed:
+    """Hands each command to all workers and their combined answer to whoever submitted it."""
+
+    def __init__(self, workers: int, resume_from: str | None = None) -> None:
+        """
+        Args:
+            workers: how many answers make a command's answer.
+            resume_from: checkpoint that the first workers load; None: the untrained adapter.
+        """
+        self._workers = workers
+        self._log: dict[int, Command] = {}
+        self._answers: dict[int, dict[int, Any]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._end = 0
+        self._start = Start(checkpoint=resume_from, position=0)
+        self._grown = asyncio.Condition()
+        self._failure: str | None = None
+
+    async def submit(self, command: Command) -> Any:
+        """Append a command to the log and wait for its answer, combined over workers.
+
+        Raises: LearnerError once the workers are lost for good.
+        """
+        if self._failure is not None:
+            raise LearnerError(self._failure)
+        position = self._end
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[position] = answer
+        self._answers[position] = {}
+        async with self._grown:
+            self._log[position] = command
+            self._end += 1
+            self._grown.notify_all()
+        return await answer
+
+    async def start(self) -> Start:
+        """Where a worker that starts now begins: the last complete checkpoint and the command after it."""
+        return self._start
+
+    async def next(self, position: int) -> Command:
+        """The command at a position of the log, once there is one."""
+        async with self._grown:
+            await self._grown.wait_for(lambda: position < self._end)
+            return self._log[position]
+
+    async def answer(self, rank: int, position: int, boxed: tuple[Any]) -> None:
+        """Take one worker's answer to a command. Repeated after a failure, it is ignored if the command is done.
+
+        The answer comes in a tuple because Ray replaces a bare reference among an actor's arguments by its object.
+        """
+        if position not in self._waiting:
+            return
+        answers = self._answers[position]
+        (answers[rank],) = boxed
+        if len(answers) < self._workers:
+            return
+        command = self._log[position]
+        if isinstance(command, SaveCheckpoint):
+            self._start = Start(checkpoint=command.directory, position=position + 1)
+            for done in [earlier for earlier in self._log if earlier <= position]:
+                del self._log[done]
+        del self._answers[position]
+        waiting = self._waiting.pop(position)
+        if not waiting.done():
+            waiting.set_result(command.combine([answers[rank] for rank in range(self._workers)]))
+
+    async def fail(self, message: str) -> None:
+        """Give up: raise LearnerError with this message wherever an answer is awaited, now and later."""
+        self._failure = message
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(LearnerError(message))
+        self._waiting.clear()
+        self._answers.clear()

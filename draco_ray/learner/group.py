@@ -1,0 +1,135 @@
+"""The driver's handle on the learner: start it, feed it groups of samples, take adapters out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from draco_ray.actors.learner_feed import start_learner_feed
+from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.errors import LearnerError
+from draco_ray.learner.messages import (
+    Accumulate,
+    Command,
+    Publish,
+    Remember,
+    SaveCheckpoint,
+    Stop,
+    TokenLogprobs,
+    Update,
+    UpdateMetrics,
+)
+from draco_ray.learner.train_loop import LoopSettings, fit
+from draco_ray.records import FloatArray, IntArray
+
+
+class LearnerGroup:
+    """All workers of the learner, as one.
+
+    A training step, groups in any order and each as soon as its advantages exist::
+
+        await learner.accumulate(group)              # of the first minibatch
+        await learner.remember_old_logprobs(group)   # of the later ones, before the first step
+        metrics = await learner.step()               # then: accumulate the next minibatch, step, ...
+        adapter = await learner.adapter(version)     # a reference, for the engines
+        await learner.checkpoint(directory)
+
+    Calls are carried out in the order they were made and may overlap. Each raises LearnerError once workers are lost
+    for good; until then a dead worker costs the work since the last checkpoint, which is done again unasked.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: LearnerConfig, *, run: Path, seed: int, resume_from: Path | None = None
+    ) -> None:
+        """
+        Args:
+            model: the frozen base.
+            config: hyperparameters, workers and their resources.
+            run: the run directory; every worker must reach it under this path.
+            seed: of the adapter's initial values.
+            resume_from: checkpoint to continue from.
+        """
+        self._config = config
+        # Ray Train's workers run in a folder of their own: a relative path would point elsewhere.
+        path = Path(model.path)
+        self._model = model.model_copy(update={"path": str(path.resolve())}) if path.is_dir() else model
+        self._run = run.resolve()
+        self._seed = seed
+        self._resume_from = str(resume_from.resolve()) if resume_from is not None else None
+        self._feed: Any = None
+        self._fit: Any = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the workers and wait until each has its model."""
+        self._feed = start_learner_feed(self._config.workers, self._resume_from, self._run.name)
+        settings = LoopSettings(
+            feed=self._feed,
+            model=self._model,
+            config=self._config,
+            seed=self._seed,
+            storage=str(self._run / "checkpoints"),
+        )
+        trainer = ray.remote(fit).options(name=f"LearnerTrainer@{self._run.name}", num_cpus=0, max_retries=0)
+        self._fit = trainer.remote(settings)
+        self._watch = asyncio.create_task(self._watch_fit())
+        await self.token_logprobs([0, 0])
+
+    async def accumulate(self, group: ray.ObjectRef[Any]) -> dict[str, float]:
+        """Add the gradients of one group's samples; returns its token counts and loss sums."""
+        return await self._submit(Accumulate(groups=(group,)))
+
+    async def remember_old_logprobs(self, group: ray.ObjectRef[Any]) -> None:
+        """Keep the log-probs of a group of a later minibatch under the weights of the step's start."""
+        await self._submit(Remember(groups=(group,)))
+
+    async def step(self) -> UpdateMetrics:
+        """One optimizer update from everything accumulated."""
+        return await self._submit(Update())
+
+    async def adapter(self, version: int) -> ray.ObjectRef[Any]:
+        """A reference to the current Adapter; groups accumulated from here on are taken as sampled with it."""
+        return await self._submit(Publish(version=version))
+
+    async def checkpoint(self, directory: Path) -> None:
+        """Write a complete checkpoint: PEFT adapter, optimizer, counters."""
+        await self._submit(SaveCheckpoint(directory=str(directory.resolve())))
+
+    async def token_logprobs(self, token_ids: IntArray | list[int], *, adapter: bool = True) -> FloatArray:
+        """The learner's side of the canary: log-prob of every token, 0.0 for the first."""
+        return await self._submit(TokenLogprobs(token_ids=tuple(int(t) for t in token_ids), adapter=adapter))
+
+    async def stop(self, timeout: float = 30.0) -> None:
+        """End the loop and its processes, by force if they are still busy after `timeout` seconds."""
+        if self._feed is None or self._watch is None:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                with contextlib.suppress(LearnerError):
+                    await self._submit(Stop())
+                await asyncio.shield(self._watch)
+        except TimeoutError:
+            ray.cancel(self._fit, force=True)
+            await self._watch
+        ray.kill(self._feed)
+        self._feed = None
+
+    async def _submit(self, command: Command) -> Any:
+        return await self._feed.submit.remote(command)
+
+    async def _watch_fit(self) -> None:
+        """When the loop ends for good, nobody must go on waiting for it."""
+        message = "the learner has stopped"
+        try:
+            await self._fit
+        except Exception as error:
+            reason = str(error).strip().splitlines()
+            message = (
+                f"learner failed: {reason[-1] if reason else type(error).__name__}; see its log in the Ray dashboard"
+            )
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await self._feed.fail.remote(message)

@@ -1,0 +1,306 @@
+"""The learner: gradients of training samples into a LoRA adapter, one optimizer update at a time. No Ray in here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.errors import LearnerError
+from draco_ray.learner.loss import grpo_loss
+from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.learner.model import Policy
+from draco_ray.learner.packing import pack
+from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
+
+SUMS = (
+    "samples",
+    "valid_tokens",
+    "padded_tokens",
+    "policy_loss",
+    "kl",
+    "entropy",
+    "clipped",
+    "dual_clipped",
+    "engine_gap",
+)
+"""What `accumulate` adds up, over samples or over valid tokens."""
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the device: B right-padded rows, V valid tokens row after row."""
+
+    token_ids_BT: Tensor
+    valid_BT: Tensor
+    advantage_V: Tensor
+    engine_logprob_V: Tensor
+    old_logprob_V: Tensor | None
+
+
+class Learner:
+    """GRPO on a LoRA adapter (DESIGN section 5, "GRPO as in verl").
+
+    A training step is: for each minibatch, `accumulate` its samples in any number of calls, then `step`. Samples of a
+    later minibatch need their `old_logprobs` taken before the first `step`. Gradients are sums over tokens until `step`
+    divides them by the minibatch's valid tokens, so the update depends neither on the calls nor on the micro-batches
+    they were cut into, nor on which worker saw which sample.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: LearnerConfig,
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        reduce: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        """Load the model and start with an untrained adapter.
+
+        Args:
+            model: the frozen base.
+            config: hyperparameters.
+            seed: of the adapter's initial values; equal on all workers.
+            device: where to compute.
+            reduce: adds a tensor up over all workers, in place; None when there is one worker.
+        Raises: ConfigError if the model cannot be used.
+        """
+        self._config = config
+        self._device = torch.device(device)
+        self._reduce = reduce
+        self.policy = Policy(model, config, seed=seed, device=self._device)
+        self._parameters = self.policy.parameters
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.weight_decay,
+        )
+        self.updates = 0
+        """Optimizer updates applied since the untrained adapter."""
+        self._sums = dict.fromkeys(SUMS, 0.0)
+
+    def accumulate(
+        self, samples: Sequence[TrainingSample], old_logprobs: Sequence[FloatArray] | None = None
+    ) -> dict[str, float]:
+        """Add the gradient of these samples' summed loss to what waits for the next `step`.
+
+        Args:
+            samples: any number of them; one without a valid token adds nothing.
+            old_logprobs: what `old_logprobs` returned for them. None: the current policy is the old one and the
+                importance ratio is 1, which holds for the first minibatch of a training step.
+        Returns: the sums named in `SUMS`, over these samples alone.
+        Raises: ValueError if a sample's first token is marked valid, or there are not as many old log-probs.
+        """
+        added = dict.fromkeys(SUMS, 0.0) | {"samples": float(len(samples))}
+        for rows in self._micro_batches(samples):
+            batch = self._collate(samples, rows, old_logprobs)
+            with torch.no_grad(), self.policy.adapter_off() if self._config.kl_coefficient > 0 else nullcontext():
+                reference_V = (
+                    self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)[0]
+                    if self._config.kl_coefficient > 0
+                    else None
+                )
+            logprob_V, entropy_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)
+            old_V = logprob_V.detach() if batch.old_logprob_V is None else batch.old_logprob_V
+            loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config)
+            loss.total.backward()
+            added["valid_tokens"] += len(old_V)
+            added["padded_tokens"] += batch.token_ids_BT.numel()
+            added["policy_loss"] += loss.policy.item()
+            added["kl"] += loss.kl.item()
+            added["entropy"] += entropy_V.detach().sum().item()
+            added["clipped"] += loss.clipped.item()
+            added["dual_clipped"] += loss.dual_clipped.item()
+            added["engine_gap"] += (old_V - batch.engine_logprob_V).abs().sum().item()
+        for name in SUMS:
+            self._sums[name] += added[name]
+        return added
+
+    @torch.no_grad()
+    def old_logprobs(self, samples: Sequence[TrainingSample]) -> list[FloatArray]:
+        """Log-probs of each sample's valid tokens at the current weights, for `accumulate` once these have changed."""
+        logprobs: list[FloatArray] = [np.zeros(0, dtype=np.float32) for _ in samples]
+        for rows in self._micro_batches(samples):
+            batch = self._collate(samples, rows, None)
+            logprob_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)[0]
+            tokens = batch.valid_BT.sum(dim=1).tolist()
+            for row, logprob in zip(rows, logprob_V.split(tokens), strict=True):
+                logprobs[row] = logprob.cpu().numpy()
+        return logprobs
+
+    def step(self) -> UpdateMetrics:
+        """One AdamW update from everything accumulated on all workers since the last one.
+
+        The weights stay as they are, and the metrics say why, when there was no valid token or the gradient norm is not
+        finite. Either way what was accumulated is gone.
+        """
+        flat = self._summed_over_workers()
+        sums = dict(zip(SUMS, flat[: len(SUMS)].tolist(), strict=True))
+        tokens = max(sums["valid_tokens"], 1.0)
+        gradients = flat[len(SUMS) :].to(torch.float32) / tokens
+        norm = float(torch.linalg.vector_norm(gradients))
+        skipped = None
+        if sums["valid_tokens"] == 0:
+            skipped = "no valid tokens"
+        elif not np.isfinite(norm):
+            skipped = f"gradient norm is {norm}"
+        else:
+            gradients *= min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+            parts = gradients.split([parameter.numel() for parameter in self._parameters])
+            for parameter, part in zip(self._parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+            self._optimizer.step()
+            self.updates += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        return UpdateMetrics(
+            update=self.updates,
+            skipped=skipped,
+            grad_norm=norm,
+            samples=int(sums["samples"]),
+            valid_tokens=int(sums["valid_tokens"]),
+            padded_tokens=int(sums["padded_tokens"]),
+            policy_loss=sums["policy_loss"] / tokens,
+            kl=sums["kl"] / tokens,
+            entropy=sums["entropy"] / tokens,
+            clip_fraction=sums["clipped"] / tokens,
+            dual_clip_fraction=sums["dual_clipped"] / tokens,
+            engine_gap=sums["engine_gap"] / tokens,
+            learning_rate=self._config.learning_rate,
+        )
+
+    def adapter(self, version: int) -> Adapter:
+        """The current adapter, on its way to the engines."""
+        return self.policy.adapter(version)
+
+    @torch.no_grad()
+    def token_logprobs(self, token_ids_T: IntArray | Sequence[int], *, adapter: bool = True) -> FloatArray:
+        """Log-prob of every token given those before it, 0.0 for the first; without `adapter`, of the base model."""
+        token_ids_BT = torch.tensor(np.asarray(token_ids_T, dtype=np.int64), device=self._device)[None]
+        wanted_BT = torch.ones_like(token_ids_BT, dtype=torch.bool)
+        wanted_BT[:, 0] = False
+        with nullcontext() if adapter else self.policy.adapter_off():
+            logprob_V = self.policy.logprobs(token_ids_BT, wanted_BT)[0]
+        return np.concatenate([np.zeros(1, dtype=np.float32), logprob_V.cpu().numpy()])
+
+    def save(self, directory: Path) -> None:
+        """Write a complete checkpoint: the adapter as PEFT loads it, the optimizer, the counters.
+
+        It appears under its name at once or not at all, and replaces one that is there. There is no random state to
+        keep: nothing here draws random numbers after the adapter is initialised.
+
+        Raises: LearnerError in the middle of a minibatch: gradients that wait for `step` are not kept.
+        """
+        if self._sums["samples"]:
+            raise LearnerError(
+                f"checkpoint {directory}: {self._sums['samples']:.0f} samples are accumulated, not stepped; step first"
+            )
+        unfinished = directory.with_name(f".{directory.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        adapter = self.adapter(self.updates)
+        save_file(
+            {name: torch.from_numpy(array) for name, array in adapter.tensors.items()},
+            unfinished / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        (unfinished / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2), encoding="utf-8")
+        torch.save(self._optimizer.state_dict(), unfinished / "optimizer.pt")
+        (unfinished / "learner.json").write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
+        if directory.exists():
+            replaced = directory.with_name(f".{directory.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            directory.rename(replaced)
+            unfinished.rename(directory)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(unfinished, directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint written by `save`, exactly.
+
+        Raises: LearnerError if it is not one, or belongs to another model or rank.
+        """
+        try:
+            tensors = load_file(directory / "adapter_model.safetensors")
+            optimizer = torch.load(directory / "optimizer.pt", map_location=self._device, weights_only=True)
+            counters = json.loads((directory / "learner.json").read_text(encoding="utf-8"))
+        except OSError as error:
+            raise LearnerError(f"checkpoint {directory}: cannot be read ({error}); resume from another one") from error
+        self.policy.load_adapter(tensors, str(directory))
+        self._optimizer.load_state_dict(optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self.updates = int(counters["updates"])
+
+    def _summed_over_workers(self) -> Tensor:
+        """The sums, then all gradients, as one vector: one collective an update."""
+        gradients = [
+            torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten()
+            for parameter in self._parameters
+        ]
+        sums = torch.tensor([self._sums[name] for name in SUMS], dtype=torch.float32, device=self._device)
+        flat = torch.cat([sums, *gradients])
+        if self._reduce is not None:
+            self._reduce(flat)
+        return flat
+
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        """Rows of `samples` per forward pass; a sample without a valid token is in none."""
+        lengths = [trained_length(sample) for sample in samples]
+        trained = [row for row, length in enumerate(lengths) if length]
+        batches = pack([lengths[row] for row in trained], self._config.micro_batch_tokens)
+        return [[trained[index] for index in batch] for batch in batches]
+
+    def _collate(
+        self, samples: Sequence[TrainingSample], rows: Sequence[int], old_logprobs: Sequence[FloatArray] | None
+    ) -> Batch:
+        if old_logprobs is not None and len(old_logprobs) != len(samples):
+            raise ValueError(f"{len(samples)} samples with old log-probs for {len(old_logprobs)}")
+        length = max(trained_length(samples[row]) for row in rows)
+        token_ids_BT = np.zeros((len(rows), length), dtype=np.int64)
+        valid_BT = np.zeros((len(rows), length), dtype=np.bool_)
+        for index, row in enumerate(rows):
+            sample = samples[row]
+            if sample.loss_mask_T[0]:
+                raise ValueError(
+                    f"sample {sample.group}/{sample.rollout}: its first token is valid, nothing predicts it"
+                )
+            kept = trained_length(sample)
+            token_ids_BT[index, :kept] = sample.token_ids_T[:kept]
+            valid_BT[index, :kept] = sample.loss_mask_T[:kept]
+        masks = [samples[row].loss_mask_T for row in rows]
+
+        def of_valid_tokens(arrays: Sequence[FloatArray]) -> Tensor:
+            valid = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+            return torch.from_numpy(np.concatenate(valid).astype(np.float32)).to(self._device)
+
+        old_V = None
+        if old_logprobs is not None:
+            old_V = torch.from_numpy(np.concatenate([old_logprobs[row] for row in rows])).to(self._device)
+            if len(old_V) != sum(int(mask.sum()) for mask in masks):
+                raise ValueError("old log-probs are not one per valid token of their sample")
+        return Batch(
+            token_ids_BT=torch.from_numpy(token_ids_BT).to(self._device),
+            valid_BT=torch.from_numpy(valid_BT).to(self._device),
+            advantage_V=of_valid_tokens([samples[row].advantage_T for row in rows]),
+            engine_logprob_V=of_valid_tokens([samples[row].logprob_T for row in rows]),
+            old_logprob_V=old_V,
+        )
+
+
+def trained_length(sample: TrainingSample) -> int:
+    """Tokens of a sample that the forward pass needs: all up to the last valid one; 0 if none is valid."""
+    valid = np.flatnonzero(sample.loss_mask_T)
+    return int(valid[-1]) + 1 if len(valid) else 0

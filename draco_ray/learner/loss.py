@@ -1,0 +1,76 @@
+"""The GRPO loss with per-token advantages, as verl computes it, summed over tokens.
+
+A sum and not a mean: token-mean divides by the valid tokens of the whole minibatch, over all micro-batches and workers,
+so the division happens once, at the optimizer step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draco_ray.config import LearnerConfig
+
+LOG_RATIO_BOUND = 20.0
+"""Clamp on differences of log-probs before they are exponentiated."""
+K3_BOUND = 10.0
+"""Clamp on a token's KL estimate."""
+
+
+class LossSums(NamedTuple):
+    """Sums over valid tokens; `total` carries the gradient."""
+
+    total: Tensor
+    policy: Tensor
+    kl: Tensor
+    clipped: Tensor
+    """Tokens where the clipped ratio decided."""
+    dual_clipped: Tensor
+    """Tokens where the dual clip decided."""
+
+
+def grpo_loss(
+    logprob_V: Tensor,
+    old_logprob_V: Tensor,
+    reference_logprob_V: Tensor | None,
+    advantage_V: Tensor,
+    entropy_V: Tensor,
+    config: LearnerConfig,
+) -> LossSums:
+    """Clipped policy loss, plus k3 KL to the base model, minus the entropy bonus, summed over the V valid tokens.
+
+    Per token, with r = exp(clamp(log p - log p_old, ±20)): max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at
+    most -A times the dual-clip constant; k3 = clamp(exp(d) - d - 1, ±10) with d = clamp(log p_ref - log p, ±20).
+
+    Args:
+        logprob_V: under the current policy, with gradient.
+        old_logprob_V: under the policy of the start of the training step.
+        reference_logprob_V: under the base model; None where the KL coefficient is 0.
+        advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
+        entropy_V: nats; carries a gradient only where its coefficient is positive.
+        config: clip ranges and coefficients.
+    """
+    ratio_V = (logprob_V - old_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    plain_V = -advantage_V * ratio_V
+    clipped_V = -advantage_V * ratio_V.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    outer_V = torch.maximum(plain_V, clipped_V)
+    bound_V = -advantage_V * config.dual_clip
+    losing_V = advantage_V < 0
+    policy = torch.where(losing_V, torch.minimum(outer_V, bound_V), outer_V).sum()
+    if reference_logprob_V is None:
+        kl = torch.zeros_like(policy)
+    else:
+        difference_V = (reference_logprob_V - logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        kl = (difference_V.exp() - difference_V - 1.0).clamp(-K3_BOUND, K3_BOUND).sum()
+    total = policy + config.kl_coefficient * kl
+    if config.entropy_coefficient > 0:
+        total = total - config.entropy_coefficient * entropy_V.sum()
+    return LossSums(
+        total=total,
+        policy=policy.detach(),
+        kl=kl.detach(),
+        clipped=(clipped_V > plain_V).sum(),
+        dual_clipped=(losing_V & (outer_V > bound_V)).sum(),
+    )

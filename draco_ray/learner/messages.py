@@ -1,0 +1,120 @@
+"""What the driver asks of the learner's workers, and what they answer. Imports nothing heavy: the driver reads this."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateMetrics:
+    """One optimizer update, over all workers. Means are over the minibatch's valid tokens."""
+
+    update: int
+    """Updates applied so far, this one included if it was."""
+    skipped: str | None
+    """Why the weights were left alone; None when they were updated."""
+    grad_norm: float
+    """Before clipping."""
+    samples: int
+    valid_tokens: int
+    padded_tokens: int
+    """Tokens of the forward passes, padding included."""
+    policy_loss: float
+    kl: float
+    """k3 estimate against the base model, nats a token; 0 where its coefficient is 0."""
+    entropy: float
+    """Nats a token."""
+    clip_fraction: float
+    dual_clip_fraction: float
+    engine_gap: float
+    """Mean |engine's log-prob at sampling - learner's|, both at the weights of the training step's start, nats."""
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One order to all workers, carried out in the order of submission."""
+
+    def combine(self, results: Sequence[Any]) -> Any:
+        """One answer from the workers' answers, by rank."""
+        return results[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate(Command):
+    """Add the gradients of whole groups. Answers the token counts and loss sums, added over workers.
+
+    Before the first update of a training step the policy is the one that sampled them and the importance ratio is 1;
+    afterwards they must have been remembered.
+    """
+
+    groups: tuple[Any, ...]
+    """References to lists of TrainingSample."""
+
+    def combine(self, results: Sequence[Any]) -> dict[str, float]:
+        """Sums over workers."""
+        return _added(results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remember(Command):
+    """Compute and keep the old log-probs of groups of a later minibatch. Answers `samples`, how many there were."""
+
+    groups: tuple[Any, ...]
+
+    def combine(self, results: Sequence[Any]) -> dict[str, float]:
+        """Sums over workers."""
+        return _added(results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update(Command):
+    """One optimizer step from the accumulated gradients. Answers UpdateMetrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish(Command):
+    """Answers a reference to the current Adapter, and ends the training step: what comes next is sampled with it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint(Command):
+    """Write a complete checkpoint. Work before it is never repeated, should a worker die."""
+
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs(Command):
+    """Answers every token's log-prob given those before it, 0.0 for the first: the learner's side of the canary."""
+
+    token_ids: tuple[int, ...]
+    adapter: bool
+    """False: of the base model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Command):
+    """End the training loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a worker begins, fresh or after a failure."""
+
+    checkpoint: str | None
+    """Load this first; None: the untrained adapter."""
+    position: int
+    """First command to carry out."""
+
+
+def _added(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update(result)
+    return dict(total)

@@ -1,0 +1,153 @@
+"""The policy as the learner holds it: a frozen base model, a LoRA adapter in float32, log-probs of chosen tokens."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.errors import ConfigError, LearnerError
+from draco_ray.learner.logprobs import token_logprobs
+from draco_ray.records import Adapter, FloatArray
+
+HEAD_TOLERANCE = 1e-3
+"""Largest relative difference between the model's logits and its head applied to the decoder's output."""
+
+
+class Policy:
+    """Base model plus adapter. `adapter_off()` turns it into the reference policy.
+
+    The decoder is called without an attention mask: sequences are padded on the right, no kept position can attend to
+    what comes after it, and without a mask the fast causal kernels run.
+    """
+
+    def __init__(self, model: ModelConfig, config: LearnerConfig, *, seed: int, device: torch.device) -> None:
+        """Load the base model and put a fresh adapter on it: lora_A drawn from `seed`, lora_B zero.
+
+        Raises: ConfigError if the model cannot be loaded, or its head is not a plain frozen linear layer.
+        """
+        base = _load_base(model).to(device)
+        base.requires_grad_(False)
+        if config.gradient_checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=config.lora_target,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            self.peft: PeftModel = get_peft_model(base, lora, autocast_adapter_dtype=True)
+        self.peft.train()  # transformers checkpoints activations in training mode only; every dropout is 0
+        self.device = device
+        self._chunk_tokens = config.logprob_chunk_tokens
+        self._entropy_gradient = config.entropy_coefficient > 0
+        self._decoder = base.get_decoder()
+        self._head = base.get_output_embeddings()
+        self._check_head(model.path)
+        self.adapter_config = _as_saved(self.peft.peft_config["default"])
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The adapter's tensors, in a fixed order: all that is trained."""
+        return [parameter for name, parameter in sorted(self.peft.named_parameters()) if "lora_" in name]
+
+    def logprobs(self, token_ids_BT: Tensor, predicted_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of the marked tokens, each given all before it.
+
+        Args:
+            token_ids_BT: right-padded sequences.
+            predicted_BT: the V tokens wanted; never the first of a row, which nothing predicts.
+        Returns: logprob_V and entropy_V in float32, row after row.
+        """
+        hidden_BTH = self._decoder(input_ids=token_ids_BT, use_cache=False).last_hidden_state
+        wanted_BT = predicted_BT[:, 1:]
+        return token_logprobs(
+            hidden_BTH[:, :-1][wanted_BT],
+            self._head,
+            token_ids_BT[:, 1:][wanted_BT],
+            chunk_tokens=self._chunk_tokens,
+            entropy_gradient=self._entropy_gradient,
+        )
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Inside, the policy is the base model: the reference of the KL term."""
+        with self.peft.disable_adapter():
+            yield
+
+    def adapter(self, version: int) -> Adapter:
+        """The adapter under the names and with the config that PEFT's `save_pretrained` writes, in float32."""
+        tensors: dict[str, FloatArray] = {
+            name: tensor.detach().to("cpu", torch.float32).numpy().copy()
+            for name, tensor in get_peft_model_state_dict(self.peft).items()
+        }
+        return Adapter(version=version, config=self.adapter_config, tensors=tensors)
+
+    def load_adapter(self, tensors: dict[str, Tensor], source: str) -> None:
+        """Replace the adapter's values.
+
+        Raises: LearnerError if names or shapes are not those of this model and rank.
+        """
+        expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(self.peft).items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != expected:
+            wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            raise LearnerError(
+                f"adapter {source}: {len(wrong)} tensors do not fit this model, first {wrong[0]}: "
+                f"shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; is it of this base model and rank?"
+            )
+        set_peft_model_state_dict(self.peft, tensors)
+
+    def _check_head(self, path: str) -> None:
+        """Some architectures scale or cap the logits after the head; our log-probs would silently be wrong there."""
+        if not isinstance(self._head, torch.nn.Linear) or self._head.weight.requires_grad:
+            raise ConfigError(
+                f"model {path}: its LM head is {type(self._head).__name__}, expected a frozen linear layer; "
+                "keep the head out of learner.lora_target"
+            )
+        token_ids = torch.arange(4, device=self.device)[None]
+        with torch.no_grad():
+            logits = self.peft(input_ids=token_ids, use_cache=False).logits.float()
+            ours = self._head(self._decoder(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+        if (logits - ours).abs().max() > HEAD_TOLERANCE * logits.abs().max():
+            raise ConfigError(
+                f"model {path}: its logits are not its head applied to the decoder's output; not supported"
+            )
+
+
+def _load_base(model: ModelConfig) -> Any:
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(model.path)
+        text = config.get_text_config()
+        if getattr(text, "attention_dropout", 0.0):
+            text.attention_dropout = 0.0
+        return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=getattr(torch, model.dtype))
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model {model.path}: cannot be loaded ({reason}); expected a model directory or a hub name"
+        ) from error
+
+
+def _as_saved(config: Any) -> dict[str, object]:
+    """`adapter_config.json` as PEFT writes it for inference."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        saved: dict[str, object] = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    # PEFT writes the target modules, a set, in hash order.
+    targets = saved.get("target_modules")
+    return saved | {"inference_mode": True} | ({"target_modules": sorted(targets)} if isinstance(targets, list) else {})

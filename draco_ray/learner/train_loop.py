@@ -1,0 +1,90 @@
+"""The Ray Train loop: one per worker, alive for a whole run, fed with commands.
+
+Ray Train starts the workers, joins them in a process group (gloo on CPUs, nccl on GPUs) and starts them anew when one
+dies. Where they begin is asked from the feed and not from `ray.train.get_checkpoint`: a checkpoint is of use only
+together with the position in the feed that it stands for, and the two must change in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.learner.messages import Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """What every worker needs to begin."""
+
+    feed: Any
+    """Handle of the LearnerFeed actor."""
+    model: ModelConfig
+    config: LearnerConfig
+    seed: int
+    storage: str
+    """Folder for Ray Train's own files."""
+
+
+def train_loop(settings: dict[str, LoopSettings]) -> None:
+    """Carry out the feed's commands until Stop: Ray Train's `train_loop_per_worker`."""
+    import ray
+    import ray.train
+    import ray.train.torch
+    import torch
+    import torch.distributed
+
+    from draco_ray.learner.learner import Learner
+    from draco_ray.learner.worker import LearnerWorker
+
+    given = settings["settings"]
+    context = ray.train.get_context()
+    rank, workers = context.get_world_rank(), context.get_world_size()
+    if given.config.gpus_per_worker == 0:
+        torch.set_num_threads(max(1, int(given.config.cpus_per_worker)))
+    learner = Learner(
+        given.model,
+        given.config,
+        seed=given.seed,
+        device=ray.train.torch.get_device(),
+        reduce=torch.distributed.all_reduce if workers > 1 else None,
+    )
+    start = ray.get(given.feed.start.remote())
+    if start.checkpoint is not None:
+        learner.load(Path(start.checkpoint))
+    worker = LearnerWorker(
+        learner, rank=rank, workers=workers, fetch=lambda groups: ray.get(list(groups)), publish=ray.put
+    )
+    position = start.position
+    while True:
+        command = ray.get(given.feed.next.remote(position))
+        ray.get(given.feed.answer.remote(rank, position, (worker.execute(command),)))
+        if isinstance(command, Stop):
+            return
+        position += 1
+
+
+def fit(settings: LoopSettings) -> None:
+    """Run the loop on all workers until it ends; blocks.
+
+    Raises: ray.train.TrainingFailedError when workers have died more than `learner.max_failures` times.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    config = settings.config
+    on_gpu = config.gpus_per_worker > 0
+    resources = {"CPU": config.cpus_per_worker} | ({"GPU": config.gpus_per_worker} if on_gpu else {})
+    TorchTrainer(
+        train_loop,
+        train_loop_config={"settings": settings},
+        torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=on_gpu, resources_per_worker=resources),
+        run_config=RunConfig(
+            name="ray_train",
+            storage_path=settings.storage,
+            failure_config=FailureConfig(max_failures=config.max_failures),
+        ),
+    ).fit()

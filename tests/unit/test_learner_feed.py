@@ -1,0 +1,81 @@
+"""The log of commands: order, combined answers, and what happens when workers die."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from draco_ray.errors import LearnerError
+from draco_ray.learner.feed import LearnerFeed
+from draco_ray.learner.messages import Accumulate, SaveCheckpoint, Stop, TokenLogprobs, Update
+
+CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)
+
+
+async def submitted(feed: LearnerFeed, command: object) -> asyncio.Task[object]:
+    """Submit and let it reach the log."""
+    task = asyncio.create_task(feed.submit(command))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_every_worker_gets_every_command_in_order() -> None:
+    feed = LearnerFeed(workers=2)
+    tasks = [await submitted(feed, command) for command in (Update(), CANARY, Stop())]
+    for rank in range(2):
+        assert [await feed.next(position) for position in range(3)] == [Update(), CANARY, Stop()]
+        for position in range(3):
+            await feed.answer(rank, position, ((rank, position),))
+    assert await asyncio.gather(*tasks) == [(0, 0), (0, 1), (0, 2)]  # rank 0 speaks for all
+
+
+async def test_sums_are_added_over_workers() -> None:
+    feed = LearnerFeed(workers=2)
+    task = await submitted(feed, Accumulate(groups=()))
+    await feed.answer(1, 0, ({"valid_tokens": 4.0, "kl": 0.5},))
+    assert not task.done()
+    await feed.answer(0, 0, ({"valid_tokens": 3.0, "kl": 0.25},))
+    assert await task == {"valid_tokens": 7.0, "kl": 0.75}
+
+
+async def test_a_worker_waits_for_the_next_command() -> None:
+    feed = LearnerFeed(workers=1)
+    waiting = asyncio.create_task(feed.next(0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await submitted(feed, CANARY)
+    assert await waiting == CANARY
+
+
+async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
+    feed = LearnerFeed(workers=2, resume_from="first")
+    save = SaveCheckpoint(directory="second")
+    for command in (Update(), save, CANARY):
+        await submitted(feed, command)
+    for rank in range(2):
+        await feed.answer(rank, 0, (None,))
+    await feed.answer(0, 1, (None,))
+    assert (await feed.start()).checkpoint == "first"  # one worker has not confirmed
+    assert (await feed.start()).position == 0
+    await feed.answer(1, 1, (None,))
+    assert (await feed.start()).checkpoint == "second"
+    assert await feed.next((await feed.start()).position) == CANARY
+
+
+async def test_a_repeated_answer_changes_nothing() -> None:
+    feed = LearnerFeed(workers=1)
+    task = await submitted(feed, CANARY)
+    await feed.answer(0, 0, ("first",))
+    await feed.answer(0, 0, ("again",))
+    assert await task == "first"
+
+
+async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None:
+    feed = LearnerFeed(workers=1)
+    task = await submitted(feed, CANARY)
+    await feed.fail("workers died 4 times")
+    with pytest.raises(LearnerError, match="died 4 times"):
+        await task
+    with pytest.raises(LearnerError, match="died 4 times"):
+        await feed.submit(CANARY)
