@@ -60,6 +60,8 @@ DATE = 're.findall(r"\\d{4}-\\d\\d-\\d\\d", task)[0]'
 """the date,"""
 NUMBER = 'int(re.findall(r"\\d+", task)[0])'
 """the whole number,"""
+TIME = 're.findall(r"\\d\\d:\\d\\d", task)[0]'
+"""the time of day,"""
 RELATION = 're.findall("friend|coworker|sibling|roommate", task)[0]'
 """the relationship."""
 
@@ -81,20 +83,21 @@ def parameter_cell(name: str, idiom: str) -> str:
     return cell(f"Read the {name} from the task.", f"{name} = {idiom}", f"print({name})")
 
 
-def fetch_cells(what: str, api: str, faults: Faults, extra: str = "") -> list[str]:
-    """Read a paginated list into ``rows``: all pages, or as the faults say.
+def fetch_cells(what: str, api: str, faults: Faults, extra: str = "", paged: bool = True) -> list[str]:
+    """Read a list into ``rows``: all pages, or as the faults say.
 
     Args:
         what: the list's name in the comment.
         api: ``<app>.<api>``.
         faults: FIRST_PAGE_ONLY and REPEAT_FAILING_CALL change the cells, others do not.
         extra: further arguments of the call, each followed by a comma and a space.
+        paged: False for an API that returns the whole list at once.
     """
     token = f"access_token={api.split('.')[0]}_token"
     cells = []
     if Fault.REPEAT_FAILING_CALL in faults:
         cells += [cell(f"Fetch the {what}.", f"rows = apis.{api}({extra.removesuffix(', ')})", "print(len(rows))")] * 2
-    if Fault.FIRST_PAGE_ONLY in faults:
+    if not paged or Fault.FIRST_PAGE_ONLY in faults:
         return [*cells, cell(f"Fetch the {what}.", f"rows = apis.{api}({extra}{token})", "print(len(rows))")]
     loop = cell(
         f"Fetch all pages of the {what}.",
@@ -197,7 +200,8 @@ class Family(ABC):
 
 def families() -> dict[str, Family]:
     """All scenario families by name, in a fixed order."""
-    from draco_ray.environments.sandbox.families import phone, simple_note, spotify, venmo
+    # Imported late: the families' modules are written in terms of this one.
+    from draco_ray.environments.sandbox.families import challenge, phone, simple_note, spotify, venmo
 
-    classes = [*spotify.FAMILIES, *venmo.FAMILIES, *phone.FAMILIES, *simple_note.FAMILIES]
-    return {cls.name: cls() for cls in classes}
+    modules = (spotify, venmo, phone, simple_note, challenge)
+    return {cls.name: cls() for module in modules for cls in module.FAMILIES}

@@ -9,6 +9,7 @@ from draco_ray.environments.sandbox import words
 from draco_ray.environments.sandbox.population import NOW, PAGE_LIMIT, Person, World
 from draco_ray.environments.sandbox.scripts import (
     DATE,
+    FATAL,
     NUMBER,
     TITLE,
     Change,
@@ -22,8 +23,6 @@ from draco_ray.environments.sandbox.scripts import (
     parameter_cell,
 )
 
-ALL_FATAL = frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_SOURCE, Fault.WRONG_FILTER, Fault.NO_COMPLETION})
-
 
 def _song_ids(world: World, table: str, **equal: int) -> list[int]:
     return [row["song_id"] for row in world.where(table, **equal)]
@@ -35,7 +34,7 @@ class LikePlaylistSongs(Family):
     name = "like_playlist_songs"
     apps = ("spotify",)
     difficulty = 1
-    fatal = ALL_FATAL
+    fatal = FATAL
     wordings = (
         'Like all the songs in my "{title}" playlist on Spotify.',
         'I love my Spotify playlist "{title}". Please like every song in it.',
@@ -81,7 +80,7 @@ class CountLibrarySongs(Family):
     name = "count_library_songs"
     apps = ("spotify",)
     difficulty = 1
-    fatal = ALL_FATAL
+    fatal = FATAL
     answers = True
     wordings = (
         "How many songs have I added to my Spotify song library on or after {date}?",
@@ -119,7 +118,7 @@ class LongestLibrarySong(Family):
     name = "longest_library_song"
     apps = ("spotify",)
     difficulty = 1
-    fatal = ALL_FATAL
+    fatal = FATAL
     answers = True
     wordings = (
         "What is the title of the longest song in my Spotify song library?",
@@ -150,7 +149,7 @@ class RemoveLongSongs(Family):
     name = "remove_long_songs"
     apps = ("spotify",)
     difficulty = 2
-    fatal = ALL_FATAL
+    fatal = FATAL
     wordings = (
         "Remove all songs longer than {limit} seconds from my Spotify song library.",
         "My Spotify song library should have no song that is longer than {limit} seconds. Remove those songs from it.",
@@ -199,7 +198,7 @@ class FollowLibraryArtists(Family):
     name = "follow_library_artists"
     apps = ("spotify",)
     difficulty = 3
-    fatal = ALL_FATAL
+    fatal = FATAL
     wordings = (
         "Follow all the artists of the songs in my Spotify song library whom I do not follow yet.",
         "Make sure that I follow on Spotify every artist who has a song in my song library.",
@@ -250,7 +249,7 @@ class PlaylistOfLikes(Family):
     name = "playlist_of_likes"
     apps = ("spotify",)
     difficulty = 2
-    fatal = frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_SOURCE, Fault.NO_COMPLETION})
+    fatal = FATAL - {Fault.WRONG_FILTER}
     wordings = (
         'Create a Spotify playlist called "{title}" with all the songs I have liked.',
         'Put all my liked songs on Spotify into a new playlist named "{title}".',
