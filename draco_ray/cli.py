@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.configuration import dotted_keys, load_config, preset_names, setting_names
+from draco_ray.configuration import dotted_keys, load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
+from draco_ray.records import Phase
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,7 +25,9 @@ starter = typer.Typer(no_args_is_help=True, help="The starter policy, for machin
 runs = typer.Typer(no_args_is_help=True, help="Look at finished and running runs.")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(starter, name="starter")
+prompts = typer.Typer(no_args_is_help=True, help="The judge's prompts.")
 app.add_typer(runs, name="runs")
+app.add_typer(prompts, name="prompts")
 
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
@@ -120,6 +123,37 @@ def runs_show(directory: Annotated[Path, typer.Argument(help="A run directory.")
     from draco_ray.runs.show import show
 
     show(directory)
+
+
+@runs.command(name="cost")
+def runs_cost(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Print what judging cost: tokens (cached apart) and dollars by phase and by step."""
+    from draco_ray.runs.cost import show_cost
+
+    show_cost(directory)
+
+
+@prompts.command(name="import")
+def prompts_import(
+    source: Annotated[Path, typer.Argument(help="The paper's LaTeX source.")],
+    out: Annotated[Path, typer.Option(help="Folder for the prompt files; give it to judge.prompts.")],
+) -> None:
+    """Extract the paper's own prompts from its source, verbatim, into the file names this project uses."""
+    from draco_ray.judging.importer import import_prompts
+
+    for path in import_prompts(source, out):
+        typer.echo(path)
+
+
+@prompts.command(name="render", epilog="Try:  draco prompts render score      draco prompts render credit --set DIR")
+def prompts_render(
+    phase: Annotated[Phase, typer.Argument(help="The judge's job.")],
+    folder: Annotated[Path, typer.Option("--set", help="Folder of the prompt set.")] = Path("prompts/judge"),
+) -> None:
+    """Show what a judge would see, on a small invented group of rollouts."""
+    from draco_ray.judging.example import render_phase
+
+    typer.echo(render_phase(phase, project_file(folder)))
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:

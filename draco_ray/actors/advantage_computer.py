@@ -96,6 +96,10 @@ class AdvantageComputerActor:
         rewards = np.random.default_rng(seed).integers(0, 2, len(rollouts)).astype(float).tolist()
         return await self._from_rewards(group, rollouts, trajectories, rewards)
 
+    def probe(self, samples: Sequence[TrainingSample], most: int) -> list[int]:
+        """The first tokens of a sample, for the canary."""
+        return [int(token) for token in samples[0].token_ids_T[:most]] if samples else []
+
     async def _from_rewards(
         self,
         group: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,8 @@ import ray
 from draco_ray.actors.messages import RolloutSummary
 from draco_ray.config import AgentConfig, EnvironmentConfig
 from draco_ray.engine.sampler import Sampler
-from draco_ray.records import Evaluation, Trajectory
-
-log = logging.getLogger(__name__)
+from draco_ray.errors import EnvironmentCrashed
+from draco_ray.records import EpisodeEnd, Evaluation, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +73,18 @@ class RolloutWorkerActor:
         Returns: the trajectory (for the object store), its summary, and AppWorld's verdict where it may be asked.
         """
         slot = await self._free.get()
+        started = time.time()
         try:
-            trajectory = await self._agents[engine].run_in(slot, request)
+            await slot.open(request.task_id)
+            trajectory = await self._agents[engine].run(
+                slot, group=request.group, rollout=request.rollout, attempt=request.attempt, seed=request.seed
+            )
             evaluation = None
             if self._load_ground_truth:
-                evaluation = await slot.evaluate_rollout(trajectory)
+                evaluation = await slot.evaluate_rollout(trajectory, run=request.rollout)
             await slot.close_task()
+        except EnvironmentCrashed as error:
+            return None, _crashed(request, str(error), started), None
         finally:
             self._free.put_nowait(slot)
         return trajectory, summarise(trajectory), evaluation
@@ -91,6 +96,58 @@ class RolloutWorkerActor:
     async def stop(self) -> None:
         """End the AppWorld servers."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
+
+
+def start_rollout_workers(
+    samplers: Sequence[Sampler],
+    *,
+    data_root: Path,
+    model_path: str,
+    agent: AgentConfig,
+    environment: EnvironmentConfig,
+    load_ground_truth: bool,
+    run_name: str,
+) -> list[Any]:
+    """As many workers as the configured slots need; those that evaluate are named apart."""
+    kind = "EvaluationWorker" if load_ground_truth else "RolloutWorker"
+    remote = ray.remote(RolloutWorkerActor)
+    return [
+        remote.options(
+            name=f"{kind}-{index}@{run_name}",
+            num_cpus=environment.cpus_per_worker,
+            max_concurrency=2 * environment.slots_per_worker + 2,
+            max_restarts=-1,
+        ).remote(
+            f"{kind}-{index}",
+            samplers,
+            data_root=data_root,
+            model_path=model_path,
+            agent=agent,
+            environment=environment,
+            load_ground_truth=load_ground_truth,
+        )
+        for index in range(-(-environment.slots // environment.slots_per_worker))
+    ]
+
+
+def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSummary:
+    """A rollout that never began, or whose world died while closing."""
+    return RolloutSummary(
+        task_id=request.task_id,
+        rollout=request.rollout,
+        attempt=request.attempt,
+        ended=EpisodeEnd.SERVER_ERROR,
+        error=error,
+        turns=0,
+        steps=0,
+        prompt_tokens=0,
+        sampled_tokens=0,
+        total_tokens=0,
+        seconds_generating=0.0,
+        seconds_executing=0.0,
+        started_at=started,
+        ended_at=time.time(),
+    )
 
 
 def summarise(trajectory: Trajectory) -> RolloutSummary:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from draco_ray.actors.messages import PhaseSummary, RolloutSummary
+from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd, Phase
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
@@ -73,6 +75,44 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "judge_seconds": sum(end - start for start, end in judging),
         "judge_hidden_share": hidden_share(judging, behind=generation),
     }
+
+
+def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
+    """The learner's part of the line: means over the step's optimizer updates, weighted by valid tokens."""
+    tokens = sum(update.valid_tokens for update in updates)
+
+    def mean(name: str) -> float | None:
+        return _ratio(sum(getattr(update, name) * update.valid_tokens for update in updates), tokens)
+
+    return {
+        "updates": sum(update.skipped is None for update in updates),
+        "updates_skipped": [update.skipped for update in updates if update.skipped is not None],
+        "valid_tokens": tokens,
+        "policy_loss": mean("policy_loss"),
+        "kl": mean("kl"),
+        "entropy": mean("entropy"),
+        "clip_fraction": mean("clip_fraction"),
+        "engine_gap": mean("engine_gap"),
+        "grad_norm": max((update.grad_norm for update in updates), default=None),
+    }
+
+
+def step_spans(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """What ran when: rows of the ``spans`` table."""
+    timed: list[tuple[str, RolloutSummary | PhaseSummary]] = []
+    for group in groups:
+        timed += [("rollout", rollout) for rollout in group.rollouts]
+        timed += [(phase.phase.value, phase) for phase in group.phases]
+    return [
+        {
+            "task_id": item.task_id,
+            "rollout": item.rollout,
+            "stage": stage,
+            "started_at": item.started_at,
+            "ended_at": item.ended_at,
+        }
+        for stage, item in timed
+    ]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -49,6 +49,11 @@ class StepProgress:
             ready=sum(each.advantage is not None or each.reason is not None for each in known),
         )
 
+    def advance(self) -> None:
+        """One more rollout that belongs to no group."""
+        if self._task is not None:
+            self._progress.advance(self._task)
+
     def stop(self) -> None:
         """End the step's bar."""
         if self._task is not None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,27 @@ from rich.console import Console
 
 from draco_ray.actors.advantage_computer import AdvantageComputerActor
 from draco_ray.actors.judge_worker import start_judge_workers
-from draco_ray.actors.policy_engine import start_policy_engines
-from draco_ray.actors.pools import JudgePool
+from draco_ray.actors.policy_engine import EngineClient, start_policy_engines
+from draco_ray.actors.pools import JudgePool, RolloutPool
+from draco_ray.actors.rollout_worker import start_rollout_workers
 from draco_ray.actors.run_store import RunStoreActor
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import dump_config
+from draco_ray.config import DracoConfig, JudgeConfig
+from draco_ray.configuration import dump_config, project_file
+from draco_ray.engine.canary import check_canary
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.data_root import check_data_root
+from draco_ray.environments.data_root import check_data_root, load_split, load_task
 from draco_ray.errors import DracoError
+from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.learner.group import LearnerGroup
-from draco_ray.pipeline import Group, Pipeline
+from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.pipeline import Group, GroupState, Pipeline
+from draco_ray.records import Criterion, Evaluation, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import connect
-from draco_ray.training.metrics import step_metrics
+from draco_ray.training.evaluate import evaluate_tasks
+from draco_ray.training.memory import PeakMemory
+from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress, step_line
 
@@ -50,28 +60,56 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
     console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
-    with contextlib.ExitStack() as stack:
-        config = _with_rule_judge(config, stack, console)
-        try:
-            connect(config)
-            stack.callback(ray.shutdown)
-            asyncio.run(Trainer(config, run, name, console).run())
-        except KeyboardInterrupt:
-            console.print(f"stopped; what was finished is in {run.path}")
-            raise SystemExit(130) from None
-        except ray.exceptions.RayTaskError as error:
-            # A known error of a remote part is one line here as well.
-            if isinstance(error.cause, DracoError):
-                raise error.cause from None
-            raise
+    try:
+        with _judge(config, console) as judge, _ray(config):
+            asyncio.run(Trainer(config, judge, run, name, console).run())
+    except KeyboardInterrupt:
+        console.print(f"stopped; what was finished is in {run.path}")
+        raise SystemExit(130) from None
+    except ray.exceptions.RayTaskError as error:
+        # A known error of a remote part is one line here as well.
+        if isinstance(error.cause, DracoError):
+            raise error.cause from None
+        raise
     return run.path
+
+
+@contextlib.contextmanager
+def _judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
+    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs."""
+    judge = config.judge
+    if not judge.rule_judge.start or config.algorithm.reward != "rubric":
+        yield judge
+        return
+    from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
+
+    with JudgeServer(latency=judge.rule_judge.latency_seconds) as server:
+        console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
+        # The server asks for no key, but OpenAI's protocol sends one.
+        os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
+        served = {
+            "model": f"openai/{MODEL_NAME}",
+            "api_base": server.base_url,
+            "api_key_env": "DRACO_RULE_JUDGE_KEY",
+        }
+        yield judge.model_copy(update=served)
+
+
+@contextlib.contextmanager
+def _ray(config: DracoConfig) -> Iterator[None]:
+    connect(config)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 class Trainer:
     """One run: its actors and its loop."""
 
-    def __init__(self, config: DracoConfig, run: RunDirectory, name: str, console: Console) -> None:
+    def __init__(self, config: DracoConfig, judge: JudgeConfig, run: RunDirectory, name: str, console: Console) -> None:
         self._config = config
+        self._judge = judge if judge.cache is not None else judge.model_copy(update={"cache": run.judge_cache})
         self._run = run
         self._name = name
         self._console = console
@@ -87,22 +125,24 @@ class Trainer:
 
     async def run(self) -> None:
         """Start the actors, train, and report before and after."""
-        config = self._config
         started = time.time()
         try:
-            await self._start()
-            self._console.print(f"actors ready in {time.time() - started:.0f}s")
-            before = await self._evaluate(0) if config.train.evaluate_before_after else None
-            for step in range(1, self.steps + 1):
-                metrics = await self._step(step)
-                self._console.print(step_line(metrics, self.steps))
-            if before is not None:
-                after = await self._evaluate(self.steps) if self.steps else before
-                self._report(before, after)
-            self._console.print(f"done in {time.time() - started:.0f}s: {self._run.path}")
+            with PeakMemory() as memory:
+                await self._start()
+                self._console.print(f"actors ready in {time.time() - started:.0f}s")
+                before = await self._evaluate(0) if self._config.train.evaluate_before_after else None
+                for step in range(1, self.steps + 1):
+                    metrics = await self._step(step)
+                    self._console.print(step_line(metrics, self.steps))
+                if before is not None and self.steps:
+                    self._report(before, await self._evaluate(self.steps))
         finally:
             self._progress.stop()
             await self._stop()
+        self._console.print(
+            f"done in {time.time() - started:.0f}s, peak memory {memory.peak_bytes / 2**30:.1f} GiB in all: "
+            f"{self._run.path}"
+        )
 
     async def _start(self) -> None:
         config = self._config
@@ -116,13 +156,15 @@ class Trainer:
             run_name=self._name,
         )
         self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
-        judge_workers, union = start_judge_workers(self._judge_config(), self._name)
+        judge_workers, union = start_judge_workers(self._judge, self._name)
         self._workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
-        self._advantages = ray.remote(AdvantageComputerActor).options(
-            name=f"AdvantageComputer@{self._name}", num_cpus=0, max_concurrency=64
-        ).remote(config.algorithm)
-        self._store = ray.remote(RunStoreActor).options(name=f"RunStore@{self._name}", num_cpus=0).remote(
-            self._run.path
+        self._advantages = (
+            ray.remote(AdvantageComputerActor)
+            .options(name=f"AdvantageComputer@{self._name}", num_cpus=0, max_concurrency=64)
+            .remote(config.algorithm)
+        )
+        self._store = (
+            ray.remote(RunStoreActor).options(name=f"RunStore@{self._name}", num_cpus=0).remote(self._run.path)
         )
         if config.algorithm.reward == "rubric":
             await judge_workers[0].check.remote()
@@ -164,7 +206,7 @@ class Trainer:
             "seconds_sync": time.time() - synced,
             "seconds": time.time() - started,
         }
-        await self._store.spans.remote(step, "spans", _spans(groups))
+        await self._store.spans.remote(step, "spans", step_spans(groups))
         await self._store.finish_step.remote(step, metrics)
         return metrics
 
@@ -179,8 +221,9 @@ class Trainer:
         """
         size = self._config.learner.minibatch_prompts
         starts = range(0, len(work), size)
-        updates: list[dict[str, Any]] = []
-        seconds, probe = 0.0, []
+        updates: list[UpdateMetrics] = []
+        seconds = 0.0
+        probe: list[int] = []
         for start in starts:
             for next_done in asyncio.as_completed(work[start : start + size]):
                 samples = await next_done
@@ -200,7 +243,7 @@ class Trainer:
         for group in groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
-        return {**_mean_updates(updates), "seconds_learning": seconds}, probe
+        return {**update_metrics(updates), "seconds_learning": seconds}, probe
 
     async def _sync(self, version: int, probe: Sequence[int]) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats."""
@@ -225,9 +268,7 @@ class Trainer:
         workers = self._rollout_workers(load_ground_truth=True)
         self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
         try:
-            evaluations = await evaluate_tasks(
-                self._pool(workers), tasks, runs, step=step, done=self._progress.advance
-            )
+            evaluations = await evaluate_tasks(self._pool(workers), tasks, runs, step=step, done=self._progress.advance)
         finally:
             self._progress.stop()
             await asyncio.gather(*(worker.stop.remote() for worker in workers))
@@ -294,6 +335,12 @@ class Trainer:
                 f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
             )
         return usable
+
+    def _static_rubric(self) -> tuple[Criterion, ...]:
+        algorithm = self._config.algorithm
+        if algorithm.reward != "rubric" or algorithm.rubric != "static":
+            return ()
+        return load_static_rubric(project_file(algorithm.static_rubric))
 
     async def _stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""
