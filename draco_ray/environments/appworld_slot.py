@@ -10,12 +10,12 @@ stands still inside a task and the server would reset an idle one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _PROCESSES = 64
 """Processes and threads of one task; AppWorld itself needs a handful of threads."""
+_MOST_PROCESSES = 2 * _PROCESSES
+"""Seen from outside, where the host does not enforce the limit (a container's root)."""
 _SCRATCH_MIB = 128
 """What a task may write, and the largest file."""
 _SOFT_SHARE = 0.8
@@ -177,17 +179,16 @@ class AppWorldSlot:
 
     async def evaluate_rollout(self, trajectory: Trajectory, *, run: int = 0) -> Evaluation:
         """`evaluate`, as a record of the rollout that was just played; one that crashed its world has failed."""
-        common = {
-            "task_id": trajectory.task_id,
-            "run": run,
-            "turns": len(trajectory.turns),
-            "ended": trajectory.ended,
-        }
-        if self._task is None or self._server is None:
-            return Evaluation(**common, success=False, passed_tests=0, total_tests=0, failures=("the world crashed",))
-        verdict = await self.evaluate()
+        if self._task is None:
+            lost = "the world crashed before it could be evaluated"
+            verdict = WorldVerdict(success=False, passed_tests=0, total_tests=0, difficulty=None, failures=(lost,))
+        else:
+            verdict = await self.evaluate()
         return Evaluation(
-            **common,
+            task_id=trajectory.task_id,
+            run=run,
+            turns=len(trajectory.turns),
+            ended=trajectory.ended,
             success=verdict.success,
             passed_tests=verdict.passed_tests,
             total_tests=verdict.total_tests,
@@ -216,7 +217,7 @@ class AppWorldSlot:
 
     async def _start(self) -> _Server:
         wanted = self._config.isolation
-        levels = LEVELS if wanted == "auto" else (wanted,)
+        levels: tuple[str, ...] = LEVELS if wanted == "auto" else (wanted,)
         if wanted == "auto" and self._python in _levels_reached:
             levels = (_levels_reached[self._python],)
         complaints = []
@@ -293,13 +294,18 @@ class _Server:
     """The server's process, its two sockets and its private folder."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], level: str, directory: str, control: socket.socket, max_processes: int
+        self,
+        process: subprocess.Popen[bytes],
+        level: str,
+        directory: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self.level = level
         self._process = process
         self._directory = directory
-        self._control = control
-        self._max_processes = max_processes
+        self._reader = reader
+        self._writer = writer
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listening = asyncio.ensure_future(self._listen())
@@ -318,39 +324,8 @@ class _Server:
 
         Raises: EnvironmentCrashed, the process's own words, when it cannot.
         """
-        directory = tempfile.mkdtemp(prefix="draco-slot-")
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(_socket_path(directory))
-        listener.listen(16)
-        control, their_control = socket.socketpair()
-        spec = JailSpec(
-            level=level,
-            control_fd=their_control.fileno(),
-            listen_fd=listener.fileno(),
-            directory=directory,
-            data=str(data),
-            evaluate=evaluate,
-            memory_mib=config.max_memory_mib,
-            processes=_PROCESSES,
-            scratch_mib=_SCRATCH_MIB,
-            cpu_seconds=math.ceil(60 * config.cell_timeout_seconds),
-            output_bytes=config.max_output_bytes,
-        )
-        package_parent = Path(__file__).resolve().parents[2]
-        with open(os.path.join(directory, "stderr"), "wb") as stderr:
-            process = subprocess.Popen(
-                [python, "-P", "-s", "-m", "draco_ray.environments.jail", spec.to_json()],
-                env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(package_parent), "LANG": "C.UTF-8"},
-                pass_fds=(their_control.fileno(), listener.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-                cwd="/",
-            )
-        their_control.close()
-        listener.close()
-        server = cls(process, level, directory, control, 2 * _PROCESSES)
+        process, directory, control = await asyncio.to_thread(_launch, python, level, config, data, evaluate)
+        server = cls(process, level, directory, *await asyncio.open_connection(sock=control))
         try:
             async with asyncio.timeout(config.start_timeout_seconds):
                 ready = await server._answers.get()
@@ -371,10 +346,8 @@ class _Server:
 
     async def order(self, do: str, task_id: str) -> dict[str, Any]:
         """Have the server do something. Raises EOFError when it is gone."""
-        if do == "task":
-            self._exited = asyncio.get_running_loop().create_future()
-        message = json.dumps({"do": do, "task_id": task_id}).encode() + b"\n"
-        await asyncio.get_running_loop().sock_sendall(self._control, message)
+        self._writer.write(json.dumps({"do": do, "task_id": task_id}).encode() + b"\n")
+        await self._writer.drain()
         answer = await self._answers.get()
         if answer is None:
             raise EOFError
@@ -405,7 +378,7 @@ class _Server:
             memory, processes = self.usage()
             if memory > max_memory_mib:
                 return f"its processes held {memory:.0f} MiB of memory, more than the {max_memory_mib} MiB allowed"
-            if processes > self._max_processes:
+            if processes > _MOST_PROCESSES:
                 return f"it ran {processes} processes"
 
     def usage(self) -> tuple[float, int]:
@@ -438,34 +411,70 @@ class _Server:
     async def kill(self) -> None:
         """End the server and all its descendants and remove its folder."""
         self._listening.cancel()
-        descendants: list[psutil.Process] = []
-        try:
-            descendants = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            pass
         # In a process namespace the second process takes all others with it; elsewhere each is ended by itself.
-        for process in (self._process, *descendants):
-            try:
-                process.send_signal(signal.SIGKILL)
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.pid)
+            for process in (launcher, *launcher.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         await asyncio.to_thread(self._process.wait)
-        self._control.close()
+        self._writer.close()
         await self._http.aclose()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _listen(self) -> None:
-        reader, _ = await asyncio.open_connection(sock=self._control)
-        while line := await reader.readline():
+        while line := await self._reader.readline():
             message = json.loads(line)
             if message["event"] == "exited":
                 if not self._exited.done():
                     self._exited.set_result(f"the task's process died (status {message['status']})")
-            else:
-                self._answers.put_nowait(message)
+                continue
+            if self._exited.done():
+                # What ended was the process before this answer.
+                self._exited = asyncio.get_running_loop().create_future()
+            self._answers.put_nowait(message)
         if not self._exited.done():
             self._exited.set_result("the server died")
         self._answers.put_nowait(None)
+
+
+def _launch(
+    python: str, level: str, config: EnvironmentConfig, data: Path, evaluate: bool
+) -> tuple[subprocess.Popen[bytes], str, socket.socket]:
+    """Start the server's process. Returns it, its private folder and our end of its control socket."""
+    directory = tempfile.mkdtemp(prefix="draco-slot-")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_socket_path(directory))
+    listener.listen(16)
+    control, their_control = socket.socketpair()
+    spec = JailSpec(
+        level=level,
+        control_fd=their_control.fileno(),
+        listen_fd=listener.fileno(),
+        directory=directory,
+        data=str(data),
+        evaluate=evaluate,
+        memory_mib=config.max_memory_mib,
+        processes=_PROCESSES,
+        scratch_mib=_SCRATCH_MIB,
+        cpu_seconds=math.ceil(60 * config.cell_timeout_seconds),
+        output_bytes=config.max_output_bytes,
+    )
+    package_parent = Path(__file__).resolve().parents[2]
+    with open(os.path.join(directory, "stderr"), "wb") as stderr:
+        process = subprocess.Popen(
+            [python, "-P", "-s", "-m", "draco_ray.environments.jail", spec.to_json()],
+            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(package_parent), "LANG": "C.UTF-8"},
+            pass_fds=(their_control.fileno(), listener.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+            cwd="/",
+        )
+    their_control.close()
+    listener.close()
+    return process, directory, control
 
 
 def _socket_path(directory: str) -> str:

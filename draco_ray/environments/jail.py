@@ -148,7 +148,7 @@ def _in_bubblewrap(spec: JailSpec) -> None:
     if program is None:
         raise OSError("no bwrap on PATH")
     served = replace(spec, world=_WORLD, hides_tasks=True)
-    arguments = bubblewrap_arguments(served) + [sys.executable, *_server_arguments(served)]
+    arguments = [*bubblewrap_arguments(served), sys.executable, *_server_arguments(served)]
     os.execve(program, ["bwrap", *arguments], _environment(_WORLD, _PROGRAM))
 
 
@@ -238,16 +238,14 @@ def _package() -> str:
 def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
     package = _package()
+    modules = ("__init__", *(f"environments/{name}" for name in ("__init__", "linux", "jail", "world_server")))
     pairs = [(spec.data, f"{_WORLD}/data")]
-    for file in ("__init__.py", *(f"environments/{name}.py" for name in ("__init__", "linux", "jail", "world_server"))):
-        pairs.append((os.path.join(package, file), f"{_PROGRAM}/draco_ray/{file}"))
-    for path in ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr"))):
-        if os.path.exists(path):
-            pairs.append((path, path))
+    pairs += [(f"{package}/{module}.py", f"{_PROGRAM}/draco_ray/{module}.py") for module in modules]
+    system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))
+    pairs += [(path, path) for path in system if os.path.exists(path)]
     pairs += [(f"/{name}", f"/{name}") for name in _libraries("/") if not os.path.islink(f"/{name}")]
     for prefix in (sys.base_prefix, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
-        for path in {prefix, os.path.realpath(prefix)}:
-            pairs.append((os.path.realpath(prefix), path))
+        pairs += [(os.path.realpath(prefix), path) for path in {prefix, os.path.realpath(prefix)}]
     outermost: dict[str, str] = {}
     for source, target in sorted(set(pairs), key=lambda pair: (pair[1], pair[0])):
         if not any(target == shown or target.startswith(shown + "/") for shown in outermost):

@@ -90,11 +90,11 @@ class WorldServer:
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         self._say(event="ready")
         while True:
-            ready, _, _ = select.select([self._control, wake_reader], [], [])
+            ready, _, _ = select.select([self._control.fileno(), wake_reader], [], [])
             if wake_reader in ready:
                 os.read(wake_reader, 4096)
                 self._notice_exits()
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 data = self._control.recv(65536)
                 if not data:
                     break
@@ -216,7 +216,6 @@ class WorldServer:
 
 def prepare(output_bytes: int) -> None:
     """Import what a task needs and bound what it can print, so that forks share it."""
-    import IPython.utils.capture
     import uvicorn.lifespan.off
     import uvicorn.loops.asyncio
     import uvicorn.protocols.http.h11_impl  # noqa: F401
@@ -233,7 +232,8 @@ def prepare(output_bytes: int) -> None:
     # AppWorld caches both by their arguments; these are the ones it loads a task with.
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)), include_response_schemas=True)
 
-    IPython.utils.capture.StringIO = functools.partial(BoundedText, output_bytes)
+    capture: Any = importlib.import_module("IPython.utils.capture")
+    capture.StringIO = functools.partial(BoundedText, output_bytes)
     execute = AppWorld.execute
 
     def execute_bounded(self: Any, code: str) -> str:
