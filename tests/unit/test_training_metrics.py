@@ -1,0 +1,146 @@
+"""The metrics line: what is counted, and that nothing becomes a silent zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draco_ray.actors.messages import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
+from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.pipeline import Group, GroupState
+from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
+from draco_ray.training.progress import step_line
+
+
+def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> RolloutSummary:
+    return RolloutSummary(
+        task_id="t_1",
+        rollout=index,
+        attempt=0,
+        ended=ended,
+        error=None,
+        turns=4,
+        steps=3,
+        prompt_tokens=10,
+        sampled_tokens=20,
+        total_tokens=50,
+        seconds_generating=1.0,
+        seconds_executing=0.5,
+        started_at=start,
+        ended_at=end,
+    )
+
+
+def a_phase(phase: Phase, start: float, end: float, **changes: Any) -> PhaseSummary:
+    values: dict[str, Any] = {
+        "phase": phase,
+        "task_id": "t_1",
+        "rollout": None,
+        "error": None,
+        "criteria": 3,
+        "passes": 0,
+        "fails": 0,
+        "calls": 1,
+        "requests": 1,
+        "failed_calls": 0,
+        "input_tokens": 100,
+        "cached_tokens": 10,
+        "output_tokens": 5,
+        "dollars": 0.25,
+        "started_at": start,
+        "ended_at": end,
+    }
+    return PhaseSummary(**(values | changes))
+
+
+def an_update(tokens: int, kl: float, grad_norm: float = 1.0, skipped: str | None = None) -> UpdateMetrics:
+    return UpdateMetrics(
+        update=1,
+        skipped=skipped,
+        grad_norm=grad_norm,
+        samples=6,
+        valid_tokens=tokens,
+        padded_tokens=2 * tokens,
+        policy_loss=0.0,
+        kl=kl,
+        entropy=0.0,
+        clip_fraction=0.0,
+        dual_clip_fraction=0.0,
+        engine_gap=0.0,
+        learning_rate=1e-4,
+    )
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    good = Group(step=1, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
+    good.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 2, 12, EpisodeEnd.TURN_LIMIT)]
+    good.phases = [
+        a_phase(Phase.STAGE1, 0, 2),
+        a_phase(Phase.SCORE, 11, 13),
+        a_phase(Phase.SCORE, 12, 14, error="cannot be parsed", failed_calls=2),
+    ]
+    good.reward = RewardSummary(criteria=4, surviving=2, scored=(0, 1), rewards=(1.0, 0.0), applicable=6, passed=3)
+    good.advantage = AdvantageSummary(
+        rollouts=(0, 1), inert=1, fallbacks={"none": 1, "no_citation": 1}, quality_spread=0.2, tokens=40
+    )
+    lost = Group(step=1, index=1, task_id="u_1", prompt=())
+    lost.fail("0 of 2 rollouts finished, 2 are needed")
+    return [good, lost]
+
+
+def test_a_step_counts_what_its_groups_report(groups: list[Group]) -> None:
+    metrics = step_metrics(1, groups, group_size=2)
+    assert metrics["reward"] == pytest.approx(0.5)
+    assert metrics["pass_rate"] == pytest.approx(0.5)
+    assert metrics["inert_share"] == pytest.approx(0.5)
+    assert (metrics["groups"], metrics["groups_with_signal"], metrics["groups_failed"]) == (2, 1, 1)
+    assert (metrics["rollouts"], metrics["rollouts_lost"]) == (2, 2)
+    assert metrics["ended"] == {"finished": 1, "turn_limit": 1, "response_limit": 0, "server_error": 0}
+    assert metrics["judge"]["score"]["phases"] == 2
+    assert metrics["judge"]["score"]["failed"] == 1
+    assert metrics["judge_dollars"] == pytest.approx(0.75)
+
+
+def test_judging_is_hidden_where_a_rollout_runs_at_the_same_time(groups: list[Group]) -> None:
+    metrics = step_metrics(1, groups, group_size=2)
+    assert metrics["seconds_generation"] == 12
+    assert metrics["judge_seconds"] == 6
+    assert metrics["judge_hidden_share"] == pytest.approx(3 / 6)
+
+
+def test_a_mean_over_nothing_is_null_not_zero() -> None:
+    metrics = step_metrics(1, [], group_size=6)
+    assert metrics["reward"] is None
+    assert metrics["pass_rate"] is None
+    assert metrics["judge_hidden_share"] is None
+    assert update_metrics([])["kl"] is None
+
+
+def test_updates_are_weighted_by_their_tokens() -> None:
+    metrics = update_metrics([an_update(100, kl=0.0), an_update(300, kl=0.4, grad_norm=2.0, skipped="norm is nan")])
+    assert metrics["kl"] == pytest.approx(0.3)
+    assert metrics["grad_norm"] == 2.0
+    assert (metrics["updates"], metrics["updates_skipped"]) == (1, ["norm is nan"])
+
+
+def test_spans_name_every_stage(groups: list[Group]) -> None:
+    assert [row["stage"] for row in step_spans(groups)] == ["rollout", "rollout", "stage1", "score", "score"]
+
+
+def test_the_line_of_a_step_says_what_was_lost(groups: list[Group]) -> None:
+    metrics = {
+        **step_metrics(1, groups, group_size=2),
+        **update_metrics([an_update(100, kl=0.01)]),
+        "seconds": 30.0,
+        "seconds_learning": 2.0,
+        "seconds_sync": 0.5,
+        "canary_gap": None,
+    }
+    line = step_line(metrics, steps=3)
+    assert line.startswith("step 1/3 30s | reward +0.50 | pass_rate 50%")
+    assert "ended: finished 1 turn_limit 1" in line
+    assert "gap -" in line
+    assert line.endswith("lost 2 rollouts, 1 groups")
