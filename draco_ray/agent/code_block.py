@@ -1,0 +1,49 @@
+"""What a turn says to run, and how much of the answer is told."""
+
+from __future__ import annotations
+
+import re
+
+_OPENING = re.compile(r"<think>|<code>")
+
+
+def extract_code(text: str, *, thinking: bool = False, complete: bool = True) -> str | None:
+    """The first ``<code>`` block of a turn outside its reasoning; later blocks are not run.
+
+    Args:
+        text: the turn as sampled.
+        thinking: whether the turn begins inside a ``<think>`` that the chat template opened.
+        complete: whether the policy ended the turn itself. Then a block it forgot to close runs to the end of the turn;
+            in a turn that was cut by a length limit such a block is half a program, and is not run.
+    Returns: the code without the line breaks around it, or None.
+
+    >>> extract_code("<think>not <code>a</code></think>Now <code>\\nb\\n</code>")
+    'b'
+    """
+    position = 0
+    if thinking:
+        position = _after(text, "</think>", 0)
+    while opening := _OPENING.search(text, position):
+        if opening[0] == "<think>":
+            position = _after(text, "</think>", opening.end())
+            continue
+        end = text.find("</code>", opening.end())
+        if end < 0 and not complete:
+            return None
+        return text[opening.end() : end if end >= 0 else len(text)].strip("\r\n")
+    return None
+
+
+def cut_output(output: str, limit: int) -> str:
+    """A tool output as it is told to the policy: at most ``limit`` characters and a mark that says what is missing."""
+    # A lone surrogate is no text that could be encoded again.
+    readable = output.encode("utf-8", "replace").decode("utf-8")
+    if len(readable) <= limit:
+        return readable
+    return f"{readable[:limit]}\n[output cut: {len(readable) - limit} more characters]"
+
+
+def _after(text: str, tag: str, start: int) -> int:
+    found = text.find(tag, start)
+    # Reasoning that is never closed is all there is to the turn.
+    return len(text) if found < 0 else found + len(tag)

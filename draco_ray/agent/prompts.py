@@ -1,0 +1,60 @@
+"""The agent's prompt: a template file filled in for a task.
+
+A line ``--- user ---`` parts the system message from the user message; without it all of it is the user message.
+Placeholders: ``{supervisor_first_name}``, ``{supervisor_last_name}``, ``{supervisor_email}``,
+``{supervisor_phone_number}``, ``{task_description}``. Any other brace is text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from draco_ray.errors import ConfigError
+from draco_ray.records import Message, Task
+
+SPLIT = "--- user ---"
+
+_PLACEHOLDER = re.compile(
+    r"\{(supervisor_first_name|supervisor_last_name|supervisor_email|supervisor_phone_number|task_description)\}"
+)
+
+
+def find_prompt(path: Path) -> Path:
+    """A prompt path of the configuration: a relative one is sought in the working directory, then beside the package.
+
+    Raises: ConfigError when it is in neither place.
+    """
+    for candidate in (path, Path(__file__).resolve().parents[2] / path):
+        if candidate.is_file():
+            return candidate
+    raise ConfigError(
+        f"no agent prompt at {str(path)!r}: agent.prompt names a template file such as prompts/agent_think.txt"
+    )
+
+
+def render_agent_prompt(template_path: Path, task: Task) -> tuple[Message, ...]:
+    """The messages that open an episode.
+
+    All placeholders are filled in one pass over the template, so one inside an instruction stays text, and so does
+    a split line.
+
+    Raises: ConfigError when the template is missing, or has no place for the task.
+    """
+    template = find_prompt(template_path).read_text(encoding="utf-8")
+    if "{task_description}" not in template:
+        raise ConfigError(
+            f"agent prompt {str(template_path)!r} has no {{task_description}}: the agent would not know its task"
+        )
+    values = {
+        "supervisor_first_name": task.supervisor_first_name,
+        "supervisor_last_name": task.supervisor_last_name,
+        "supervisor_email": task.supervisor_email,
+        "supervisor_phone_number": task.supervisor_phone_number,
+        "task_description": task.instruction,
+    }
+    parts = re.split(rf"^{re.escape(SPLIT)}$\n?", template, maxsplit=1, flags=re.MULTILINE)
+    filled = [_PLACEHOLDER.sub(lambda match: values[match[1]], part).strip() for part in parts]
+    if len(filled) == 1:
+        return (Message(role="user", content=filled[0]),)
+    return (Message(role="system", content=filled[0]), Message(role="user", content=filled[1]))
