@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 model with its tokenizer, saved as a model directory: what tests load where a run loads weights."""
+"""A tiny random Qwen3 model with its tokenizer, saved as a model directory: tests load it where a run loads weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 TEXTS = (
     "<code>\nprint(apis.supervisor.show_active_task())\n</code>\n",
-    "<code>\npage_index = 0\nsongs = []\nwhile True:\n    page = apis.spotify.show_song_library(page_index=page_index)\n"
-    "    if not page:\n        break\n    songs += page\n    page_index += 1\nprint(len(songs))\n</code>\n",
-    "<code>\nfor playlist in apis.spotify.show_playlist_library(access_token=token):\n    print(playlist['title'])\n</code>\n",
+    "<code>\npage_index = 0\nsongs = []\nwhile True:\n"
+    "    page = apis.spotify.show_song_library(page_index=page_index)\n    if not page:\n        break\n"
+    "    songs += page\n    page_index += 1\nprint(len(songs))\n</code>\n",
+    "<code>\nfor playlist in apis.spotify.show_playlist_library(access_token=token):\n"
+    "    print(playlist['title'])\n</code>\n",
     "<code>\napis.supervisor.complete_task(answer=None)\n</code>\n",
     "<think>\nI should look at the task first, then find the app that holds the answer.\n</think>\n",
     "system\nYou are an agent who solves tasks by writing code.\nuser\nOutput:\n```\nassistant\nThe task is done.\n",
