@@ -31,7 +31,8 @@ from draco_ray.records import Attribution, Criterion, ScoredCriterion, Verdict
 
 MAX_REPLY_CHARACTERS = 400_000
 """Longer replies are refused unread: 24 criteria with evidence fill a tenth of it."""
-MAX_REPAIR_CHARACTERS = 200_000
+MAX_REPAIR_CHARACTERS = 80_000
+"""Longer broken replies are asked for again: repairing takes time quadratic in their brackets."""
 MAX_TEXT_CHARACTERS = 8_000
 """Of one field: what a judge writes is repeated in later prompts."""
 MAX_TITLE_CHARACTERS = 300
@@ -252,7 +253,7 @@ def _entries(text: str, schema: type[EntryT]) -> list[EntryT]:
     body = text.rpartition("</think>")[2]
     arrays = _strict_arrays(body)
     if not arrays:
-        arrays = _repaired_arrays(body)
+        arrays = _repaired_arrays(body, list(schema.model_fields))
     if not arrays:
         raise ReplyError("no complete JSON array of objects was found in the reply")
     fitting: list[list[EntryT]] = []
@@ -308,21 +309,30 @@ def _strict_arrays(text: str) -> list[list[Any]]:
     return [array for array in arrays if all(isinstance(entry, dict) for entry in array)]
 
 
-def _repaired_arrays(text: str) -> list[list[Any]]:
-    """The array of objects in ``text`` after json-repair, if it visibly ends: a cut reply must not be completed."""
+def _repaired_arrays(text: str, fields: Sequence[str]) -> list[list[Any]]:
+    """The array of objects in ``text`` after json-repair, if repairing it leaves no doubt about its structure.
+
+    It must visibly end, because a cut reply must not be completed; and each of the ``fields`` must be written exactly
+    as often as it is found, because a quotation with unescaped quotes can pose as further objects.
+    """
     begin = _ARRAY_BEGIN.search(text)
     if begin is None:
         return []
     ends = [match.end() for match in _ARRAY_END.finditer(text, begin.start())]
     if not ends or ends[-1] - begin.start() > MAX_REPAIR_CHARACTERS:
         return []
+    span = text[begin.start() : ends[-1]]
     try:
-        value = json_repair.loads(text[begin.start() : ends[-1]])
+        value = json_repair.loads(span)
     except (ValueError, RecursionError):
         return []
-    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-        return [value]
-    return []
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        return []
+    for name in fields:
+        written = len(re.findall(rf"""(?<!\\)["']{name}["']\s*:""", span))
+        if written != sum(name in entry for entry in value):
+            return []
+    return [value]
 
 
 def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:

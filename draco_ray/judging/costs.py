@@ -1,0 +1,89 @@
+"""What judging cost: tokens (cached apart), dollars, seconds and failures, per phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from draco_ray.records import JudgeCall, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """Sums over the calls of one phase. Answers from the durable cache cost nothing and count only as ``replayed``."""
+
+    calls: int = 0
+    """Answers asked for, asking again included, replays not."""
+    replayed: int = 0
+    requests: int = 0
+    """HTTP requests, retries included."""
+    failures: int = 0
+    """Calls whose answer could not be used."""
+    input_tokens: int = 0
+    """Cached ones included."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    dollars: float = 0.0
+    seconds: float = 0.0
+    """Of all calls together: calls in flight at one time each count in full."""
+
+    def __add__(self, other: PhaseCost) -> PhaseCost:
+        return PhaseCost(
+            calls=self.calls + other.calls,
+            replayed=self.replayed + other.replayed,
+            requests=self.requests + other.requests,
+            failures=self.failures + other.failures,
+            input_tokens=self.input_tokens + other.input_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            dollars=self.dollars + other.dollars,
+            seconds=self.seconds + other.seconds,
+        )
+
+    @property
+    def cached_share(self) -> float:
+        """Part of the input that the provider served from its prompt cache, 0 .. 1."""
+        return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+def call_cost(call: JudgeCall) -> PhaseCost:
+    """What one call adds."""
+    failures = int(call.error is not None)
+    if call.requests == 0:
+        return PhaseCost(replayed=1, failures=failures)
+    return PhaseCost(
+        calls=1,
+        requests=call.requests,
+        failures=failures,
+        input_tokens=call.input_tokens,
+        cached_tokens=call.cached_tokens,
+        output_tokens=call.output_tokens,
+        dollars=call.dollars,
+        seconds=call.seconds,
+    )
+
+
+def phase_costs(calls: Iterable[JudgeCall]) -> dict[Phase, PhaseCost]:
+    """Costs by phase, in the order of the pipeline; phases without a call are zero."""
+    costs = {phase: PhaseCost() for phase in Phase}
+    for call in calls:
+        costs[call.phase] += call_cost(call)
+    return costs
+
+
+def total_cost(costs: Mapping[Phase, PhaseCost]) -> PhaseCost:
+    """All phases together."""
+    return sum(costs.values(), start=PhaseCost())
+
+
+def cost_table(costs: Mapping[Phase, PhaseCost]) -> str:
+    """A plain-text table, one line per phase and one for the total."""
+    header = ("phase", "calls", "replayed", "failed", "input", "cached", "output", "dollars", "seconds")
+    rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total_cost(costs))]
+    lines = ["{:<8}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>10}".format(*header)]
+    lines += [
+        f"{name:<8}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"
+        f"{cost.cached_tokens:>12,}{cost.output_tokens:>11,}{cost.dollars:>11.4f}{cost.seconds:>10.1f}"
+        for name, cost in rows
+    ]
+    return "\n".join(lines)

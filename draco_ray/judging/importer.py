@@ -1,0 +1,109 @@
+"""The paper's own prompts, out of its LaTeX source: for whoever has the source and wants the exact wording."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from draco_ray.errors import ConfigError
+from draco_ray.judging.prompts import FILES
+
+AGENT_LISTING = "prompts.py"
+"""The caption's name for the agent's system prompt."""
+AGENT_FILES = ("agent_think.txt", "agent_no_think.txt")
+USER_SEPARATOR = "--- user ---"
+"""Line between the system and the user part in our agent prompt files."""
+
+_BEGIN = "\\begin{lstlisting}"
+_END = "\\end{lstlisting}"
+_FILE_NAME = re.compile(r"\\texttt\{((?:[^{}\\]|\\.)+\.(?:txt|py))\}")
+_FIRST_USER_PLACEHOLDER = "{supervisor_first_name}"
+# What the appendix says about the variant without thinking: this line in place of the last two.
+_NO_THINK_LINE = re.compile(r"final two lines replaced by\s+\\texttt\{(?P<line>[^{}]+)\}", re.DOTALL)
+
+
+def import_prompts(source: Path, out: Path) -> list[Path]:
+    """Write the listings of ``source`` (a .tex file, or a folder of them) to ``out``, unaltered, under their names.
+
+    The five judge prompts keep the paper's file names. The agent prompt becomes ``agent_think.txt``, with our line
+    between system and user part inserted before the paragraph that introduces the supervisor, and
+    ``agent_no_think.txt``, in which the last two lines are replaced as the appendix says.
+
+    Returns: the files written.
+
+    Raises:
+        ConfigError: no such source, a judge prompt missing from it, or a file of another content in the way.
+    """
+    text = _read(source)
+    listings = extract_listings(text)
+    if missing := sorted(set(FILES.values()) - set(listings)):
+        found = ", ".join(sorted(listings)) or "none"
+        raise ConfigError(f"{source}: no listing named {', '.join(missing)}; listings found: {found}")
+    files = {name: listings[name] for name in FILES.values()}
+    if AGENT_LISTING in listings:
+        think = _separate_user_part(listings[AGENT_LISTING])
+        files[AGENT_FILES[0]] = think
+        if variant := _NO_THINK_LINE.search(text):
+            kept = think.rstrip("\n").split("\n")[:-2]
+            files[AGENT_FILES[1]] = "\n".join([*kept, _plain(variant["line"])]) + "\n"
+    for name, content in files.items():
+        path = out / name
+        if path.exists() and path.read_bytes() != content.encode("utf-8"):
+            raise ConfigError(f"{path}: exists with other content; choose another --out or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (out / name).write_bytes(content.encode("utf-8"))
+    return [out / name for name in files]
+
+
+def extract_listings(text: str) -> dict[str, str]:
+    """Every ``lstlisting`` whose options name a file in ``\\texttt{...}``: file name -> body, byte for byte."""
+    listings = {}
+    position = 0
+    while (begin := text.find(_BEGIN, position)) >= 0:
+        body_begin = _after_options(text, begin + len(_BEGIN))
+        end = text.find(_END, body_begin)
+        if end < 0:
+            break
+        options = text[begin:body_begin]
+        if names := _FILE_NAME.findall(options):
+            listings[_plain(names[-1])] = text[body_begin:end].removeprefix("\n")
+        position = end + len(_END)
+    return listings
+
+
+def _read(source: Path) -> str:
+    files = sorted(source.rglob("*.tex")) if source.is_dir() else [source]
+    if not files:
+        raise ConfigError(f"{source}: holds no .tex file")
+    try:
+        return "\n".join(file.read_text(encoding="utf-8").replace("\r\n", "\n") for file in files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from None
+
+
+def _after_options(text: str, position: int) -> int:
+    """Index behind ``[...]``, if there is one; brackets inside braces do not count."""
+    if not text.startswith("[", position):
+        return position
+    depth = 0
+    for index in range(position, len(text)):
+        character = text[index]
+        if character in "{}" and text[index - 1] != "\\":
+            depth += 1 if character == "{" else -1
+        elif character == "]" and depth == 0:
+            return index + 1
+    return len(text)
+
+
+def _plain(latex: str) -> str:
+    """The text of a ``\\texttt`` argument: line breaks become spaces, escaped characters themselves."""
+    return re.sub(r"\\([_#$%&{}])", r"\1", " ".join(latex.split()))
+
+
+def _separate_user_part(prompt: str) -> str:
+    before, found, after = prompt.partition(_FIRST_USER_PLACEHOLDER)
+    if not found:
+        return prompt
+    system, _, line = before.rpartition("\n")
+    return f"{system}\n{USER_SEPARATOR}\n{line}{found}{after}"

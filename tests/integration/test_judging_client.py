@@ -1,0 +1,238 @@
+"""The LiteLLM client against a real HTTP server that answers by script."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config import JudgeConfig, Price
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.client import LiteLLMClient
+from draco_ray.judging.complete import Request
+from draco_ray.judging.example import PROMPT
+from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.records import Message
+from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
+
+pytestmark = pytest.mark.slow
+
+KEY = "sk-very-secret-0123456789"
+CRITERION = '[{"title": "Reads all pages", "description": "d", "evaluator_instruction": "e"}]'
+
+
+class Naps:
+    """Records how long it was asked to sleep, and does not."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def config(base: str, **changes: object) -> JudgeConfig:
+    values: dict[str, object] = {
+        "model": "openai/scripted",
+        "api_base": base,
+        "api_key_env": "DRACO_TEST_KEY",
+        "max_attempts": 4,
+        "max_backoff_seconds": 5.0,
+        "request_timeout_seconds": 20.0,
+    }
+    return JudgeConfig.model_validate(values | changes)
+
+
+def ask(text: str = "judge this", vote: int = 0) -> Request:
+    return Request(messages=(Message(role="user", content=text),), vote=vote)
+
+
+async def test_sends_the_configured_request_and_counts_tokens_and_dollars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRACO_TEST_KEY", KEY)
+    price = Price(input=2.0, cached_input=0.5, output=10.0)
+    with ScriptedJudgeServer(Reply("fine", input_tokens=1000, cached_tokens=600, output_tokens=50)) as server:
+        client = LiteLLMClient(
+            config(server.base, prices={"scripted": price}, extra_body={"switch": {"on": True}}, temperature=0.3)
+        )
+        completion = await client(ask())
+    (body,) = server.requests
+    assert body["model"] == "scripted"
+    assert body["messages"] == [{"role": "user", "content": "judge this"}]
+    assert (body["temperature"], body["max_tokens"], body["switch"]) == (0.3, 16384, {"on": True})
+    assert server.keys == [f"Bearer {KEY}"]
+    assert (completion.text, completion.finish_reason, completion.requests) == ("fine", "stop", 1)
+    assert (completion.input_tokens, completion.cached_tokens, completion.output_tokens) == (1000, 600, 50)
+    assert completion.dollars == pytest.approx((400 * 2.0 + 600 * 0.5 + 50 * 10.0) / 1e6)
+
+
+async def test_no_temperature_is_sent_when_it_is_null() -> None:
+    with ScriptedJudgeServer() as server:
+        await LiteLLMClient(config(server.base, temperature=None))(ask())
+    assert "temperature" not in server.requests[0]
+
+
+async def test_a_model_without_configured_price_takes_litellms() -> None:
+    with ScriptedJudgeServer(Reply(input_tokens=1000, output_tokens=100)) as server:
+        completion = await LiteLLMClient(config(server.base, model="openai/gpt-4o", prices={}))(ask())
+    assert completion.dollars > 0
+
+
+async def test_rate_limits_wait_as_long_as_retry_after_says() -> None:
+    naps = Naps()
+    with ScriptedJudgeServer(
+        Reply("slow down", 429, {"Retry-After": "7"}),
+        Reply("slow down", 429, {"Retry-After-Ms": "1500"}),
+        Reply("fine"),
+    ) as server:
+        completion = await LiteLLMClient(config(server.base), sleep=naps)(ask())
+    assert (completion.text, completion.requests) == ("fine", 3)
+    assert 7 <= naps.seconds[0] <= 7.7
+    assert 1.5 <= naps.seconds[1] <= 1.65
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503])
+async def test_passing_trouble_is_asked_again_with_growing_waits(status: int) -> None:
+    naps = Naps()
+    with ScriptedJudgeServer(Reply("trouble", status), Reply("trouble", status), Reply("fine")) as server:
+        completion = await LiteLLMClient(config(server.base), sleep=naps)(ask())
+    assert (completion.text, completion.requests, len(server.requests)) == ("fine", 3, 3)
+    assert 0.5 <= naps.seconds[0] <= 1.0 <= naps.seconds[1] <= 2.0
+
+
+async def test_a_body_that_is_no_chat_completion_is_asked_again() -> None:
+    with ScriptedJudgeServer(Reply(raw="<html>gateway</html>"), Reply("fine")) as server:
+        completion = await LiteLLMClient(config(server.base), sleep=Naps())(ask())
+    assert (completion.text, completion.requests) == ("fine", 2)
+
+
+async def test_a_slow_answer_times_out_and_is_asked_again() -> None:
+    with ScriptedJudgeServer(Reply("late", delay=5.0), Reply("fine")) as server:
+        completion = await LiteLLMClient(config(server.base, request_timeout_seconds=0.5), sleep=Naps())(ask())
+    assert (completion.text, completion.requests) == ("fine", 2)
+
+
+async def test_lasting_trouble_fails_the_call_and_not_the_run() -> None:
+    with ScriptedJudgeServer(Reply("broken inside", 500)) as server:
+        completion = await LiteLLMClient(config(server.base), sleep=Naps())(ask())
+    assert (completion.requests, len(server.requests), completion.finish_reason) == (4, 4, "error")
+    assert completion.error is not None
+    assert "broken inside" in completion.error
+
+
+async def test_a_refused_prompt_fails_the_call_without_a_retry() -> None:
+    with ScriptedJudgeServer(Reply("maximum context length exceeded", 400)) as server:
+        completion = await LiteLLMClient(config(server.base), sleep=Naps())(ask())
+    assert len(server.requests) == 1
+    assert completion.error is not None
+    assert "context length" in completion.error
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+async def test_a_refused_judge_stops_the_run_with_one_line_and_without_the_key(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRACO_TEST_KEY", KEY)
+    with ScriptedJudgeServer(Reply(f"no entry for\n{KEY}", status)) as server:
+        with pytest.raises(JudgeUnavailable) as caught:
+            await LiteLLMClient(config(server.base), sleep=Naps())(ask())
+        assert len(server.requests) == 1
+    message = str(caught.value)
+    assert "openai/scripted" in message
+    assert server.base in message
+    assert KEY not in message
+    assert "\n" not in message
+
+
+async def test_a_spent_quota_is_not_waited_for() -> None:
+    with ScriptedJudgeServer(Reply("quota", 429, error_code="insufficient_quota")) as server:
+        with pytest.raises(JudgeUnavailable, match="refused"):
+            await LiteLLMClient(config(server.base), sleep=Naps())(ask())
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("model", ["openai/scripted", "hosted_vllm/scripted"])
+async def test_an_unreachable_judge_stops_the_run_after_all_attempts(model: str) -> None:
+    with ScriptedJudgeServer() as server:
+        pass
+    naps = Naps()
+    with pytest.raises(JudgeUnavailable, match="unreachable after 4 attempts"):
+        await LiteLLMClient(config(server.base, model=model), sleep=naps)(ask())
+    assert len(naps.seconds) == 3
+
+
+async def test_an_unknown_provider_is_told_at_once() -> None:
+    with pytest.raises(JudgeUnavailable, match="nobody/model"):
+        await LiteLLMClient(config("http://127.0.0.1:9/v1", model="nobody/model"), sleep=Naps()).check()
+
+
+async def test_a_hosted_judge_without_a_key_is_told_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRACO_TEST_KEY", raising=False)
+    hosted = JudgeConfig(api_key_env="DRACO_TEST_KEY")
+    with pytest.raises(JudgeUnavailable, match="DRACO_TEST_KEY holds no key"):
+        await LiteLLMClient(hosted).check()
+
+
+async def test_check_passes_on_any_answer_and_fails_on_refused_parameters() -> None:
+    with ScriptedJudgeServer(Reply("whatever", finish_reason="length"), Reply("unknown parameter", 400)) as server:
+        client = LiteLLMClient(config(server.base), sleep=Naps())
+        await client.check()
+        with pytest.raises(JudgeUnavailable, match="unknown parameter"):
+            await client.check()
+    assert server.requests[0]["max_tokens"] == 16
+
+
+async def test_no_more_calls_are_in_flight_than_allowed() -> None:
+    with ScriptedJudgeServer(Reply(delay=0.4)) as server:
+        client = LiteLLMClient(config(server.base, concurrency_per_worker=3))
+        await asyncio.gather(*(client(ask(str(number))) for number in range(9)))
+    assert server.most_in_flight == 3
+
+
+async def test_paid_answers_are_kept_by_everything_that_shapes_them(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(*(Reply(str(number)) for number in range(9))) as server:
+        client = LiteLLMClient(config(server.base), ReplyCache(tmp_path))
+        first = await client(ask())
+        again = await LiteLLMClient(config(server.base), ReplyCache(tmp_path))(ask())
+        assert (first.text, first.requests) == ("0", 1)
+        assert (again.text, again.requests, again.dollars) == ("0", 0, 0.0)
+        assert (again.input_tokens, again.output_tokens) == (100, 10)
+        assert (await client(ask(vote=1))).text == "1"
+        assert (await client(ask("another"))).text == "2"
+        warmer = LiteLLMClient(config(server.base, temperature=0.9), ReplyCache(tmp_path))
+        assert (await warmer(ask())).text == "3"
+        switched = LiteLLMClient(config(server.base, extra_body={"think": True}), ReplyCache(tmp_path))
+        assert (await switched(ask())).text == "4"
+        await client.forget(ask())
+        assert (await client(ask())).text == "5"
+
+
+async def test_failed_calls_are_not_kept(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply("too long", 400), Reply("fine")) as server:
+        client = LiteLLMClient(config(server.base), ReplyCache(tmp_path))
+        assert (await client(ask())).error is not None
+        assert (await client(ask())).text == "fine"
+
+
+async def test_a_phase_over_http_is_asked_again_and_replayed_for_nothing(tmp_path: Path) -> None:
+    where = CallContext(group="step1/t_1", task_id="t_1")
+    with ScriptedJudgeServer(Reply("I would rather not."), Reply(CRITERION)) as server:
+        settings = config(server.base, cache=tmp_path)
+        paid = await build_judge(settings).stage1(PROMPT, where)
+        replayed = await build_judge(settings).stage1(PROMPT, where)
+        assert len(server.requests) == 2
+    assert paid.value is not None
+    assert replayed.value == paid.value
+    assert [call.requests for call in paid.calls] == [1, 1]
+    assert [call.requests for call in replayed.calls] == [0, 0]
+    assert [message["role"] for message in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+
+
+async def test_a_failed_phase_is_forgotten_so_that_the_next_try_asks_anew(tmp_path: Path) -> None:
+    where = CallContext(group="step1/t_1", task_id="t_1")
+    with ScriptedJudgeServer(Reply("no"), Reply("still no"), Reply(CRITERION)) as server:
+        settings = config(server.base, cache=tmp_path)
+        assert (await build_judge(settings).stage1(PROMPT, where)).value is None
+        assert (await build_judge(settings).stage1(PROMPT, where)).value is not None
+    assert len(server.requests) == 3

@@ -1,0 +1,99 @@
+"""A real HTTP server that speaks OpenAI chat completions and answers by script: late, rate-limited, broken or well."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One scripted answer."""
+
+    text: str | None = "OK"
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    delay: float = 0.0
+    """Seconds before it is sent."""
+    raw: str | None = None
+    """Sent as the whole body instead of a chat completion."""
+    error_code: str = "scripted"
+    input_tokens: int = 100
+    cached_tokens: int = 0
+    output_tokens: int = 10
+
+
+class ScriptedJudgeServer:
+    """Answers requests with the replies of a script, in order; the last one repeats. Use as a context manager."""
+
+    def __init__(self, *script: Reply) -> None:
+        self.script = list(script) or [Reply()]
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.base = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        app = FastAPI()
+        app.post("/v1/chat/completions")(self._answer)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+
+    def __enter__(self) -> ScriptedJudgeServer:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        self._socket.close()
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        reply = self.script[min(len(self.requests), len(self.script) - 1)]
+        self.requests.append(body)
+        self.keys.append(request.headers.get("authorization", ""))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(reply.delay)
+        self.in_flight -= 1
+        if reply.raw is not None:
+            return Response(reply.raw, reply.status, reply.headers)
+        if reply.status != 200:
+            error = {"message": reply.text, "type": reply.error_code, "code": reply.error_code}
+            return JSONResponse({"error": error}, reply.status, reply.headers)
+        choice = {
+            "index": 0,
+            "finish_reason": reply.finish_reason,
+            "message": {"role": "assistant", "content": reply.text},
+        }
+        usage = {
+            "prompt_tokens": reply.input_tokens,
+            "completion_tokens": reply.output_tokens,
+            "total_tokens": reply.input_tokens + reply.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+        }
+        completion = {
+            "id": f"scripted-{len(self.requests)}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [choice],
+            "usage": usage,
+        }
+        return JSONResponse(completion, 200, reply.headers)

@@ -1,0 +1,146 @@
+"""The static rubric file, and what judging cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draco_ray.config import JudgeConfig, Price
+from draco_ray.errors import ConfigError
+from draco_ray.judging.client import find_price, price_of, retry_after_seconds
+from draco_ray.judging.costs import PhaseCost, cost_table, phase_costs, total_cost
+from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.records import JudgeCall, Phase
+
+TITLES = (
+    "Protects secret values",
+    "Stops after completion",
+    "Fetches complete data",
+    "Completes task properly",
+    "Computes from live data",
+    "Handles time correctly",
+    "Processes items completely",
+    "Targets exact items",
+    "Applies correct selection logic",
+    "Uses complete working set",
+    "Performs required actions",
+    "Verifies action outcome",
+    "Uses exact action content",
+    "Uses correct data source",
+    "Authenticates correctly",
+    "Retrieves needed credentials",
+    "Uses runnable Python",
+    "Checks docs when needed",
+    "Recovers from failures",
+    "Uses valid API calls",
+    "Uses allowed tools only",
+)
+"""Table "staticrubrics", in its order."""
+
+CALL = JudgeCall(
+    call_id="1",
+    phase=Phase.SCORE,
+    group="step0/t_1",
+    task_id="t_1",
+    rollout=0,
+    model="m",
+    prompt="p",
+    reply="r",
+    finish_reason="stop",
+    input_tokens=1000,
+    cached_tokens=400,
+    output_tokens=10,
+    dollars=0.5,
+    started_at=0.0,
+    seconds=2.0,
+    requests=1,
+)
+
+
+def test_the_static_rubric_is_the_papers_table() -> None:
+    rubric = load_static_rubric(Path("prompts/static_rubric.yaml"))
+    assert tuple(criterion.title for criterion in rubric) == TITLES
+    assert {criterion.source for criterion in rubric} == {"static"}
+    assert all("ail" in criterion.evaluator_instruction for criterion in rubric)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "expected a list"),
+        ({"title": "x"}, "expected a list"),
+        ([{"title": "x", "description": "y"}], "evaluator_instruction"),
+        ([{"title": " ", "description": "y", "evaluator_instruction": "z"}], "criterion 1: title"),
+        ([{"title": "x", "description": "y", "evaluator_instruction": "z", "weight": 2}], "weight"),
+        ([{"title": t, "description": "y", "evaluator_instruction": "z"} for t in ("Aa", "aA")], "comes twice"),
+    ],
+)
+def test_a_rubric_file_that_cannot_be_used_is_told(tmp_path: Path, content: object, message: str) -> None:
+    path = tmp_path / "rubric.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=message):
+        load_static_rubric(path)
+
+
+def test_costs_add_up_by_phase_and_replays_are_free() -> None:
+    calls = [
+        CALL,
+        replace(CALL, requests=3, error="unusable"),
+        replace(CALL, requests=0, dollars=0.0),
+        replace(CALL, phase=Phase.CREDIT, dollars=0.25),
+    ]
+    costs = phase_costs(calls)
+    assert list(costs) == list(Phase)
+    assert costs[Phase.STAGE1] == PhaseCost()
+    assert costs[Phase.SCORE] == PhaseCost(
+        calls=2,
+        replayed=1,
+        requests=4,
+        failures=1,
+        input_tokens=2000,
+        cached_tokens=800,
+        output_tokens=20,
+        dollars=1.0,
+        seconds=4.0,
+    )
+    assert costs[Phase.SCORE].cached_share == pytest.approx(0.4)
+    assert total_cost(costs).dollars == pytest.approx(1.25)
+    table = cost_table(costs).splitlines()
+    assert len(table) == 1 + len(Phase) + 1
+    assert table[-1].startswith("total")
+    assert "1.2500" in table[-1]
+
+
+def test_configured_prices_are_found_by_name_without_provider() -> None:
+    prices = JudgeConfig().prices
+    assert find_price("openai/gpt-5.4", prices) == Price(input=2.5, output=15.0)
+    assert find_price("hosted_vllm/Qwen/Qwen3.6-27B", prices) == Price(input=0.289, output=0.9)
+    assert find_price("openai/gpt-5.4-mini", prices) is None
+    assert find_price("openai/gpt-5.4", {"openai/gpt-5.4": Price(input=1, output=1)} | prices) == Price(
+        input=1, output=1
+    )
+
+
+def test_cached_tokens_cost_the_input_price_unless_they_have_their_own() -> None:
+    assert price_of(Price(input=2.0, output=10.0), 1_000_000, 500_000, 100_000) == pytest.approx(3.0)
+    assert price_of(Price(input=2.0, cached_input=0.2, output=10.0), 1_000_000, 500_000, 100_000) == pytest.approx(2.1)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "3"}, 3.0),
+        ({"retry-after": "-3"}, 0.0),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0.0),
+    ],
+)
+def test_retry_after(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after_seconds(headers) == seconds
