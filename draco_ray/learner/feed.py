@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 from draco_ray.errors import LearnerError
-from draco_ray.learner.messages import Command, SaveCheckpoint, Start
+from draco_ray.learner.messages import Command, Failed, SaveCheckpoint, Start, Stop
 
 
 class LearnerFeed:
@@ -35,7 +35,7 @@ class LearnerFeed:
     async def submit(self, command: Command) -> Any:
         """Append a command to the log and wait for its answer, combined over workers.
 
-        Raises: LearnerError once the workers are lost for good.
+        Raises: LearnerError if a worker could not carry it out, or once the workers are lost for good.
         """
         if self._failure is not None:
             raise LearnerError(self._failure)
@@ -54,10 +54,10 @@ class LearnerFeed:
         return self._start
 
     async def next(self, position: int) -> Command:
-        """The command at a position of the log, once there is one."""
+        """The command at a position of the log, once there is one; Stop after `fail`."""
         async with self._grown:
-            await self._grown.wait_for(lambda: position < self._end)
-            return self._log[position]
+            await self._grown.wait_for(lambda: position < self._end or self._failure is not None)
+            return Stop() if self._failure is not None else self._log[position]
 
     async def answer(self, rank: int, position: int, boxed: tuple[Any]) -> None:
         """Take one worker's answer to a command. Repeated after a failure, it is ignored if the command is done.
@@ -71,18 +71,25 @@ class LearnerFeed:
         if len(answers) < self._workers:
             return
         command = self._log[position]
-        if isinstance(command, SaveCheckpoint):
+        failed = [result for result in answers.values() if isinstance(result, Failed)]
+        if isinstance(command, SaveCheckpoint) and not failed:
             self._start = Start(checkpoint=command.directory, position=position + 1)
             for done in [earlier for earlier in self._log if earlier <= position]:
                 del self._log[done]
         del self._answers[position]
         waiting = self._waiting.pop(position)
-        if not waiting.done():
+        if waiting.done():
+            return
+        if failed:
+            waiting.set_exception(LearnerError(failed[0].message))
+        else:
             waiting.set_result(command.combine([answers[rank] for rank in range(self._workers)]))
 
     async def fail(self, message: str) -> None:
-        """Give up: raise LearnerError with this message wherever an answer is awaited, now and later."""
-        self._failure = message
+        """Give up: raise LearnerError with this message wherever an answer is awaited, and end the loop."""
+        async with self._grown:
+            self._failure = message
+            self._grown.notify_all()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(LearnerError(message))

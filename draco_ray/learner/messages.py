@@ -84,7 +84,7 @@ class Publish(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint(Command):
-    """Write a complete checkpoint. Work before it is never repeated, should a worker die."""
+    """Write a complete checkpoint, and end the training step. Work before it is never repeated, should a worker die."""
 
     directory: str
 
@@ -101,6 +101,13 @@ class TokenLogprobs(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Command):
     """End the training loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A worker's answer to a command it could not carry out, and would not on a second try either."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config import LearnerConfig, ModelConfig
-from draco_ray.learner.messages import Stop
+from draco_ray.errors import DracoError
+from draco_ray.learner.messages import Failed, Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +45,32 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     rank, workers = context.get_world_rank(), context.get_world_size()
     if given.config.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(given.config.cpus_per_worker)))
-    learner = Learner(
-        given.model,
-        given.config,
-        seed=given.seed,
-        device=ray.train.torch.get_device(),
-        reduce=torch.distributed.all_reduce if workers > 1 else None,
-    )
     start = ray.get(given.feed.start.remote())
-    if start.checkpoint is not None:
-        learner.load(Path(start.checkpoint))
+    try:
+        learner = Learner(
+            given.model,
+            given.config,
+            seed=given.seed,
+            device=ray.train.torch.get_device(),
+            reduce=torch.distributed.all_reduce if workers > 1 else None,
+        )
+        if start.checkpoint is not None:
+            learner.load(Path(start.checkpoint))
+    except DracoError as error:
+        ray.get(given.feed.fail.remote(str(error)))
+        return
     worker = LearnerWorker(
         learner, rank=rank, workers=workers, fetch=lambda groups: ray.get(list(groups)), publish=ray.put
     )
     position = start.position
     while True:
         command = ray.get(given.feed.next.remote(position))
-        ray.get(given.feed.answer.remote(rank, position, (worker.execute(command),)))
+        try:
+            answer = worker.execute(command)
+        except (DracoError, ValueError, OSError) as error:
+            # The caller's to solve: started anew, the worker would only fail again.
+            answer = Failed(message=str(error))
+        ray.get(given.feed.answer.remote(rank, position, (answer,)))
         if isinstance(command, Stop):
             return
         position += 1
@@ -71,7 +81,7 @@ def fit(settings: LoopSettings) -> None:
 
     Raises: ray.train.TrainingFailedError when workers have died more than `learner.max_failures` times.
     """
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     config = settings.config
@@ -82,9 +92,10 @@ def fit(settings: LoopSettings) -> None:
         train_loop_config={"settings": settings},
         torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo"),
         scaling_config=ScalingConfig(num_workers=config.workers, use_gpu=on_gpu, resources_per_worker=resources),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[call-arg]  # mypy sees Ray Train v1's
             name="ray_train",
             storage_path=settings.storage,
             failure_config=FailureConfig(max_failures=config.max_failures),
+            logging_config=LoggingConfig(log_level="WARNING"),
         ),
     ).fit()

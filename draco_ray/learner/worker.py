@@ -56,7 +56,7 @@ class LearnerWorker:
         self._remembered: dict[SampleKey, FloatArray | None] = {}
         """Old log-probs by sample; None for a sample that another worker remembers."""
         self._updated = False
-        """Whether the weights have changed since the adapter was last published."""
+        """Whether the weights have changed since the training step began."""
         self._forget_loads()
 
     def execute(self, command: Command) -> Any:
@@ -79,6 +79,7 @@ class LearnerWorker:
             case SaveCheckpoint(directory=directory):
                 if self._remembered:
                     raise ValueError(f"checkpoint {directory} in the middle of a training step; finish its minibatches")
+                self._updated = False
                 return self._learner.save(Path(directory)) if self._rank == 0 else None
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
                 return self._learner.token_logprobs(token_ids, adapter=adapter) if self._rank == 0 else None

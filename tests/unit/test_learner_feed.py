@@ -8,7 +8,7 @@ import pytest
 
 from draco_ray.errors import LearnerError
 from draco_ray.learner.feed import LearnerFeed
-from draco_ray.learner.messages import Accumulate, SaveCheckpoint, Stop, TokenLogprobs, Update
+from draco_ray.learner.messages import Accumulate, Failed, SaveCheckpoint, Stop, TokenLogprobs, Update
 
 CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)
 
@@ -71,6 +71,16 @@ async def test_a_repeated_answer_changes_nothing() -> None:
     assert await task == "first"
 
 
+async def test_a_command_that_one_worker_could_not_carry_out_raises() -> None:
+    feed = LearnerFeed(workers=2)
+    task = await submitted(feed, SaveCheckpoint(directory="full-disk"))
+    await feed.answer(0, 0, (Failed(message="no space left on device"),))
+    await feed.answer(1, 0, (None,))
+    with pytest.raises(LearnerError, match="no space left"):
+        await task
+    assert (await feed.start()).position == 0
+
+
 async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None:
     feed = LearnerFeed(workers=1)
     task = await submitted(feed, CANARY)
@@ -79,3 +89,4 @@ async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None
         await task
     with pytest.raises(LearnerError, match="died 4 times"):
         await feed.submit(CANARY)
+    assert await feed.next(1) == Stop()
