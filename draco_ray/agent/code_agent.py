@@ -70,7 +70,7 @@ class CodeAgent:
                 list(tokens.ids), max_tokens=min(config.max_turn_tokens, room), seed=_turn_seed(seed, len(turns))
             )
             sampled_at = time.monotonic()
-            # Weights do not change within an episode; were they to, the older version would be the safe thing to record.
+            # Weights do not change within an episode; were they to, the older version would be the safe one to record.
             policy_version = sample.policy_version if policy_version is None else policy_version
             text = chat.text(sample.token_ids)
             cut = sample.finish_reason == "length"
