@@ -29,6 +29,7 @@ class Completion:
     cached_tokens: int
     output_tokens: int
     dollars: float
+    """0 where neither the configuration nor LiteLLM knows the model's price."""
     started_at: float
     seconds: float
     """From the first request to the answer, waits between attempts included."""
