@@ -101,7 +101,8 @@ class Pipeline:
         group.state = GroupState.ROLLED
         self._watch(group)
         if len(played) < 2:
-            return self._failed(group, f"{len(played)} of {self._config.group_size} rollouts finished, 2 are needed")
+            self._failed(group, f"{len(played)} of {self._config.group_size} rollouts finished, 2 are needed")
+            return None
         if self._config.reward == "rubric":
             return await self._rubric_reward(group, [m for m, _ in played], [p for _, p in played if p], stage1)
         return await self._plain_reward(group, [m for m, _ in played])
@@ -141,18 +142,21 @@ class Pipeline:
         if stage1 is not None:
             proposals = [await stage1, *proposals]
             if not any(proposal.ok for proposal in proposals):
-                return self._failed(group, "no rubric: stage1 and every stage2 call failed")
+                self._failed(group, "no rubric: stage1 and every stage2 call failed")
+                return None
             union = await self._judges.union(group.name, group.task_id, group.prompt, proposals, members)
             rubric = self._noted(group, union).judged
             if not union.ok:
-                return self._failed(group, f"no rubric: {union.summary.error}")
+                self._failed(group, f"no rubric: {union.summary.error}")
+                return None
         group.state = GroupState.MERGED
 
         scores = await _gather(self._score(group, member, rubric) for member in members)
         numbers = [member.rollout for member in members]
         group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:
-            return self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
+            self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
+            return None
         group.state = GroupState.SCORED
         self._watch(group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import ray
@@ -132,6 +133,12 @@ class AdvantageComputerActor:
         )
         tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}
         return samples, advantages, tokens, summary
+
+
+def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
+    """The one advantage actor of a run."""
+    remote = ray.remote(AdvantageComputerActor)
+    return remote.options(name=f"AdvantageComputer@{run_name}", num_cpus=0, max_concurrency=64).remote(config)
 
 
 def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:

@@ -77,7 +77,7 @@ def start_policy_engines(
 
 
 class EngineClient:
-    """A `draco_ray.engine.sampler.Sampler` that reaches a `PolicyEngineActor`."""
+    """A `draco_ray.engine.sampler.Sampler` and `draco_ray.engine.canary.Scorer` that reaches a `PolicyEngineActor`."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self._handle = handle
@@ -92,3 +92,8 @@ class EngineClient:
         """See `draco_ray.engine.sampler.Sampler.sample`."""
         sample: Sample = await self._handle.sample.remote(token_ids, max_tokens, seed)
         return sample
+
+    async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
+        """See `draco_ray.engine.canary.Scorer.logprobs`."""
+        logprobs: list[float] = await self._handle.logprobs.remote(token_ids, adapter)
+        return logprobs

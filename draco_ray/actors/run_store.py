@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from draco_ray.records import Attribution, Criterion, Evaluation, GroupAdvantages, Judged, ScoredCriterion, Trajectory
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -66,3 +68,8 @@ class RunStoreActor:
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Close a step: one file a table, one metrics line."""
         self._store.finish_step(step, metrics)
+
+
+def start_run_store(path: Path, run_name: str) -> Any:
+    """The one writer of a run; its methods run one at a time, in the order they were called."""
+    return ray.remote(RunStoreActor).options(name=f"RunStore@{run_name}", num_cpus=0).remote(path)

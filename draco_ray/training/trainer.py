@@ -17,15 +17,15 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from draco_ray.actors.advantage_computer import AdvantageComputerActor
+from draco_ray.actors.advantage_computer import start_advantage_computer
 from draco_ray.actors.judge_worker import start_judge_workers
 from draco_ray.actors.policy_engine import EngineClient, start_policy_engines
 from draco_ray.actors.pools import JudgePool, RolloutPool
 from draco_ray.actors.rollout_worker import start_rollout_workers
-from draco_ray.actors.run_store import RunStoreActor
+from draco_ray.actors.run_store import start_run_store
 from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.configuration import dump_config, project_file
-from draco_ray.engine.canary import check_canary
+from draco_ray.engine.canary import run_canary
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.data_root import check_data_root, load_split, load_task
 from draco_ray.errors import DracoError
@@ -57,6 +57,10 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     console = console or Console(highlight=False, soft_wrap=True)
     check_data_root(config.data.root)
     check_model_directory(config.model.path)
+    if Path(config.model.path).is_dir():
+        # Workers need not share this process's working directory.
+        model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
+        config = config.model_copy(update={"model": model})
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
     console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
@@ -114,6 +118,8 @@ class Trainer:
         self._name = name
         self._console = console
         self._progress = StepProgress(console)
+        self._moved = False
+        """Whether the adapter differs from the base model yet."""
         self._prompts = self._usable_prompts()
         self._order = TaskOrder(list(self._prompts), config.train.prompts_per_step, config.seed)
 
@@ -155,17 +161,12 @@ class Trainer:
             seed=config.seed,
             run_name=self._name,
         )
+        self._clients = [EngineClient(engine, f"engine-{index}") for index, engine in enumerate(self._engines)]
         self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
         judge_workers, union = start_judge_workers(self._judge, self._name)
         self._workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
-        self._advantages = (
-            ray.remote(AdvantageComputerActor)
-            .options(name=f"AdvantageComputer@{self._name}", num_cpus=0, max_concurrency=64)
-            .remote(config.algorithm)
-        )
-        self._store = (
-            ray.remote(RunStoreActor).options(name=f"RunStore@{self._name}", num_cpus=0).remote(self._run.path)
-        )
+        self._advantages = start_advantage_computer(config.algorithm, self._name)
+        self._store = start_run_store(self._run.path, self._name)
         if config.algorithm.reward == "rubric":
             await judge_workers[0].check.remote()
         await asyncio.gather(*(engine.start.remote() for engine in self._engines), self._learner.start())
@@ -196,7 +197,8 @@ class Trainer:
                 task.cancel()
             self._progress.stop()
         synced = time.time()
-        gap = await self._sync(step, probe)
+        self._moved = self._moved or update["updates"] > 0
+        gap = await self._sync(step, probe, self._moved)
         if step % config.train.checkpoint_every == 0 or step == self.steps:
             await self._learner.checkpoint(self._run.checkpoint(step))
         metrics = {
@@ -245,21 +247,25 @@ class Trainer:
                 group.state = GroupState.TRAINED
         return {**update_metrics(updates), "seconds_learning": seconds}, probe
 
-    async def _sync(self, version: int, probe: Sequence[int]) -> float | None:
+    async def _sync(self, version: int, probe: list[int], moved: bool) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats."""
         adapter = await self._learner.adapter(version)
         await asyncio.gather(*(engine.load_adapter.remote(adapter) for engine in self._engines))
-        if not probe:
+        if len(probe) < 2:
             return None
-        tokens = list(probe)
-        learner = await self._learner.token_logprobs(tokens)
-        gaps = []
-        for engine in self._engines:
-            live, base = await asyncio.gather(
-                engine.logprobs.remote(tokens, True), engine.logprobs.remote(tokens, False)
+        learner = (await self._learner.token_logprobs(probe))[1:]
+        readings = [
+            await run_canary(
+                client,
+                [probe],
+                [learner],
+                version=version,
+                moved=moved,
+                tolerance=self._config.engine.canary_tolerance,
             )
-            gaps.append(check_canary(learner, live, base, tolerance=self._config.engine.canary_tolerance))
-        return max(gap.mean for gap in gaps)
+            for client in self._clients
+        ]
+        return max(reading.gap_mean for reading in readings)
 
     async def _evaluate(self, step: int) -> list[Evaluation]:
         config = self._config
@@ -289,9 +295,8 @@ class Trainer:
 
     def _rollout_workers(self, *, load_ground_truth: bool) -> list[Any]:
         config = self._config
-        samplers = [EngineClient(engine, f"engine-{index}") for index, engine in enumerate(self._engines)]
         return start_rollout_workers(
-            samplers,
+            self._clients,
             data_root=config.data.root.resolve(),
             model_path=config.model.path,
             agent=config.agent,
