@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
 import sqlite3
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -76,7 +78,13 @@ def build(
         raise ConfigError(f"--users is {users}, expected {population.MIN_USERS} to {population.MAX_USERS}")
     if limit is not None and limit < 1:
         raise ConfigError(f"--scenarios is {limit}, expected at least 1")
-    wanted = {"seed": seed, "users": users, "scenarios": limit, "generator": generator_digest()}
+    wanted = {
+        "seed": seed,
+        "users": users,
+        "scenarios": limit,
+        "generator": generator_digest(),
+        "appworld": _appworld(),
+    }
     found = read_manifest(out)
     if found and not force and wanted.items() <= found.items():
         progress(f"sandbox: {out} is up to date ({len(found['tasks'])} tasks)")
@@ -85,6 +93,7 @@ def build(
         raise WorldError(f"{out} exists and holds no {MANIFEST}: not a sandbox, choose another folder or empty it")
 
     out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
     aside = out.with_name(f".{out.name}.building-{os.getpid()}")
     try:
         manifest = _build_in(aside, wanted, progress)
@@ -92,6 +101,14 @@ def build(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return manifest
+
+
+def _appworld() -> str:
+    """The version of AppWorld whose models make the world."""
+    try:
+        return importlib.metadata.version("appworld")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"{sys.executable} has no appworld: run the build with AppWorld's own Python") from None
 
 
 def _build_in(root: Path, wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -127,6 +144,13 @@ def _build_in(root: Path, wanted: dict[str, Any], progress: Progress) -> dict[st
     }
     (root / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed builds of this sandbox left beside it."""
+    for path in [*out.parent.glob(f".{out.name}.building-*"), *out.parent.glob(f".{out.name}.old-*")]:
+        if not Path(f"/proc/{path.name.rsplit('-', 1)[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _swap(aside: Path, out: Path) -> None:

@@ -94,6 +94,10 @@ def populate(seed: int, users: int) -> World:
     _add_spotify(world, streams["spotify"])
     _add_venmo(world, streams["venmo"])
     _add_simple_note(world, streams["simple_note"])
+    _add_todoist(world, streams["todoist"])
+    _add_file_system(world, streams["file_system"])
+    _add_gmail(world, streams["gmail"])
+    _add_amazon(world, streams["amazon"])
     return world
 
 
@@ -323,3 +327,133 @@ def _add_simple_note(world: World, rng: random.Random) -> None:
                 updated_at=moment + timedelta(hours=rng.randrange(1, 20)),
                 pinned=rng.random() < 0.15,
             )
+
+
+def _add_todoist(world: World, rng: random.Random) -> None:
+    """Projects of their owner alone, with tasks that have due dates."""
+    for person in world.people:
+        for name in rng.sample(words.PROJECT_NAMES, rng.randint(8, 10)):
+            moment = _moment(rng)
+            project_id = world.add(
+                "todoist.Project",
+                user_id=person.id,
+                name=name,
+                color=rng.choice(words.COLORS),
+                is_inbox=False,
+                description="",
+                created_at=moment,
+            )
+            world.add(
+                "todoist.ProjectCollaboratorLink",
+                project_id=project_id,
+                user_id=person.id,
+                is_favorite=rng.random() < 0.3,
+                is_archived=False,
+                created_at=moment,
+            )
+            for order, title in enumerate(_products(words.TASK_VERBS, words.TASK_OBJECTS, rng)[: rng.randint(5, 8)]):
+                world.add(
+                    "todoist.Task",
+                    project_id=project_id,
+                    section_id=None,
+                    user_id=person.id,
+                    title=title,
+                    description="",
+                    due_date=NOW.replace(hour=0) + timedelta(days=rng.randrange(-120, 60)),
+                    priority=rng.choice(["high", "medium", "low"]),
+                    is_completed=rng.random() < 0.2,
+                    duration=None,
+                    duration_unit=None,
+                    order_index=order,
+                    assignee_id=None,
+                    assigner_id=None,
+                    created_at=moment,
+                )
+
+
+def _add_file_system(world: World, rng: random.Random) -> None:
+    """A home folder with downloads and documents, files of several extensions in both."""
+    for person in world.people:
+        home = f"/home/{person.first_name.lower()}/"
+        made = NOW - timedelta(days=rng.randrange(520, 590))
+        for path in ("/", "/home/", home, *(f"{home}{folder}/" for folder in words.FOLDERS)):
+            world.add("file_system.Directory", path=path, user_id=person.id, created_at=made, updated_at=made)
+        for folder in words.FOLDERS:
+            for stem in sorted(rng.sample(words.FILE_STEMS, rng.randint(8, 12))):
+                moment = _moment(rng)
+                world.add(
+                    "file_system.File",
+                    path=f"{home}{folder}/{stem}.{rng.choice(words.EXTENSIONS)}",
+                    user_id=person.id,
+                    content=rng.choice(words.SENTENCES),
+                    compressed_data=[],
+                    created_at=moment,
+                    updated_at=moment,
+                )
+
+
+def _add_gmail(world: World, rng: random.Random) -> None:
+    """Threads of one email each, from contacts and others."""
+    for person in world.people:
+        emails = {row["email"] for row in world.where("phone.Contact", user_id=person.id)}
+        known = [other for other in world.people if other.email in emails]
+        others = [other for other in world.people if other.id != person.id]
+        for _ in range(rng.randint(13, 17)):
+            sender = rng.choice(known if rng.random() < 0.7 else others)
+            moment = _moment(rng, 200)
+            email_id = world.add(
+                "gmail.Email",
+                sender_id=sender.id,
+                recipient_ids=[person.id],
+                subject=rng.choice(words.SUBJECTS),
+                body=rng.choice(words.MESSAGES),
+                response_to_email_id=None,
+                created_at=moment,
+            )
+            thread_id = world.add("gmail.GlobalEmailThread", email_ids=[email_id], created_at=moment, updated_at=moment)
+            for owner in (sender, person):
+                world.add(
+                    "gmail.UserEmailThread",
+                    global_email_thread_id=thread_id,
+                    user_id=owner.id,
+                    email_ids=[email_id],
+                    incoming=owner is person,
+                    outgoing=owner is sender,
+                    read=owner is sender or rng.random() < 0.5,
+                    starred=False,
+                    archived=False,
+                    spam=False,
+                    created_at=moment,
+                    updated_at=moment,
+                )
+
+
+def _add_amazon(world: World, rng: random.Random) -> None:
+    """Products, and wish lists with one to three of each product; carts are empty."""
+    for name in words.SELLERS:
+        world.add("amazon.Seller", name=name, rating=rng.randint(30, 50) / 10)
+    for name in _products(words.PRODUCT_STYLES, words.PRODUCT_TYPES, rng):
+        seller = rng.choice(world.tables["amazon.Seller"])
+        world.add(
+            "amazon.Product",
+            product_type=name.split()[1].lower(),
+            name=name,
+            description=f"{name}, made to last.",
+            seller_id=seller["id"],
+            price=rng.randint(500, 15_000) / 100,
+            delivery_days=rng.randint(1, 7),
+            inventory_quantity=rng.randint(20, 60),
+            weight=rng.randint(1, 50) / 10,
+            length=rng.randint(5, 60) / 1.0,
+            width=rng.randint(5, 60) / 1.0,
+            height=rng.randint(5, 60) / 1.0,
+            color=None,
+            relative_size=None,
+            rating=rng.randint(20, 50) / 10,
+            seller_rating=seller["rating"],
+            has_variations=False,
+        )
+    products = range(1, len(world.tables["amazon.Product"]) + 1)
+    for person in world.people:
+        for product_id in sorted(rng.sample(products, rng.randint(8, 12))):
+            world.add("amazon.WishListEntry", user_id=person.id, product_id=product_id, quantity=rng.randint(1, 3))

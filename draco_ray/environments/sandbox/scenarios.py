@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from draco_ray.environments.sandbox.population import Person, World
 from draco_ray.environments.sandbox.scripts import SPLITS, Draft, Family, families
+from draco_ray.errors import WorldError
 
 SCENARIOS = {"train": 30, "dev": 10, "test_normal": 15, "test_challenge": 10}
 """Scenarios of a full world; each has TASKS_PER_SCENARIO tasks."""
@@ -43,7 +44,7 @@ def plan(world: World, seed: int, limit: int | None = None) -> list[PlannedTask]
 
     Args:
         limit: scenarios a split at most; None for a full world.
-    Raises: RuntimeError if a family finds too few users for a scenario.
+    Raises: WorldError if a family finds too few users for a scenario.
     """
     users = users_of_splits(world.people)
     tasks: list[PlannedTask] = []
@@ -51,11 +52,11 @@ def plan(world: World, seed: int, limit: int | None = None) -> list[PlannedTask]
         # By name: neighbours differ in app and difficulty, so a limited world is still a mixed one.
         members = sorted((f for f in families().values() if split in f.splits), key=lambda f: f.name)
         taken: set[str] = set()
-        for index in range(min(SCENARIOS[split], limit or SCENARIOS[split]) if members else 0):
+        for index in range(min(SCENARIOS[split], limit or SCENARIOS[split])):
             family, repeat = members[index % len(members)], index // len(members)
             tasks += _scenario(world, seed, split, family, repeat, users, taken)
     if len({task.task_id for task in tasks}) != len(tasks):
-        raise RuntimeError(f"seed {seed} gives two scenarios the same id, choose another seed")
+        raise WorldError(f"seed {seed} gives two scenarios the same id, choose another seed")
     return tasks
 
 
@@ -89,4 +90,4 @@ def _scenario(
             break
         if len(tasks) == TASKS_PER_SCENARIO:
             return tasks
-    raise RuntimeError(f"family {family.name} makes only {len(tasks)} tasks in {split}, try more --users")
+    raise WorldError(f"family {family.name} makes only {len(tasks)} tasks in {split}, try more --users")

@@ -78,9 +78,11 @@ def login_cell(app: str, *, secret: bool = False) -> str:
     return cell(f"Log in to {app}.", login, *([f'print(passwords["{app}"])'] if secret else []))
 
 
-def parameter_cell(name: str, idiom: str) -> str:
-    """Read a parameter of the task from its instruction and show it."""
-    return cell(f"Read the {name} from the task.", f"{name} = {idiom}", f"print({name})")
+def parameters_cell(**idioms: str) -> str:
+    """Read the parameters of the task from its instruction, and show them."""
+    names = list(idioms)
+    lines = [f"{name} = {idiom}" for name, idiom in idioms.items()]
+    return cell(f"Read the {' and the '.join(names)} from the task.", *lines, f"print({', '.join(names)})")
 
 
 def fetch_cells(what: str, api: str, faults: Faults, extra: str = "", paged: bool = True) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from draco_ray.environments.sandbox.build import MANIFEST, read_manifest
 from draco_ray.environments.sandbox.scripts import FATAL, Fault, families
-from draco_ray.errors import WorldError
+from draco_ray.errors import ConfigError, WorldError
 
 Progress = Callable[[str], None]
 
@@ -29,8 +29,10 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
         root: a folder made by ``build``. Nothing in it is changed: the engine's outputs go to a folder beside the
             data that is removed in the end.
         jobs: processes.
-    Raises: WorldError if ``root`` holds no sandbox.
+    Raises: WorldError if ``root`` holds no sandbox; ConfigError if ``jobs`` is not positive.
     """
+    if jobs < 1:
+        raise ConfigError(f"--jobs is {jobs}, expected at least 1")
     root = root.absolute()
     manifest = read_manifest(root)
     if manifest is None:

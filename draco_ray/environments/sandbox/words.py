@@ -1,5 +1,7 @@
 """Word lists the sandbox's names and texts are drawn from."""
 
+# ruff: noqa: SIM905 (lists of plain words read best as plain words)
+
 FIRST_NAMES = (
     "Aaron Bella Carmen Derek Elena Felix Grace Hugo Irene Jonas Karla Leon Maria Nolan Olivia Peter Quinn Rosa Simon "
     "Tessa Ursula Victor Wendy Xavier Yara Zane Amber Boris Celia Dylan"
@@ -84,3 +86,32 @@ NEW_TITLES = [
     "Keepers",
     "Golden Hour",
 ]
+PROJECT_NAMES = [
+    "House Renovation",
+    "Wedding Planning",
+    "Job Search",
+    "Language Course",
+    "Spring Cleaning",
+    "Book Club",
+    "Marathon Training",
+    "Vegetable Garden",
+    "Photo Archive",
+    "Car Maintenance",
+    "Family Reunion",
+    "Tax Return",
+    "Science Fair",
+    "Charity Event",
+]
+COLORS = ["charcoal", "red", "blue", "green", "orange", "yellow"]
+TASK_VERBS = "Review Prepare Order Schedule Update Collect".split()
+TASK_OBJECTS = "documents supplies tickets estimates invitations materials".split()
+FOLDERS = ["documents", "downloads"]
+EXTENSIONS = ["txt", "pdf", "tmp", "log", "csv"]
+FILE_STEMS = (
+    "agenda budget contract draft export forecast guide history invoice journal ledger manual notes outline photo "
+    "quote report schedule summary ticket"
+).split()
+SUBJECTS = ["Weekend plans", "Quick question", "Following up", "Invoice", "Photos", "Invitation", "News", "Reminder"]
+SELLERS = ["Bright Goods", "Casa Market", "Delta Supply", "Evergreen Shop", "Fine Things", "Metro Outlet"]
+PRODUCT_STYLES = "Classic Compact Deluxe Eco Foldable Portable Premium Rustic".split()
+PRODUCT_TYPES = "Backpack Blender Chair Headphones Kettle Lamp Mug Notebook Tent Watch".split()

@@ -21,7 +21,7 @@ from draco_ray.environments.sandbox.scripts import (
     SideEffect,
     cell,
     fetch_cells,
-    parameter_cell,
+    parameters_cell,
 )
 
 CLOSE_RELATIONS = ("coworker", "sibling", "roommate")
@@ -71,8 +71,7 @@ class TextRelation(Family):
 
     def steps(self, faults: Faults) -> list[str]:
         return [
-            parameter_cell("message", TITLE),
-            parameter_cell("relation", RELATION),
+            parameters_cell(message=TITLE, relation=RELATION),
             *fetch_cells("contacts", "phone.search_contacts", faults),
             select_people_cell(faults),
             cell(
@@ -113,7 +112,7 @@ class DisableLateAlarms(Family):
     def steps(self, faults: Faults) -> list[str]:
         sign = "<" if Fault.WRONG_FILTER in faults else ">"
         return [
-            parameter_cell("time", TIME),
+            parameters_cell(time=TIME),
             *fetch_cells("alarms", "phone.show_alarms", faults),
             cell("Select the alarms.", f'alarms = [a for a in rows if a["time"] {sign} time]', "print(len(alarms))"),
             cell(
@@ -157,9 +156,11 @@ class CountContactsBorn(Family):
             what, extra = "friends", 'relationship="friend", '
         sign = ">" if Fault.WRONG_FILTER in faults else "<"
         return [
-            parameter_cell("date", DATE),
+            parameters_cell(date=DATE),
             *fetch_cells(what, "phone.search_contacts", faults, extra),
-            cell("Count the contacts.", f'answer = len([c for c in rows if c["birthday"] {sign} date])', "print(answer)"),
+            cell(
+                "Count the contacts.", f'answer = len([c for c in rows if c["birthday"] {sign} date])', "print(answer)"
+            ),
         ]
 
     def draft(self, world: World, person: Person, rng: random.Random) -> Draft | None:

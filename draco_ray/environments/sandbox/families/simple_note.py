@@ -18,7 +18,7 @@ from draco_ray.environments.sandbox.scripts import (
     Faults,
     cell,
     fetch_cells,
-    parameter_cell,
+    parameters_cell,
 )
 
 
@@ -45,7 +45,7 @@ class PinTaggedNotes(Family):
     def steps(self, faults: Faults) -> list[str]:
         sign = "not in" if Fault.WRONG_FILTER in faults else "in"
         return [
-            parameter_cell("tag", TITLE),
+            parameters_cell(tag=TITLE),
             *fetch_cells("notes", "simple_note.search_notes", faults),
             cell("Select the notes.", f'notes = [n for n in rows if tag {sign} n["tags"]]', "print(len(notes))"),
             cell(
@@ -84,7 +84,7 @@ class DeleteOldNotes(Family):
     def steps(self, faults: Faults) -> list[str]:
         sign = ">=" if Fault.WRONG_FILTER in faults else "<"
         return [
-            parameter_cell("date", DATE),
+            parameters_cell(date=DATE),
             *fetch_cells("notes", "simple_note.search_notes", faults),
             cell("Select the notes.", f'notes = [n for n in rows if n["created_at"] {sign} date]', "print(len(notes))"),
             cell(

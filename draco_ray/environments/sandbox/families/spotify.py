@@ -20,7 +20,7 @@ from draco_ray.environments.sandbox.scripts import (
     SideEffect,
     cell,
     fetch_cells,
-    parameter_cell,
+    parameters_cell,
 )
 
 
@@ -51,7 +51,7 @@ class LikePlaylistSongs(Family):
             where = "!=" if Fault.WRONG_FILTER in faults else "=="
             select = f'song_ids = {{s for p in rows if p["title"] {where} title for s in p["song_ids"]}}'
         return [
-            parameter_cell("title", TITLE),
+            parameters_cell(title=TITLE),
             *fetch,
             cell("Collect the songs to like.", select, "print(len(song_ids))"),
             cell(
@@ -95,7 +95,7 @@ class CountLibrarySongs(Family):
             what, api = "album library", "spotify.show_album_library"
         sign = "<" if Fault.WRONG_FILTER in faults else ">="
         return [
-            parameter_cell("date", DATE),
+            parameters_cell(date=DATE),
             *fetch_cells(what, api, faults),
             cell("Count the songs.", f'answer = len([r for r in rows if r["added_at"] {sign} date])', "print(answer)"),
         ]
@@ -134,7 +134,11 @@ class LongestLibrarySong(Family):
         pick = "min" if Fault.WRONG_FILTER in faults else "max"
         return [
             *fetch_cells(what, api, faults),
-            cell("Find the longest song.", f'answer = {pick}(rows, key=lambda s: s["duration"])["title"]', "print(answer)"),
+            cell(
+                "Find the longest song.",
+                f'answer = {pick}(rows, key=lambda s: s["duration"])["title"]',
+                "print(answer)",
+            ),
         ]
 
     def draft(self, world: World, person: Person, rng: random.Random) -> Draft | None:
@@ -163,7 +167,7 @@ class RemoveLongSongs(Family):
             what, api = "liked songs", "spotify.show_liked_songs"
         sign = "<" if Fault.WRONG_FILTER in faults else ">"
         return [
-            parameter_cell("limit", NUMBER),
+            parameters_cell(limit=NUMBER),
             *fetch_cells(what, api, faults),
             cell("Select the songs.", f'songs = [s for s in rows if s["duration"] {sign} limit]', "print(len(songs))"),
             cell(
@@ -213,9 +217,16 @@ class FollowLibraryArtists(Family):
         new = "artists & followed" if Fault.WRONG_FILTER in faults else "artists - followed"
         return [
             *fetch_cells(what, api, faults),
-            cell("Collect the artists.", 'artists = {a["id"] for s in rows for a in s["artists"]}', "print(len(artists))"),
+            cell(
+                "Collect the artists.", 'artists = {a["id"] for s in rows for a in s["artists"]}', "print(len(artists))"
+            ),
             *fetch_cells("followed artists", "spotify.show_following_artists", faults & {Fault.FIRST_PAGE_ONLY}),
-            cell("Select the new artists.", 'followed = {a["artist_id"] for a in rows}', f"new = {new}", "print(len(new))"),
+            cell(
+                "Select the new artists.",
+                'followed = {a["artist_id"] for a in rows}',
+                f"new = {new}",
+                "print(len(new))",
+            ),
             cell(
                 "Follow the new artists.",
                 "for artist_id in new:",
@@ -262,7 +273,7 @@ class PlaylistOfLikes(Family):
         if Fault.WRONG_SOURCE in faults:
             what, api = "song library", "spotify.show_song_library"
         return [
-            parameter_cell("title", TITLE),
+            parameters_cell(title=TITLE),
             *fetch_cells(what, api, faults),
             cell(
                 "Create the playlist.",

@@ -20,7 +20,7 @@ from draco_ray.environments.sandbox.scripts import (
     SideEffect,
     cell,
     fetch_cells,
-    parameter_cell,
+    parameters_cell,
 )
 
 
@@ -49,7 +49,7 @@ class SumReceived(Family):
         direction = "sent" if Fault.WRONG_SOURCE in faults else "received"
         sign = "<" if Fault.WRONG_FILTER in faults else ">="
         return [
-            parameter_cell("date", DATE),
+            parameters_cell(date=DATE),
             *fetch_cells(f"{direction} payments", "venmo.show_transactions", faults, f'direction="{direction}", '),
             cell(
                 "Add up the amounts.",
@@ -90,11 +90,13 @@ class DenyLargeRequests(Family):
         what = "sent" if Fault.WRONG_SOURCE in faults else "received"
         sign = "<" if Fault.WRONG_FILTER in faults else ">"
         return [
-            parameter_cell("limit", NUMBER),
-            *fetch_cells(
-                f"{what} requests", f"venmo.show_{what}_payment_requests", faults, extra='status="pending", '
+            parameters_cell(limit=NUMBER),
+            *fetch_cells(f"{what} requests", f"venmo.show_{what}_payment_requests", faults, extra='status="pending", '),
+            cell(
+                "Select the requests.",
+                f'requests = [r for r in rows if r["amount"] {sign} limit]',
+                "print(len(requests))",
             ),
-            cell("Select the requests.", f'requests = [r for r in rows if r["amount"] {sign} limit]', "print(len(requests))"),
             cell(
                 "Deny the requests.",
                 "for r in requests:",
@@ -139,7 +141,7 @@ class ApproveRelationRequests(Family):
         else:
             people = [*fetch_cells("contacts", "phone.search_contacts", faults), select_people_cell(faults)]
         return [
-            parameter_cell("relation", RELATION),
+            parameters_cell(relation=RELATION),
             *people,
             *fetch_cells(
                 "received requests",
@@ -170,9 +172,7 @@ class ApproveRelationRequests(Family):
 
         emails = {row["email"] for row in related(contacts, relation)}
         early = {row["email"] for row in related(contacts[:PAGE_LIMIT], relation)}
-        friends = {
-            world.person(row["friend_id"]).email for row in world.where("venmo.Friendship", user_id=person.id)
-        }
+        friends = {world.person(row["friend_id"]).email for row in world.where("venmo.Friendship", user_id=person.id)}
         chosen = by(pending, emails)
         if chosen in ([], by(pending[:PAGE_LIMIT], early), by(pending, friends)):
             return None
@@ -214,9 +214,13 @@ class LikeReceivedPayments(Family):
         direction = "sent" if Fault.WRONG_SOURCE in faults else "received"
         sign = "<" if Fault.WRONG_FILTER in faults else ">="
         return [
-            parameter_cell("date", DATE),
+            parameters_cell(date=DATE),
             *fetch_cells(f"{direction} payments", "venmo.show_transactions", faults, f'direction="{direction}", '),
-            cell("Select the payments.", f'payments = [r for r in rows if r["created_at"] {sign} date]', "print(len(payments))"),
+            cell(
+                "Select the payments.",
+                f'payments = [r for r in rows if r["created_at"] {sign} date]',
+                "print(len(payments))",
+            ),
             cell(
                 "Like the payments.",
                 "for r in payments:",

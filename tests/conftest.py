@@ -1,0 +1,33 @@
+"""What several test files share: a small generated world, built once by AppWorld's own Python."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from draco_ray.environments.appworld_python import appworld_python
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def sandbox_root() -> Path:
+    """Data root of a sandbox world: two scenarios a split, seed 7. Kept between runs until its generator changes."""
+    root = REPOSITORY / ".cache" / "test-world"
+    root.parent.mkdir(exist_ok=True)
+    build = ["-m", "draco_ray.environments.sandbox", "build", "--out", str(root), "--seed", "7", "--scenarios", "2"]
+    with open(root.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [appworld_python(None), *build],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return root
