@@ -34,71 +34,78 @@ def sandbox(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]
     return run("-m", "draco_ray.environments.sandbox", *arguments, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("sandbox") / "world"
-    built = sandbox("build", "--out", str(root), "--seed", "5", "--scenarios", "2", "--users", "20", hash_seed="1")
-    assert built.returncode == 0, built.stderr
-    return root
-
-
 def manifest(root: Path) -> dict:
     return json.loads((root / "sandbox.json").read_text())
 
 
-def test_the_same_seed_gives_the_same_world_again(world: Path, tmp_path: Path) -> None:
+def files(root: Path) -> dict[Path, bytes]:
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_same_seed_gives_the_same_world_to_the_byte(sandbox_root: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
-    built = sandbox("build", "--out", str(again), "--seed", "5", "--scenarios", "2", "--users", "20", hash_seed="2")
+    built = sandbox("build", "--out", str(again), "--seed", "7", "--scenarios", "2", hash_seed="2")
     assert built.returncode == 0, built.stderr
-    assert manifest(again) == manifest(world)
+    made, expected = files(again), files(sandbox_root)
+    assert sorted(made) == sorted(expected)
+    assert [path for path in made if made[path] != expected[path]] == []
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
-def test_an_up_to_date_world_is_left_as_it_is(world: Path) -> None:
-    before = (world / "sandbox.json").stat().st_mtime_ns
-    built = sandbox("build", "--out", str(world), "--seed", "5", "--scenarios", "2", "--users", "20")
+def test_an_up_to_date_world_is_left_as_it_is(sandbox_root: Path) -> None:
+    before = (sandbox_root / "sandbox.json").stat().st_mtime_ns
+    built = sandbox("build", "--out", str(sandbox_root), "--seed", "7", "--scenarios", "2")
     assert built.returncode == 0
     assert "up to date" in built.stdout
-    assert (world / "sandbox.json").stat().st_mtime_ns == before
+    assert (sandbox_root / "sandbox.json").stat().st_mtime_ns == before
 
 
-def test_verify_passes_and_leaves_the_world_unchanged(world: Path) -> None:
-    before = sorted(world.rglob("*"))
-    verified = sandbox("verify", "--root", str(world))
+def test_verify_passes_and_leaves_the_world_unchanged(sandbox_root: Path) -> None:
+    before = sorted(sandbox_root.rglob("*"))
+    verified = sandbox("verify", "--root", str(sandbox_root))
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "verify: 24/24 tasks" in verified.stdout
-    assert sorted(world.rglob("*")) == before
+    rows = [line.split() for line in verified.stdout.splitlines()]
+    # 3 tasks in each split that has the family, none failing; 9 runs each: idle, reference, 4 fatal, 3 harmless.
+    assert ["count_contacts_born", "phone", "1", "3", "3", "3", "0", "81", "0"] in rows
+    assert sorted(sandbox_root.rglob("*")) == before
 
 
-def test_verify_reports_a_task_whose_ground_truth_is_wrong(world: Path, tmp_path: Path) -> None:
+def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(world, broken)
+    shutil.copytree(sandbox_root, broken)
     entries = manifest(broken)
-    task_id = next(task for task, entry in entries["tasks"].items() if entry["family"] == "count_contacts_born")
-    entries["tasks"] = {task_id: entries["tasks"][task_id]}
+    untrue, missing = [task for task, entry in entries["tasks"].items() if entry["family"] == "count_contacts_born"][:2]
+    entries["tasks"] = {task: entries["tasks"][task] for task in (untrue, missing)}
     (broken / "sandbox.json").write_text(json.dumps(entries))
-    (broken / "data" / "tasks" / task_id / "ground_truth" / "answer.json").write_text("12345")
-    verified = sandbox("verify", "--root", str(broken), "--jobs", "1")
+    (broken / "data" / "tasks" / untrue / "ground_truth" / "answer.json").write_text("12345")
+    shutil.rmtree(broken / "data" / "tasks" / missing)
+    verified = sandbox("verify", "--root", str(broken))
     assert verified.returncode == 1
-    assert f"verify: {task_id} (count_contacts_born): the reference fails: The answer" in verified.stdout
+    lines = verified.stdout.splitlines()
+    [first] = [line for line in lines if untrue in line]
+    assert first.startswith(f"verify: {untrue} (count_contacts_born): the reference fails: The answer")
+    [second] = [line for line in lines if missing in line]
+    assert second.startswith(f"verify: {missing} (count_contacts_born): cannot be run: ")
+    assert lines[-1] == "verify: 2 failing tasks"
 
 
-def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(world: Path, tmp_path: Path) -> None:
+def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(sandbox_root: Path, tmp_path: Path) -> None:
     copied = tmp_path / "world"
-    shutil.copytree(world, copied)
+    shutil.copytree(sandbox_root, copied)
     code = """
     import json
     from appworld.environment import AppWorld
     from draco_ray.environments.sandbox.scripts import families
 
     tasks = json.load(open("sandbox.json"))["tasks"]
-    task_id = next(task for task, entry in tasks.items() if entry["family"] == "count_library_songs")
-    extra = "apis.spotify.like_song(song_id=[s for s in range(1, 281) if s not in mine][0], access_token=spotify_token)"
-    for cells in ([], ["mine = [s['song_id'] for s in rows]", extra]):
+    task_id = next(task for task, entry in tasks.items() if entry["family"] == "count_contacts_born")
+    *cells, completion = families()["count_contacts_born"].script()
+    extra = 'apis.phone.delete_contact(contact_id=rows[0]["contact_id"], access_token=phone_token)'
+    for script in ([*cells, completion], [*cells, extra, completion]):
         with AppWorld(task_id=task_id) as world:
-            for cell in families()["count_library_songs"].script()[:-1] + cells:
+            for cell in script:
                 world.execute(cell)
-            world.execute(families()["count_library_songs"].script()[-1])
             report = world.evaluate()
             print("RESULT", report.success, [failure["requirement"] for failure in report.failures])
     """
@@ -109,9 +116,9 @@ def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(world: Path, tm
     assert results == ["RESULT True []", "RESULT False ['Only the expected models have changed.']"], done.stderr
 
 
-def test_tasks_open_without_their_ground_truth(world: Path, tmp_path: Path) -> None:
+def test_tasks_open_without_their_ground_truth(sandbox_root: Path, tmp_path: Path) -> None:
     blind = tmp_path / "blind"
-    shutil.copytree(world, blind, ignore=shutil.ignore_patterns("ground_truth"))
+    shutil.copytree(sandbox_root, blind, ignore=shutil.ignore_patterns("ground_truth"))
     task_id = (blind / "data" / "datasets" / "train.txt").read_text().split()[0]
     code = f"""
     from appworld.environment import AppWorld
@@ -130,5 +137,5 @@ def test_tasks_open_without_their_ground_truth(world: Path, tmp_path: Path) -> N
 def test_a_folder_that_is_no_sandbox_gives_one_line_and_status_2(tmp_path: Path) -> None:
     verified = sandbox("verify", "--root", str(tmp_path))
     assert verified.returncode == 2
-    assert verified.stderr.startswith("error: ")
+    assert verified.stderr.startswith(f"draco: {tmp_path} holds no sandbox.json")
     assert len(verified.stderr.splitlines()) == 1

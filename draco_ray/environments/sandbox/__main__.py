@@ -15,7 +15,10 @@ def _say(line: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run ``build`` or ``verify``. Returns the exit status: 0, 1 for failing tasks, 2 for unusable arguments."""
+    """Run ``build`` or ``verify``.
+
+    Returns the exit status: 0, 1 for failing tasks, 2 for unusable arguments, 130 when interrupted.
+    """
     parser = argparse.ArgumentParser(prog="sandbox", description="A generated AppWorld world.")
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("build", help="make a complete AppWorld root")
@@ -34,12 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         from draco_ray.environments.sandbox.verify import verify
 
-        problems = verify(options.root, options.jobs, _say)
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        failing = verify(options.root, options.jobs, _say)
+    except (DracoError, OSError) as error:
+        print(f"draco: {error}", file=sys.stderr)
         return 2
-    _say("verify: all tasks are as they should be" if not problems else f"verify: {len(problems)} problems")
-    return 1 if problems else 0
+    except KeyboardInterrupt:
+        print("draco: interrupted", file=sys.stderr)
+        return 130
+    _say("verify: all tasks are as they should be" if not failing else f"verify: {len(failing)} failing tasks")
+    return 1 if failing else 0
 
 
 if __name__ == "__main__":

@@ -1,17 +1,25 @@
-"""Builds a sandbox: a complete AppWorld root, all or nothing."""
+"""Builds a sandbox: a complete AppWorld root, all or nothing.
+
+The API docs depend on AppWorld's version alone: they are made by a second process beside the databases and tasks, and
+taken from the world that is replaced where it has them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +28,10 @@ from draco_ray.environments.sandbox.scripts import SPLITS
 from draco_ray.errors import ConfigError, WorldError
 
 MANIFEST = "sandbox.json"
+API_DOCS = Path("data/api_docs")
 DEFAULT_USERS = 28
+_CHECKERS = ("__main__.py", "verify.py")
+"""Modules that run or check a world but do not shape it."""
 
 Progress = Callable[[str], None]
 
@@ -28,14 +39,24 @@ Progress = Callable[[str], None]
 def generator_digest() -> str:
     """A digest of the generator's source: worlds of another generator are not reused."""
     folder = Path(__file__).parent
-    sources = sorted(folder.rglob("*.py"))
+    sources = sorted(path for path in folder.rglob("*.py") if path.name not in _CHECKERS)
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest of a complete sandbox; None where there is none."""
+    """The manifest of a complete sandbox; None where there is none.
+
+    Raises: WorldError if it cannot be read.
+    """
     path = root / MANIFEST
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        manifest["tasks"].items()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise WorldError(f"{path} is not the manifest of a sandbox: remove the folder and build it again") from None
+    return dict(manifest)
 
 
 def world_digest(root: Path) -> str:
@@ -95,8 +116,10 @@ def build(
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(out)
     aside = out.with_name(f".{out.name}.building-{os.getpid()}")
+    reusable = found and not force and found.get("appworld") == wanted["appworld"]
+    progress(f"sandbox: building {out}, which takes about 20 seconds")
     try:
-        manifest = _build_in(aside, wanted, progress)
+        manifest = _build_in(aside, wanted, out / API_DOCS if reusable else None, progress)
         _swap(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -111,7 +134,8 @@ def _appworld() -> str:
         raise ConfigError(f"{sys.executable} has no appworld: run the build with AppWorld's own Python") from None
 
 
-def _build_in(root: Path, wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def _build_in(root: Path, wanted: dict[str, Any], docs: Path | None, progress: Progress) -> dict[str, Any]:
+    """Build a world in an empty folder; ``docs`` is where its API docs are already, if anywhere."""
     # Imported late: it needs AppWorld and takes seconds, an up-to-date sandbox needs neither.
     from draco_ray.environments.sandbox.store import Store
 
@@ -120,19 +144,20 @@ def _build_in(root: Path, wanted: dict[str, Any], progress: Progress) -> dict[st
     def say(what: str) -> None:
         progress(f"sandbox: {what} [{time.monotonic() - started:.0f} s]")
 
-    store = Store(root, wanted["seed"])
-    world = population.populate(wanted["seed"], wanted["users"])
-    tasks = scenarios.plan(world, wanted["seed"], wanted["scenarios"])
-    counts = Counter(task.split for task in tasks)
-    say(f"{len(world.people)} users, tasks: " + ", ".join(f"{split} {counts[split]}" for split in SPLITS))
-    rows = store.write_base_dbs(world)
-    say(f"base databases, {rows} rows")
-    for task in tasks:
-        store.write_task(task)
-    store.write_datasets(tasks, SPLITS)
-    store.write_version()
-    say(f"{len(tasks)} tasks")
-    store.write_api_docs()
+    root.mkdir()
+    with _api_docs(root, docs):
+        store = Store(root)
+        world = population.populate(wanted["seed"], wanted["users"])
+        tasks = scenarios.plan(world, wanted["seed"], wanted["scenarios"])
+        counts = Counter(task.split for task in tasks)
+        say(f"{len(world.people)} users, tasks: " + ", ".join(f"{split} {counts[split]}" for split in SPLITS))
+        rows = store.write_base_dbs(world)
+        say(f"base databases, {rows} rows")
+        for task in tasks:
+            store.write_task(task)
+        store.write_datasets(tasks, SPLITS)
+        store.write_version()
+        say(f"{len(tasks)} tasks")
     say("API docs")
     manifest = {
         **wanted,
@@ -146,10 +171,28 @@ def _build_in(root: Path, wanted: dict[str, Any], progress: Progress) -> dict[st
     return manifest
 
 
+@contextmanager
+def _api_docs(root: Path, there: Path | None) -> Iterator[None]:
+    """Have the API docs in ``root`` at the end of the block: copied, or made by a process of their own meanwhile."""
+    from draco_ray.environments.sandbox.store import write_api_docs
+
+    if there and there.is_dir():
+        shutil.copytree(there, root / API_DOCS)
+        yield
+        return
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C is for this process alone to answer.
+    with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        made = pool.submit(write_api_docs, root)
+        yield
+        made.result()
+
+
 def _remove_leftovers(out: Path) -> None:
     """Remove what killed builds of this sandbox left beside it."""
     for path in [*out.parent.glob(f".{out.name}.building-*"), *out.parent.glob(f".{out.name}.old-*")]:
-        if not Path(f"/proc/{path.name.rsplit('-', 1)[1]}").exists():
+        pid = path.name.rsplit("-", 1)[1]
+        if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -25,21 +25,23 @@ from draco_ray.environments.sandbox.population import APPS, NOW, World
 from draco_ray.environments.sandbox.scenarios import PlannedTask
 
 
+def write_api_docs(root: Path) -> None:
+    """Write the documentation of all APIs, generated from the apps themselves, into an AppWorld root."""
+    path_store.update_root(str(root))
+    random.seed(0)  # AppWorld draws the docs' example values from the global generator
+    docs = ApiDocCollection.build(tuple(get_all_apps(skip_admin=True)))
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints every file it writes
+        docs.save()
+
+
 class Store:
     """Writes into one AppWorld root. AppWorld's root is a variable of the process: one store at a time."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
         self.data = root / "data"
-        self.data.mkdir(parents=True)
+        self.data.mkdir(parents=True, exist_ok=True)
         path_store.update_root(str(root))
-        random.seed(seed)  # AppWorld draws example values of its docs from the global generator
-
-    def write_api_docs(self) -> None:
-        """The documentation of all APIs, generated from the apps themselves."""
-        docs = ApiDocCollection.build(tuple(get_all_apps(skip_admin=True)))
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints every file it writes
-            docs.save()
 
     def write_base_dbs(self, world: World) -> int:
         """Fill every app's database through its own models. Returns the number of rows."""
