@@ -32,6 +32,10 @@ def test_challenge_has_only_compositions_of_apps_that_train_lacks() -> None:
     challenge = [family for family in FAMILIES if "test_challenge" in family.splits]
     assert challenge
     assert all(family.apps not in trained for family in challenge)
+    known = {app for apps in trained for app in apps}
+    new = [family for family in challenge if not known.issuperset(family.apps)]
+    assert {app for family in new for app in family.apps} - known == {"amazon", "file_system", "gmail", "todoist"}
+    assert len(new) > len(challenge) / 2
     assert all(set(family.splits).isdisjoint({"train", "dev", "test_normal"}) for family in challenge)
 
 

@@ -1,4 +1,4 @@
-"""Families of test_challenge only: apps and compositions of apps that no training task has."""
+"""Families of test_challenge only: apps that no training task uses, and compositions of known apps that are new."""
 
 from __future__ import annotations
 
