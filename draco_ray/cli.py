@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -166,10 +167,13 @@ def _in_appworld(module: str, arguments: list[str]) -> None:
         raise typer.Exit(result.returncode)
 
 
-def main() -> None:
-    """Entry point: a known error is one line and exit code 1 (2 for what the user typed)."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: a known error is one line and exit code 1 (2 for what the user typed).
+
+    ``arguments`` are the words after ``draco``; None takes them from the command line.
+    """
     try:
-        app()
+        app(arguments, prog_name="draco")
     except DracoError as error:
         from draco_ray.errors import ConfigError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -59,7 +60,7 @@ def start_policy_engines(
     remote = ray.remote(PolicyEngineActor)
     return [
         remote.options(
-            name=f"PolicyEngine-{index}@{run_name}",
+            name=_actor_name(index, run_name),
             num_gpus=config.gpus_per_engine,
             num_cpus=config.cpus_per_engine,
             max_concurrency=4 * config.max_num_seqs,
@@ -77,16 +78,18 @@ def start_policy_engines(
 
 
 class EngineClient:
-    """A `draco_ray.engine.sampler.Sampler` and `draco_ray.engine.canary.Scorer` that reaches a `PolicyEngineActor`."""
+    """A `draco_ray.engine.sampler.Sampler` and `draco_ray.engine.canary.Scorer` that reaches a `PolicyEngineActor`.
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self._handle = handle
-        self._name = name
+    It carries the actor's name rather than its handle, so that a rollout worker holding it can be restarted by Ray.
+    """
 
-    @property
-    def name(self) -> str:
-        """Identity of the engine."""
-        return self._name
+    def __init__(self, index: int, run_name: str) -> None:
+        self._actor_name = _actor_name(index, run_name)
+        self.name = f"engine-{index}"
+
+    @cached_property
+    def _handle(self) -> Any:
+        return ray.get_actor(self._actor_name)
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
         """See `draco_ray.engine.sampler.Sampler.sample`."""
@@ -97,3 +100,7 @@ class EngineClient:
         """See `draco_ray.engine.canary.Scorer.logprobs`."""
         logprobs: list[float] = await self._handle.logprobs.remote(token_ids, adapter)
         return logprobs
+
+
+def _actor_name(index: int, run_name: str) -> str:
+    return f"PolicyEngine-{index}@{run_name}"

@@ -69,6 +69,9 @@ class RunStoreActor:
         """Close a step: one file a table, one metrics line."""
         self._store.finish_step(step, metrics)
 
+    def flush(self) -> None:
+        """Answers once everything asked for before is on disk."""
+
 
 def start_run_store(path: Path, run_name: str) -> Any:
     """The one writer of a run; its methods run one at a time, in the order they were called."""

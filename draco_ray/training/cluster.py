@@ -30,6 +30,8 @@ def connect(config: DracoConfig) -> dict[str, Any]:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
+            # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
+            os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
             ray.init(
                 num_cpus=max(os.cpu_count() or 1, 2),
                 resources={"judge": LOCAL_JUDGE_SLOTS},

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.configuration import dump_config, project_file
 from draco_ray.engine.canary import run_canary
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.data_root import check_data_root, load_split, load_task
+from draco_ray.environments.data_root import load_split, load_task
 from draco_ray.errors import DracoError
 from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.static_rubric import load_static_rubric
@@ -55,18 +55,22 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
     """
     console = console or Console(highlight=False, soft_wrap=True)
-    check_data_root(config.data.root)
+    load_split(config.data.root, config.data.train_split)
+    if config.train.evaluate_before_after:
+        load_split(config.data.root, config.data.eval_split)
     check_model_directory(config.model.path)
     if Path(config.model.path).is_dir():
         # Workers need not share this process's working directory.
         model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
         config = config.model_copy(update={"model": model})
+    prompts = usable_prompts(config, console)
+    order = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
     console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
     try:
         with _judge(config, console) as judge, _ray(config):
-            asyncio.run(Trainer(config, judge, run, name, console).run())
+            asyncio.run(Trainer(config, judge, prompts, order, run, name, console).run())
     except KeyboardInterrupt:
         console.print(f"stopped; what was finished is in {run.path}")
         raise SystemExit(130) from None
@@ -108,20 +112,56 @@ def _ray(config: DracoConfig) -> Iterator[None]:
         ray.shutdown()
 
 
+def usable_prompts(config: DracoConfig, console: Console) -> dict[str, tuple[Message, ...]]:
+    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not."""
+    from transformers import AutoTokenizer
+
+    from draco_ray.agent.chat import ChatTokens
+    from draco_ray.agent.prompts import render_agent_prompt
+
+    chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+    template = project_file(config.agent.prompt)
+    prompts = {
+        task_id: render_agent_prompt(template, load_task(config.data.root, task_id))
+        for task_id in load_split(config.data.root, config.data.train_split)
+    }
+    usable = {
+        task_id: prompt
+        for task_id, prompt in prompts.items()
+        if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
+    }
+    if len(usable) < len(prompts):
+        console.print(
+            f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
+            f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
+        )
+    return usable
+
+
 class Trainer:
     """One run: its actors and its loop."""
 
-    def __init__(self, config: DracoConfig, judge: JudgeConfig, run: RunDirectory, name: str, console: Console) -> None:
+    def __init__(
+        self,
+        config: DracoConfig,
+        judge: JudgeConfig,
+        prompts: Mapping[str, tuple[Message, ...]],
+        order: TaskOrder,
+        run: RunDirectory,
+        name: str,
+        console: Console,
+    ) -> None:
         self._config = config
         self._judge = judge if judge.cache is not None else judge.model_copy(update={"cache": run.judge_cache})
+        self._prompts = prompts
+        self._order = order
         self._run = run
         self._name = name
         self._console = console
         self._progress = StepProgress(console)
+        self._started = False
         self._moved = False
         """Whether the adapter differs from the base model yet."""
-        self._prompts = self._usable_prompts()
-        self._order = TaskOrder(list(self._prompts), config.train.prompts_per_step, config.seed)
 
     @property
     def steps(self) -> int:
@@ -135,6 +175,7 @@ class Trainer:
         try:
             with PeakMemory() as memory:
                 await self._start()
+                self._started = True
                 self._console.print(f"actors ready in {time.time() - started:.0f}s")
                 before = await self._evaluate(0) if self._config.train.evaluate_before_after else None
                 for step in range(1, self.steps + 1):
@@ -161,15 +202,17 @@ class Trainer:
             seed=config.seed,
             run_name=self._name,
         )
-        self._clients = [EngineClient(engine, f"engine-{index}") for index, engine in enumerate(self._engines)]
+        self._clients = [EngineClient(index, self._name) for index in range(len(self._engines))]
         self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
         judge_workers, union = start_judge_workers(self._judge, self._name)
         self._workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
         self._advantages = start_advantage_computer(config.algorithm, self._name)
         self._store = start_run_store(self._run.path, self._name)
+        ready = [engine.start.remote() for engine in self._engines]
         if config.algorithm.reward == "rubric":
-            await judge_workers[0].check.remote()
-        await asyncio.gather(*(engine.start.remote() for engine in self._engines), self._learner.start())
+            # First, because a judge that refuses us is known in seconds and the rest takes longer to start.
+            ready.insert(0, judge_workers[0].check.remote())
+        await asyncio.gather(*ready, self._learner.start())
         self._pipeline = Pipeline(
             config.algorithm,
             self._pool(self._workers),
@@ -315,32 +358,6 @@ class Trainer:
             self._config.seed,
         )
 
-    def _usable_prompts(self) -> dict[str, tuple[Message, ...]]:
-        """Prompts of the training tasks that fit ``agent.max_prompt_length``."""
-        from transformers import AutoTokenizer
-
-        from draco_ray.agent.chat import ChatTokens
-        from draco_ray.agent.prompts import render_agent_prompt
-
-        config = self._config
-        chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
-        template = project_file(config.agent.prompt)
-        prompts = {
-            task_id: render_agent_prompt(template, load_task(config.data.root, task_id))
-            for task_id in load_split(config.data.root, config.data.train_split)
-        }
-        usable = {
-            task_id: prompt
-            for task_id, prompt in prompts.items()
-            if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
-        }
-        if len(usable) < len(prompts):
-            self._console.print(
-                f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
-                f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
-            )
-        return usable
-
     def _static_rubric(self) -> tuple[Criterion, ...]:
         algorithm = self._config.algorithm
         if algorithm.reward != "rubric" or algorithm.rubric != "static":
@@ -349,9 +366,13 @@ class Trainer:
 
     async def _stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""
-        stops = [engine.stop.remote() for engine in getattr(self, "_engines", [])]
-        stops += [worker.stop.remote() for worker in getattr(self, "_workers", [])]
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), timeout=20)
+        if not self._started:
+            # Its actors are still busy loading and would answer late; their processes end with them.
+            for actor in [*getattr(self, "_engines", []), *getattr(self, "_workers", [])]:
+                ray.kill(actor)
+        else:
+            stops = [actor.stop.remote() for actor in [*self._engines, *self._workers]]
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.gather(*stops, self._store.flush.remote()), timeout=20)
         if hasattr(self, "_learner"):
             await self._learner.stop()

@@ -1,0 +1,40 @@
+"""Running ``draco`` as a user does: a process of its own, its exit code and what it prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+DRACO = [sys.executable, "-m", "draco_ray.cli"]
+
+
+def draco(
+    *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end.
+
+    Raises:
+        subprocess.TimeoutExpired: after ``timeout`` seconds; the command and its children are ended.
+    """
+    process = start_draco(arguments, environment=environment)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def start_draco(arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, outputs piped."""
+    return subprocess.Popen(
+        [*DRACO, *arguments],
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
