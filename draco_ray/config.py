@@ -69,7 +69,7 @@ class EnvironmentConfig(Tree):
     """Of a RolloutWorker actor."""
     appworld_python: str | None = None
     """Python of AppWorld's own environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
-    isolation: Literal["auto", "bubblewrap", "namespaces", "rlimits"] = "auto"
+    isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "rlimits"] = "auto"
     """How the child that runs model-written code is confined; auto takes the strongest the host allows."""
     cell_timeout_seconds: float = Field(30.0, gt=0)
     """Wall clock of one code cell; a child that outlives it is killed and its rollout ends as server_error."""
@@ -127,10 +127,22 @@ class RuleJudgeConfig(Tree):
     """Time it takes over each reply."""
 
 
+class SelfJudgeConfig(Tree):
+    """The policy that is being trained as its own judge (Section "Ablations", "Self-judge")."""
+
+    enabled: bool = False
+    """Answer the judge's prompts with the current policy; model, api_base and key are then unused."""
+    thinking: bool = True
+    """Whether its chat template's thinking mode is on, in every phase."""
+    context_tokens: int = Field(65536, ge=1024)
+    """Longest judge prompt and reply together; the engines are started with room for it."""
+
+
 class JudgeConfig(Tree):
-    """The judge: any LiteLLM model."""
+    """The judge: any LiteLLM model, or the policy itself."""
 
     rule_judge: RuleJudgeConfig = RuleJudgeConfig()
+    self_judge: SelfJudgeConfig = SelfJudgeConfig()
 
     model: str = "openai/gpt-5.4"
     """LiteLLM model name, provider prefix included."""
@@ -185,6 +197,11 @@ class AlgorithmConfig(Tree):
     """Added to the group's standard deviation (verl)."""
     skip_useless_credit_calls: bool = True
     """Make no credit call where its result cannot matter: zero spread in the group, or no surviving criterion."""
+    skip_inert_credit_calls: bool = False
+    """Make no credit call for a rollout whose surviving verdicts are unanimous: Eq. credit then gives every step the
+    same total, whichever steps are named. Lossless unless the credit call would have overridden a verdict."""
+    credit_surviving_only: bool = True
+    """Send only surviving criteria to the credit call; the others cannot enter the step quality."""
 
 
 class LearnerConfig(Tree):

@@ -163,14 +163,15 @@ class Pipeline:
         credits = None
         if self._credit_matters(group.reward):
             credits = await _gather(
-                self._credit(group, member, rubric, score) for member, score in zip(members, scores, strict=True)
+                self._credit(group, group.reward, member, rubric, score)
+                for member, score in zip(members, scores, strict=True)
             )
         result = self._advantages.from_verdicts.remote(
             group.name,
             numbers,
             [member.trajectory for member in members],
             [score.judged for score in scores],
-            None if credits is None else [credit.judged for credit in credits],
+            None if credits is None else [credit and credit.judged for credit in credits],
         )
         return await self._credited(group, rubric, result)
 
@@ -189,13 +190,18 @@ class Pipeline:
     async def _score(self, group: Group, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
         return self._noted(group, await self._judges.score(member, rubric))
 
-    async def _credit(self, group: Group, member: Member, rubric: ray.ObjectRef[Any], score: Judgement) -> Judgement:
+    async def _credit(
+        self, group: Group, reward: RewardSummary, member: Member, rubric: ray.ObjectRef[Any], score: Judgement
+    ) -> Judgement | None:
         if not score.ok:
             return score  # No verdicts to attribute: the rollout has left the statistics already.
-        return self._noted(group, await self._judges.credit(member, rubric, score))
+        if self._config.skip_inert_credit_calls and member.rollout in reward.unanimous:
+            return None
+        asked = reward.surviving if self._config.credit_surviving_only else None
+        return self._noted(group, await self._judges.credit(member, rubric, score, asked))
 
     def _credit_matters(self, reward: RewardSummary) -> bool:
-        useless = not reward.has_spread or reward.surviving == 0
+        useless = not reward.has_spread or not reward.surviving
         return self._config.credit and not (useless and self._config.skip_useless_credit_calls)
 
     async def _credited(

@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from draco_ray.actors.messages import AdvantageSummary, RewardSummary
+from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.config import AlgorithmConfig
@@ -40,9 +41,12 @@ class AdvantageComputerActor:
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         surviving_K = surviving_criteria(verdict_GK)
         rewards_G = rubric_rewards(verdict_GK, surviving_K)
+        # |R| is 1 exactly when the applicable verdicts agree.
+        unanimous = tuple(rollout for rollout, reward in zip(scored, rewards_G, strict=True) if abs(reward) == 1.0)
         return RewardSummary(
             criteria=verdict_GK.shape[1],
-            surviving=int(surviving_K.sum()),
+            surviving=tuple(int(index) for index in np.flatnonzero(surviving_K)),
+            unanimous=unanimous,
             scored=tuple(scored),
             rewards=tuple(float(reward) for reward in rewards_G),
             applicable=int((verdict_GK != Verdict.NOT_APPLICABLE).sum()),
@@ -56,16 +60,24 @@ class AdvantageComputerActor:
         rollouts: Sequence[int],
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
         scores: Sequence[ray.ObjectRef[Scores]],
-        attributions: Sequence[ray.ObjectRef[Attributions]] | None,
+        attributions: Sequence[ray.ObjectRef[Attributions] | None] | None,
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """Step credit (Eq. ``credit``); ``attributions`` None means that no credit call was worth making."""
+        """Step credit (Eq. ``credit``).
+
+        ``attributions`` None means that no credit call was worth making for the group; an entry None, that the
+        rollout's verdicts are unanimous and no call was made for it.
+        """
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
         cited: dict[int, Sequence[Attribution] | None] = dict.fromkeys(rollouts, ())
         if attributions is not None:
             for rollout, ref in zip(rollouts, attributions, strict=True):
-                judged = await ref
-                cited[rollout] = judged.value if judged.ok else None
+                if ref is None:
+                    row = verdict_GK[scored.index(rollout)] * surviving_criteria(verdict_GK)
+                    cited[rollout] = unanimous_attributions(row) if played[rollout].steps else ()
+                else:
+                    judged = await ref
+                    cited[rollout] = judged.value if judged.ok else None
         advantages = group_advantages(
             group,
             verdict_GK,

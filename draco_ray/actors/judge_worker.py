@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from draco_ray.actors.messages import PhaseSummary
+from draco_ray.actors.policy_engine import EngineClient
 from draco_ray.config import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.records import (
@@ -25,13 +27,25 @@ from draco_ray.records import (
 Rubric = tuple[Criterion, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How a self-judge reaches the policy."""
+
+    samplers: Sequence[EngineClient]
+    model_path: str
+
+
 class JudgeWorkerActor:
     """One asynchronous judge client with many calls in flight."""
 
-    def __init__(self, config: JudgeConfig) -> None:
-        from draco_ray.judging.judge import build_judge
+    def __init__(self, config: JudgeConfig, policy: Policy) -> None:
+        from draco_ray.judging.judge import build_judge, build_self_judge
 
-        self._judge: Judge = build_judge(config)
+        self._judge: Judge = (
+            build_self_judge(config, policy.samplers, policy.model_path)
+            if config.self_judge.enabled
+            else build_judge(config)
+        )
 
     async def check(self) -> None:
         """Raise JudgeUnavailable now rather than in the middle of a step."""
@@ -83,23 +97,29 @@ class JudgeWorkerActor:
 
     @ray.method(num_returns=2)
     async def credit(
-        self, trajectory: Trajectory, rubric: Judged[Rubric], scores: Judged[tuple[ScoredCriterion, ...]]
+        self,
+        trajectory: Trajectory,
+        rubric: Judged[Rubric],
+        scores: Judged[tuple[ScoredCriterion, ...]],
+        criteria: tuple[int, ...] | None,
     ) -> tuple[Judged[tuple[Attribution, ...]], PhaseSummary]:
-        """The steps responsible for each verdict."""
+        """The steps responsible for each verdict, or for those of ``criteria``."""
         started = time.time()
-        judged = await self._judge.credit(trajectory, rubric.value or (), scores.value or (), _context(trajectory))
+        judged = await self._judge.credit(
+            trajectory, rubric.value or (), scores.value or (), _context(trajectory), criteria
+        )
         return judged, _summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
 
 
-def start_judge_workers(config: JudgeConfig, run_name: str) -> tuple[list[Any], Any]:
+def start_judge_workers(config: JudgeConfig, policy: Policy, run_name: str) -> tuple[list[Any], Any]:
     """The pool of judge workers and the union actor, all asking for the custom ``judge`` resource."""
     remote = ray.remote(JudgeWorkerActor)
     options = {"num_cpus": 0, "resources": {"judge": 1}, "max_concurrency": 4 * config.concurrency_per_worker}
     workers = [
-        remote.options(name=f"JudgeWorker-{index}@{run_name}", **options).remote(config)
+        remote.options(name=f"JudgeWorker-{index}@{run_name}", **options).remote(config, policy)
         for index in range(config.workers)
     ]
-    union = remote.options(name=f"RubricUnion@{run_name}", **options).remote(config)
+    union = remote.options(name=f"RubricUnion@{run_name}", **options).remote(config, policy)
     return workers, union
 
 

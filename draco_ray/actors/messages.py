@@ -56,7 +56,10 @@ class RewardSummary:
     """Rewards of a group after dropout, before credit."""
 
     criteria: int
-    surviving: int
+    surviving: tuple[int, ...]
+    """Indices of the criteria that some rollout failed."""
+    unanimous: tuple[int, ...]
+    """Rollouts whose applicable surviving verdicts, at least one, are all passes or all fails."""
     scored: tuple[int, ...]
     """Rollouts that have a reward."""
     rewards: tuple[float, ...]

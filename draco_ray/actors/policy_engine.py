@@ -36,9 +36,11 @@ class PolicyEngineActor:
         """Load the model; raises EngineError."""
         await self._engine.start()
 
-    async def sample(self, token_ids: list[int], max_tokens: int, seed: int | None) -> Sample:
-        """See `draco_ray.engine.sampler.Sampler.sample`."""
-        return await self._engine.sample(token_ids, max_tokens=max_tokens, seed=seed)
+    async def sample(
+        self, token_ids: list[int], max_tokens: int, seed: int | None, temperature: float | None
+    ) -> Sample:
+        """See `draco_ray.engine.vllm_engine.VllmEngine.sample`."""
+        return await self._engine.sample(token_ids, max_tokens=max_tokens, seed=seed, temperature=temperature)
 
     async def load_adapter(self, adapter: Adapter) -> float:
         """Switch new requests to ``adapter``; returns seconds."""
@@ -91,9 +93,11 @@ class EngineClient:
     def _handle(self) -> Any:
         return ray.get_actor(self._actor_name)
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
-        """See `draco_ray.engine.sampler.Sampler.sample`."""
-        sample: Sample = await self._handle.sample.remote(token_ids, max_tokens, seed)
+    async def sample(
+        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
+    ) -> Sample:
+        """See `draco_ray.engine.vllm_engine.VllmEngine.sample`."""
+        sample: Sample = await self._handle.sample.remote(token_ids, max_tokens, seed, temperature)
         return sample
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:

@@ -154,9 +154,11 @@ class JudgePool:
         """Verdicts of one rollout."""
         return await self._call(Phase.SCORE, _label(member), member.trajectory, rubric)
 
-    async def credit(self, member: Member, rubric: ray.ObjectRef[Any], scores: Judgement) -> Judgement:
-        """Citations of one rollout."""
-        return await self._call(Phase.CREDIT, _label(member), member.trajectory, rubric, scores.judged)
+    async def credit(
+        self, member: Member, rubric: ray.ObjectRef[Any], scores: Judgement, criteria: tuple[int, ...] | None
+    ) -> Judgement:
+        """Citations of one rollout, for the criteria of those indices or for all."""
+        return await self._call(Phase.CREDIT, _label(member), member.trajectory, rubric, scores.judged, criteria)
 
     async def _call(self, phase: Phase, label: str, *arguments: Any) -> Judgement:
         index = self._load.index(min(self._load))

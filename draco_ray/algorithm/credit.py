@@ -156,6 +156,26 @@ def is_inert(quality: StepQuality, fallback: CreditFallback) -> bool:
     return fallback is not CreditFallback.NONE or not quality.mixed
 
 
+def unanimous_attributions(verdict_K: IntArray) -> tuple[Attribution, ...]:
+    """Stands in for the credit call of a rollout whose verdicts all agree.
+
+    Every cited step then has the same quality, and an uncited one the mean of them: Eq. ``credit`` gives every step the
+    same total whichever steps are named, so the first is.
+
+    Args:
+        verdict_K: the surviving verdicts; 0 where a criterion does not apply or did not survive.
+    Raises:
+        ValueError: if they do not agree, or none applies.
+    """
+    applicable = np.flatnonzero(verdict_K)
+    verdicts = {int(verdict_K[index]) for index in applicable}
+    if len(verdicts) != 1:
+        raise ValueError(f"verdicts {sorted(verdicts)} are not unanimous")
+    return tuple(
+        Attribution(criterion=int(index), verdict=Verdict(verdicts.copy().pop()), steps=(1,)) for index in applicable
+    )
+
+
 def quality_spread(quality_M: FloatArray) -> float:
     """How unevenly credit divides an advantage: the (population) standard deviation of Q_j over a trajectory's steps.
 

@@ -108,7 +108,9 @@ class VllmEngine:
         # Importing vLLM and waiting for its core takes seconds: not in the event loop.
         self._llm = await asyncio.to_thread(self._launch)
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
+    async def sample(
+        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
+    ) -> Sample:
         """Continue ``token_ids`` by at most ``max_tokens`` tokens with the adapter that is current now.
 
         A swap during generation does not touch it: it ends with the version it began with, and says so.
@@ -117,6 +119,7 @@ class VllmEngine:
             token_ids: the whole sequence so far; what an earlier call left in the prefix cache is not computed again.
             max_tokens: at least 1; generation also ends where the sequence reaches the model's length.
             seed: makes the draw repeatable for equal log-probs.
+            temperature: instead of the configured one, for requests that are not rollouts.
         Returns: the sampled tokens, the end-of-turn token included, with their log-probs under the model as it is:
             temperature 1, nothing cut off. That is what the learner recomputes. It is the distribution sampled from
             only with the default sampling parameters; another temperature, top_p or top_k makes samples that are
@@ -132,7 +135,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            temperature=self._config.temperature,
+            temperature=self._config.temperature if temperature is None else temperature,
             top_p=self._config.top_p,
             top_k=self._config.top_k,
             max_tokens=max_tokens,
@@ -297,6 +300,7 @@ class VllmEngine:
             arguments |= {"enable_lora": True, "max_loras": LIVE_ADAPTERS, "max_lora_rank": rank}
         if cpu:
             arguments |= {
+                "worker_cls": "draco_ray.engine.cpu_lora.CpuWorker",
                 "kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
                 # A prompt computed in parts makes vLLM 0.32 rewind the generator of a seeded request, which its CPU
                 # generators cannot do: the engine core dies. Whole prompts only, so a batch must hold the longest.

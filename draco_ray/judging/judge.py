@@ -10,7 +10,8 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from draco_ray.config import JudgeConfig
 from draco_ray.errors import ReplyError
@@ -29,6 +30,9 @@ from draco_ray.records import (
     Trajectory,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from draco_ray.judging.self_judge import JudgeSampler
 
 Rubric = tuple[Criterion, ...]
 Scores = tuple[ScoredCriterion, ...]
@@ -228,6 +232,21 @@ def build_judge(config: JudgeConfig) -> Judge:
 
     cache = None if config.cache is None else ReplyCache(config.cache)
     return Judge(LiteLLMClient(config, cache), load_prompts(config.prompts), config)
+
+
+def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], model_path: str) -> Judge:
+    """The policy behind ``samplers`` as its own judge.
+
+    Raises:
+        ConfigError: the prompt set or the chat template cannot be used.
+    """
+    from transformers import AutoTokenizer
+
+    from draco_ray.judging.self_judge import SelfJudgeClient
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{Path(model_path).name}")
+    return Judge(complete, load_prompts(config.prompts), config)
 
 
 def combine_votes(votes: Sequence[Scores]) -> Scores:

@@ -55,7 +55,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "reward": _mean(reward_values),
         "pass_rate": _ratio(sum(r.passed for r in rewards), sum(r.applicable for r in rewards)),
         "criteria": _mean([r.criteria for r in rewards]),
-        "surviving_criteria": _mean([r.surviving for r in rewards]),
+        "surviving_criteria": _mean([len(r.surviving) for r in rewards]),
         "groups": len(groups),
         "groups_with_signal": sum(reward.has_spread for reward in rewards),
         "groups_failed": sum(group.state is GroupState.FAILED for group in groups),

@@ -18,7 +18,7 @@ import ray
 from rich.console import Console
 
 from draco_ray.actors.advantage_computer import start_advantage_computer
-from draco_ray.actors.judge_worker import start_judge_workers
+from draco_ray.actors.judge_worker import Policy, start_judge_workers
 from draco_ray.actors.policy_engine import EngineClient, start_policy_engines
 from draco_ray.actors.pools import JudgePool, RolloutPool
 from draco_ray.actors.rollout_worker import start_rollout_workers
@@ -86,7 +86,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
 def _judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
     """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs."""
     judge = config.judge
-    if not judge.rule_judge.start or config.algorithm.reward != "rubric":
+    if not judge.rule_judge.start or judge.self_judge.enabled or config.algorithm.reward != "rubric":
         yield judge
         return
     from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
@@ -194,6 +194,8 @@ class Trainer:
     async def _start(self) -> None:
         config = self._config
         length = config.agent.max_prompt_length + config.agent.max_response_length
+        if self._judge.self_judge.enabled:
+            length = max(length, self._judge.self_judge.context_tokens)
         self._engines = start_policy_engines(
             config.engine,
             config.model,
@@ -204,7 +206,9 @@ class Trainer:
         )
         self._clients = [EngineClient(index, self._name) for index in range(len(self._engines))]
         self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
-        judge_workers, union = start_judge_workers(self._judge, self._name)
+        judge_workers, union = start_judge_workers(
+            self._judge, Policy(samplers=self._clients, model_path=config.model.path), self._name
+        )
         self._workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
         self._advantages = start_advantage_computer(config.algorithm, self._name)
         self._store = start_run_store(self._run.path, self._name)

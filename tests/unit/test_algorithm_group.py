@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from draco_ray.algorithm.advantage import group_advantages_G
+from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
@@ -250,3 +251,28 @@ def test_the_algorithm_loads_neither_ray_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_unanimous_verdicts_need_no_citations() -> None:
+    """Whatever a credit call would have cited, unanimous verdicts give every step the same total."""
+    verdict_GK = np.array([[1, 1, 0], [-1, -1, 1], [1, -1, 1]])
+    tokens = [np.array([3, 5, 2]), np.array([4, 4]), np.array([6, 1])]
+    called = [
+        [
+            Attribution(criterion=0, verdict=Verdict.PASS, steps=(2, 3)),
+            Attribution(criterion=1, verdict=Verdict.PASS, steps=(3,)),
+        ],
+        [Attribution(criterion=0, verdict=Verdict.FAIL, steps=(1,))],
+        [Attribution(criterion=1, verdict=Verdict.FAIL, steps=(2,))],
+    ]
+    replaced = [unanimous_attributions(np.array([1, 1, 0])), *called[1:]]
+    first, second = (
+        group_advantages("g", verdict_GK, cited, tokens, [0, 1, 2], credit=True).rollouts[0]
+        for cited in (called, replaced)
+    )
+    assert first.advantage != 0
+    np.testing.assert_allclose(first.step_advantage_M, second.step_advantage_M)
+    assert first.inert
+    assert second.inert
+    with pytest.raises(ValueError, match="not unanimous"):
+        unanimous_attributions(np.array([1, -1]))

@@ -82,7 +82,9 @@ def groups() -> list[Group]:
         a_phase(Phase.SCORE, 11, 13),
         a_phase(Phase.SCORE, 12, 14, error="cannot be parsed", failed_calls=2),
     ]
-    good.reward = RewardSummary(criteria=4, surviving=2, scored=(0, 1), rewards=(1.0, 0.0), applicable=6, passed=3)
+    good.reward = RewardSummary(
+        criteria=4, surviving=(0, 3), unanimous=(0,), scored=(0, 1), rewards=(1.0, 0.0), applicable=6, passed=3
+    )
     good.advantage = AdvantageSummary(
         rollouts=(0, 1), inert=1, fallbacks={"none": 1, "no_citation": 1}, quality_spread=0.2, tokens=40
     )

@@ -1,0 +1,119 @@
+"""The self-judge: the policy's own engine answers, through its chat template, with thinking on or off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from draco_ray.config import JudgeConfig, Price, SelfJudgeConfig
+from draco_ray.configuration import load_config
+from draco_ray.engine.sampler import Sample
+from draco_ray.errors import EngineError
+from draco_ray.judging.complete import Request
+from draco_ray.judging.example import PROMPT
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.self_judge import SelfJudgeClient
+from draco_ray.records import Message
+from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
+
+HELLO = Request(messages=(Message(role="user", content="Judge this."),))
+CRITERION = {"title": "Reads all pages", "description": "d", "evaluator_instruction": "e"}
+
+
+@dataclass
+class Engine:
+    """Samples a fixed text, and remembers what it was asked."""
+
+    tokenizer: Any
+    text: str
+    finish_reason: str = "stop"
+    room: int = 100_000
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def sample(
+        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
+    ) -> Sample:
+        if len(token_ids) >= self.room:
+            raise EngineError(f"prompt of {len(token_ids)} tokens leaves no room")
+        self.asked.append({"prompt": token_ids, "max_tokens": max_tokens, "seed": seed, "temperature": temperature})
+        ids = self.tokenizer.encode(self.text, add_special_tokens=False)
+        return Sample(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=self.finish_reason, policy_version=3)
+
+
+def client(template: str, text: str, *, thinking: bool = True, **engine: Any) -> tuple[SelfJudgeClient, Engine]:
+    tokenizer = chat_tokenizer(template)
+    judge = JudgeConfig(
+        self_judge=SelfJudgeConfig(enabled=True, thinking=thinking),
+        prices={"toy": Price(input=1.0, output=2.0)},
+        max_tokens=777,
+    )
+    sampler = Engine(tokenizer, text, **engine)
+    return SelfJudgeClient([sampler], tokenizer, judge, model="self/toy"), sampler
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN35])
+async def test_reasoning_is_left_out_of_the_answer(template: str) -> None:
+    complete, _ = client(template, 'I would say {"no": 1}.\n</think>\n\n{"yes": 2}')
+    if template == QWEN3:
+        complete, _ = client(template, '<think>\nI would say {"no": 1}.\n</think>\n\n{"yes": 2}')
+    answer = await complete(HELLO)
+    assert json.loads(answer.text) == {"yes": 2}
+    assert answer.finish_reason == "stop"
+
+
+async def test_reasoning_that_never_ends_is_a_cut_reply() -> None:
+    complete, _ = client(QWEN35, '[{"title": "looks like an answer"}]')
+    assert (await complete(HELLO)).finish_reason == "length"
+
+
+async def test_the_judges_own_temperature_tokens_and_price() -> None:
+    complete, engine = client(QWEN3, "fine", thinking=False)
+    answer = await complete(HELLO)
+    (asked,) = engine.asked
+    assert asked["max_tokens"] == 777
+    assert asked["temperature"] == 0.1
+    assert answer.input_tokens == len(asked["prompt"])
+    assert answer.dollars == pytest.approx((answer.input_tokens + 2 * answer.output_tokens) / 1e6)
+    assert answer.dollars > 0
+
+
+async def test_votes_are_drawn_independently_and_repeatably() -> None:
+    complete, engine = client(QWEN3, "fine", thinking=False)
+    for vote in (0, 1, 2, 0):
+        await complete(Request(messages=HELLO.messages, vote=vote))
+    seeds = [asked["seed"] for asked in engine.asked]
+    assert len(set(seeds)) == 3
+    assert seeds[0] == seeds[3]
+
+
+async def test_a_prompt_beyond_the_context_fails_the_call_only() -> None:
+    complete, _ = client(QWEN3, "fine", thinking=False, room=3)
+    answer = await complete(HELLO)
+    assert answer.error is not None
+    assert "leaves no room" in answer.error
+
+
+async def test_a_phase_through_the_policy() -> None:
+    reply = json.dumps([CRITERION])
+    complete, _ = client(QWEN35, f"thinking\n</think>\n{reply}")
+    config = load_config("sandbox", [], "self-judge").judge
+    judged = await Judge(complete, load_prompts(config.prompts), config).stage1(
+        PROMPT, CallContext(group="step1/t_1", task_id="t_1")
+    )
+    assert judged.ok, judged.error
+    assert [criterion.title for criterion in judged.value or ()] == ["Reads all pages"]
+
+
+def test_settings() -> None:
+    thinking = load_config("qwen3.6-27b", [], "self-judge").judge
+    plain = load_config("qwen3.6-27b", [], "self-judge-plain").judge
+    assert thinking.self_judge.enabled
+    assert thinking.self_judge.thinking
+    assert thinking.score_votes == 3
+    assert plain.self_judge.enabled
+    assert not plain.self_judge.thinking
+    assert plain.score_votes == 1
