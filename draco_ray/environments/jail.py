@@ -1,14 +1,19 @@
-"""Confine the process that will run model-written code, then start the world server in it.
+"""Confine the processes that will run model-written code, then start the world template in the jail.
 
 Run by AppWorld's Python: ``python -m draco_ray.environments.jail '<spec as JSON>'``. Standard library only.
 
-Three levels, strongest first; what each takes away:
+Four levels, strongest first; what each leaves of the host:
 
-    namespaces   network, other processes, the file system but the interpreter, system libraries, one task's data and
-                 a little scratch memory; user (a user of its own when started by root)
+    namespaces   the interpreter, system libraries, one task's data and a little scratch memory, read-only but the
+                 last; no network, no other processes
     bubblewrap   the same, set up by ``bwrap`` where the host allows that program more than it allows us
-    rlimits      environment variables and capabilities; memory, processes, files and time are limited. The file system
-                 stays readable: for trusted policies, or inside a container that is itself the wall
+    landlock     the same files by the kernel's Landlock (Linux 6.2); other processes and the network exist but cannot
+                 be used. Needs no privilege, so it is what most containers reach
+    rlimits      the file system as the user sees it: for trusted policies, or where a container is itself the wall
+
+At every level a task has no environment variables, no capabilities, a user of its own where root starts it, limits on
+memory, files and time, and (on x86-64 and arm64) the system calls of `system_calls` are refused: no socket, no other
+process, no signals.
 """
 
 from __future__ import annotations
@@ -17,12 +22,16 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from draco_ray.environments import linux
 
-LEVELS = ("namespaces", "bubblewrap", "rlimits")
+LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
+
+UNAVAILABLE = 3
+"""Exit status: the host does not offer this level."""
 
 _EVERYTHING = linux.NEW_MOUNTS | linux.NEW_NETWORK | linux.NEW_PIDS | linux.NEW_IPC | linux.NEW_UTS | linux.NEW_CGROUP
 _SERVER_CAPABILITIES = frozenset(
@@ -39,37 +48,38 @@ _SERVER_CAPABILITIES = frozenset(
 """What the server needs to show a task's process its own task only, to change its user, to end it and to clear what it
 wrote. The task's process has none."""
 
-_FIRST_SPARE_UID = 1_900_000_000
+_FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 
+SHOWN_OF_A_TASK = ("specs.json", "dbs")
+"""Of a task's folder; its ground truth is not among them."""
+
+_MODULES = ("linux", "system_calls", "jail", "appworld_engine", "world_server", "world_template")
 _PROGRAM = "/program"
 _WORLD = "/world"
+SCRATCH_FOLDERS = ("/tmp", f"{_WORLD}/experiments")
+"""What can be written where the file system is built from mounts; the first is home."""
 _DEVICES = ("null", "zero", "random", "urandom")
 
 
 @dataclass(frozen=True)
 class JailSpec:
-    """What the slot asks for; travels as JSON on the command line, so nothing secret may be in it."""
+    """A jail to be built; travels as JSON on the command line, so nothing secret may be in it."""
 
     level: str
     control_fd: int
-    listen_fd: int
     directory: str
-    """Private folder of the slot on the host."""
+    """Private folder of the jail on the host."""
     data: str
     """The data root's ``data`` folder."""
-    evaluate: bool
-    """Whether the server may run AppWorld's evaluator, which reads ground truth."""
-    memory_mib: int
-    processes: int
     scratch_mib: int
-    cpu_seconds: int
     output_bytes: int
+    """What one cell may print."""
     world: str = ""
-    """AppWorld's root as the server sees it."""
-    task_uid: int | None = None
-    """User of the processes that run model-written code; None: the server's own."""
-    hides_tasks: bool = False
-    """Whether a task's process can be shown its own task only (needs a mount namespace)."""
+    """AppWorld's root as the processes in the jail see it."""
+    mounts: bool = False
+    """Whether the file system is built from mounts, so that a slot and a task can be given their own view of it."""
+    task_uids: tuple[int, int] | None = None
+    """First and last user that tasks may become; None: they stay who the server is."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -78,29 +88,34 @@ class JailSpec:
     @classmethod
     def from_json(cls, text: str) -> JailSpec:
         """Inverse of `to_json`."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        users = fields.pop("task_uids")
+        return cls(**fields, task_uids=tuple(users) if users else None)
 
 
 def main() -> int:
-    """Enter the jail named by the first argument. Returns the server's exit status, if it ever ends."""
+    """Enter the jail named by the first argument. Returns the template's exit status, if it ever ends."""
     spec = JailSpec.from_json(sys.argv[1])
+    linux.die_first()
     try:
         if spec.level == "namespaces":
             return _in_namespaces(spec)
         if spec.level == "bubblewrap":
             _in_bubblewrap(spec)
+        if spec.level == "landlock":
+            linux.require_landlock()
         _in_place(spec)
     except OSError as error:
         print(f"isolation level {spec.level!r} is not available: {error}", file=sys.stderr)
-    return 3
+    return UNAVAILABLE
 
 
 def _in_namespaces(spec: JailSpec) -> int:
-    task_uid: int | None = None
+    task_uids: tuple[int, int] | None = None
     try:
         # A real root needs no user namespace, and may give tasks a user of their own.
         linux.unshare(_EVERYTHING)
-        task_uid = spare_uid(Path("/proc/self/uid_map").read_text(encoding="ascii"), os.getpid())
+        task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     except PermissionError:
         linux.new_user_namespace(_EVERYTHING)
     linux.detach_mounts()
@@ -123,7 +138,7 @@ def _in_namespaces(spec: JailSpec) -> int:
         Path(f"{root}/dev/{device}").touch()
         linux.bind(f"/dev/{device}", f"{root}/dev/{device}")
         linux.seal(f"{root}/dev/{device}", devices=True)
-    for scratch in ("/tmp", f"{_WORLD}/experiments"):
+    for scratch in SCRATCH_FOLDERS:
         os.makedirs(root + scratch)
         linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
     os.mkdir(root + "/view")
@@ -134,22 +149,21 @@ def _in_namespaces(spec: JailSpec) -> int:
     child = os.fork()
     if child:
         os.close(spec.control_fd)
-        os.close(spec.listen_fd)
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status)
     linux.die_with_parent()
     linux.keep_capabilities(_SERVER_CAPABILITIES)
-    _serve(replace(spec, world=_WORLD, task_uid=task_uid, hides_tasks=True), _PROGRAM)
-    return 3
+    _serve(replace(spec, world=_WORLD, task_uids=task_uids, mounts=True), SCRATCH_FOLDERS[0], _PROGRAM)
+    return UNAVAILABLE
 
 
 def _in_bubblewrap(spec: JailSpec) -> None:
     program = shutil.which("bwrap")
     if program is None:
         raise OSError("no bwrap on PATH")
-    served = replace(spec, world=_WORLD, hides_tasks=True)
-    arguments = [*bubblewrap_arguments(served), sys.executable, *_server_arguments(served)]
-    os.execve(program, ["bwrap", *arguments], _environment(_WORLD, _PROGRAM))
+    served = replace(spec, world=_WORLD, mounts=True)
+    arguments = [*bubblewrap_arguments(served), sys.executable, *_template_arguments(served)]
+    os.execve(program, ["bwrap", *arguments], environment(_WORLD, SCRATCH_FOLDERS[0], _PROGRAM))
 
 
 def bubblewrap_arguments(spec: JailSpec) -> list[str]:
@@ -166,37 +180,45 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
         arguments += ["--symlink", source, target]
     for device in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    for scratch in ("/tmp", f"{_WORLD}/experiments"):
+    for scratch in SCRATCH_FOLDERS:
         arguments += ["--size", str(spec.scratch_mib << 20), "--perms", "1777", "--tmpfs", scratch]
     return [*arguments, "--dir", "/view", "--remount-ro", "/", "--chdir", _WORLD]
 
 
 def _in_place(spec: JailSpec) -> None:
-    world = os.path.join(spec.directory, "world")
-    os.mkdir(world)
-    os.symlink(spec.data, os.path.join(world, "data"))
-    task_uid = None
+    task_uids = None
     if os.geteuid() == 0 and _reachable_for_others(sys.prefix, sys.base_prefix, spec.data, _package()):
-        task_uid = spare_uid(Path("/proc/self/uid_map").read_text(encoding="ascii"), os.getpid())
-        os.chmod(spec.directory, 0o711)
-    for scratch in (os.path.join(world, "experiments"), os.path.join(spec.directory, "tmp")):
+        task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
+    world, home = make_world(spec.directory, spec.data)
+    _serve(replace(spec, world=world, task_uids=task_uids), home, os.path.dirname(_package()))
+
+
+def make_world(directory: str, data: str) -> tuple[str, str]:
+    """Make AppWorld's root and a home in a private folder, where there is no mount namespace to make them in.
+
+    Returns: both; what tasks may write is the home and the root's ``experiments``.
+    """
+    world, home = os.path.join(directory, "world"), os.path.join(directory, "tmp")
+    os.mkdir(world)
+    os.symlink(data, os.path.join(world, "data"))
+    os.chmod(directory, 0o711)
+    for scratch in (os.path.join(world, "experiments"), home):
         os.mkdir(scratch)
         os.chmod(scratch, 0o1777)
-    linux.adopt_orphans()
-    _serve(replace(spec, world=world, task_uid=task_uid), os.path.dirname(_package()))
+    return world, home
 
 
-def _serve(spec: JailSpec, program: str) -> None:
+def _serve(spec: JailSpec, home: str, program: str) -> None:
     os.chdir(spec.world)
-    os.execve(sys.executable, [sys.executable, *_server_arguments(spec)], _environment(spec.world, program))
+    os.execve(sys.executable, [sys.executable, *_template_arguments(spec)], environment(spec.world, home, program))
 
 
-def _server_arguments(spec: JailSpec) -> list[str]:
-    return ["-P", "-s", "-m", "draco_ray.environments.world_server", spec.to_json()]
+def _template_arguments(spec: JailSpec) -> list[str]:
+    return ["-P", "-s", "-m", "draco_ray.environments.world_template", spec.to_json()]
 
 
-def _environment(world: str, program: str) -> dict[str, str]:
-    home = "/tmp" if world == _WORLD else os.path.join(os.path.dirname(world), "tmp")
+def environment(world: str, home: str, program: str) -> dict[str, str]:
+    """All environment variables there are in the jail."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": program,
@@ -212,23 +234,34 @@ def _environment(world: str, program: str) -> dict[str, str]:
     }
 
 
-def spare_uid(uid_map: str, process: int) -> int | None:
-    """A user nobody else is, for the tasks of one slot: its processes are counted apart, and it can signal or inspect
-    no other process, not even another slot's.
+def spare_uids(uid_map: str) -> tuple[int, int] | None:
+    """Users nobody else is. A slot's tasks become one of them: their processes are counted apart, and can signal or
+    inspect no other process, not even another slot's.
 
     Args:
         uid_map: ``/proc/self/uid_map``; inside a container it may offer few users.
-        process: id of the launcher, which keeps slots apart.
-    Returns: the user's number, or None where there are fewer than a thousand.
+    Returns: the first and the last, or None where there are fewer than a thousand users.
     """
     for line in uid_map.splitlines():
         first, _, count = map(int, line.split())
-        if first <= _FIRST_SPARE_UID and first + count > _FIRST_SPARE_UID + (1 << 22):
-            return _FIRST_SPARE_UID + process
+        if first <= _FIRST_SPARE_UID and first + count > _FIRST_SPARE_UID + _SPARE_UIDS:
+            return _FIRST_SPARE_UID, _FIRST_SPARE_UID + _SPARE_UIDS - 1
         if count >= 1000:
             # The upper half: the lower one is where a container's own users are.
-            return first + count // 2 + process % (count // 2)
+            return first + count // 2, first + count - 1
     return None
+
+
+def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
+    """What may be read where Landlock stands in for mounts: the same as where there are mounts.
+
+    Args:
+        tasks: what of ``data/tasks``, relative to it.
+    """
+    shown = [source for source, _ in _visible(spec) if source != spec.data]
+    data = [os.path.join(spec.data, name) for name in os.listdir(spec.data) if name != "tasks"]
+    data += [os.path.join(spec.data, "tasks", name) for name in tasks]
+    return [*shown, *data, *(f"/dev/{device}" for device in _DEVICES)]
 
 
 def _package() -> str:
@@ -238,7 +271,7 @@ def _package() -> str:
 def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
     package = _package()
-    modules = ("__init__", *(f"environments/{name}" for name in ("__init__", "linux", "jail", "world_server")))
+    modules = ("__init__", *(f"environments/{name}" for name in ("__init__", *_MODULES)))
     pairs = [(spec.data, f"{_WORLD}/data")]
     pairs += [(f"{package}/{module}.py", f"{_PROGRAM}/draco_ray/{module}.py") for module in modules]
     system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))

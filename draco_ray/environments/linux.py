@@ -1,14 +1,17 @@
-"""The few Linux calls a jail needs, through libc: namespaces, mounts, capabilities, limits.
+"""The few Linux calls a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
 
-Standard library only: this runs under AppWorld's Python.
+Standard library only: this runs under AppWorld's Python. System calls a task is refused are in `system_calls`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
+import subprocess
+from collections.abc import Iterable
 
 NEW_MOUNTS = 0x00020000
 NEW_CGROUP = 0x02000000
@@ -26,12 +29,34 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 # New system calls have one number on every architecture.
 _SYS_MOUNT_SETATTR = 442
+_SYS_LANDLOCK_CREATE_RULESET, _SYS_LANDLOCK_ADD_RULE, _SYS_LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_CREATE_RULESET_VERSION, _LANDLOCK_RULE_PATH_BENEATH = 1, 1
+_LANDLOCK_OLDEST = 3
+"""The first version that keeps a file that may only be read from being truncated (Linux 6.2)."""
+_LANDLOCK_RIGHTS = {3: 0x7FFF, 5: 0xFFFF}
+"""All file-system rights by the version that brought them: what is not granted is denied."""
+_READ_FILE, _READ_FOLDER, _WRITE_FILE, _TRUNCATE = 0x4, 0x8, 0x2, 0x4000
+_CHANGE_FOLDER = 0x10 | 0x20 | 0x80 | 0x100
+"""Remove folders and files, make folders and regular files."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 63
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _LandlockRules(ctypes.Structure):
+    _fields_ = (
+        ("handled_access_fs", ctypes.c_uint64),
+        ("handled_access_net", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    )
+
+
+class _LandlockPath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 
 class _MountAttributes(ctypes.Structure):
@@ -93,6 +118,11 @@ def seal(target: str, *, devices: bool = False, recursive: bool = True) -> None:
         ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
     _check(result, f"mount_setattr {target}")
+
+
+def unmount(target: str) -> None:
+    """Take the topmost mount off ``target``, whoever still uses it."""
+    _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"unmount {target}")
 
 
 def enter_root(new_root: str) -> None:
@@ -171,3 +201,76 @@ def limit(*, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int) -
         hard = resource.getrlimit(name)[1]
         bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (bounded, bounded))
+
+
+def remove_all(paths: Iterable[str]) -> bool:
+    """Remove files and folders, whatever a task has made of them. Returns whether they are gone.
+
+    By programs, because folders can be nested deeper than Python's recursion goes.
+    """
+    found = list(paths)
+    for program in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*program, "--", *found], check=False, stderr=subprocess.DEVNULL)
+    return not any(map(os.path.lexists, found))
+
+
+def die_first() -> None:
+    """Have the kernel prefer this process and its descendants when the machine runs out of memory."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
+
+
+def landlock_version() -> int:
+    """Version of the kernel's Landlock interface; 0 where there is none or it is switched off."""
+    flag = ctypes.c_uint32(_LANDLOCK_CREATE_RULESET_VERSION)
+    return max(0, int(_libc.syscall(ctypes.c_long(_SYS_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), flag)))
+
+
+def require_landlock() -> None:
+    """Raises OSError where Landlock is missing or too old to hold."""
+    if landlock_version() < _LANDLOCK_OLDEST:
+        raise OSError(f"Landlock version {landlock_version()}, version {_LANDLOCK_OLDEST} (Linux 6.2) is needed")
+
+
+def reach_only(*, readable: Iterable[str], writable: Iterable[str]) -> None:
+    """Landlock: open no file outside these any more, use no TCP port, signal nobody outside (newer kernels).
+
+    Holds for this thread and what it starts, for good. Set no-new-privileges first (`drop_privileges`).
+
+    Args:
+        readable: files and folders; those that do not exist are passed over.
+        writable: files and folders that may be read too.
+    Raises: OSError where the kernel has no Landlock.
+    """
+    version = landlock_version()
+    rights = max(mask for since, mask in _LANDLOCK_RIGHTS.items() if since <= version)
+    # The kernel takes the fields it knows: TCP since version 4, signals and abstract sockets since version 6.
+    rules = _LandlockRules(rights, 0x3 if version >= 4 else 0, 0x3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = _landlock(_SYS_LANDLOCK_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(size), 0)
+    for paths, file_rights, folder_rights in (
+        (readable, _READ_FILE, _READ_FILE | _READ_FOLDER),
+        (
+            writable,
+            _READ_FILE | _WRITE_FILE | _TRUNCATE,
+            _READ_FILE | _READ_FOLDER | _WRITE_FILE | _TRUNCATE | _CHANGE_FOLDER,
+        ),
+    ):
+        for path in paths:
+            if not os.path.exists(path):
+                continue
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = _LandlockPath(folder_rights if os.path.isdir(path) else file_rights, place)
+            kind = ctypes.c_int(_LANDLOCK_RULE_PATH_BENEATH)
+            _landlock(_SYS_LANDLOCK_ADD_RULE, ctypes.c_int(ruleset), kind, ctypes.byref(rule), 0)
+            os.close(place)
+    _landlock(_SYS_LANDLOCK_RESTRICT_SELF, ctypes.c_int(ruleset), 0)
+    os.close(ruleset)
+
+
+def _landlock(number: int, *arguments: object) -> int:
+    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"Landlock: {os.strerror(code)}")
+    return result

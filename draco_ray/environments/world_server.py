@@ -1,16 +1,16 @@
-"""The process behind a slot: loads AppWorld once and forks a fresh process for every task.
+"""The process behind a slot: forks a fresh process for every task, ends it, and has its outcome evaluated.
 
-Run inside the jail by AppWorld's Python. It never runs model-written code itself; the process it forks does, serves
-AppWorld's own HTTP application on the slot's socket, and is killed with everything it started when the task is over.
-So nothing a task leaves behind (patched modules, threads, files, memory) reaches the next one, and a task begins
-within 0.2 s instead of the 3 s that loading AppWorld takes.
+Forked from a `world_template`, so AppWorld is loaded when it begins. It never runs model-written code itself; the
+process it forks does, serves AppWorld's own HTTP application on the slot's socket, and is killed with everything it
+started when the task is over. So nothing a task leaves behind (patched modules, threads, files, memory) reaches the
+next one, and a task begins within 0.2 s.
 
 The slot speaks to it over a socket, one JSON object a line:
 
     slot   {"do": "task", "task_id": ...}        end the current task, fork a process for this one
            {"do": "evaluate", "task_id": ...}    end the task's process, run AppWorld's evaluator on what it saved
            {"do": "clear"}                       end the task's process
-    server {"event": "ready"}                    AppWorld is loaded
+    server {"event": "forked"}                   it exists
            {"event": "done"}                     a "task" or "clear" has been carried out
            {"event": "exited", "status": ...}    the task's process ended by itself
            {"event": "evaluated", ...}           AppWorld's verdict, or "error"
@@ -20,75 +20,79 @@ End of file on that socket ends the server: it cannot outlive its slot.
 
 from __future__ import annotations
 
-import functools
-import gc
-import importlib
-import io
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from draco_ray.environments import linux
-from draco_ray.environments.jail import JailSpec
-
-EXPERIMENT = "slot"
-"""AppWorld's name for the folder a task's state is saved in."""
-
-_CUT = "\n[output cut at {limit} bytes]\n"
+from draco_ray.environments.appworld_engine import serve, verdict
+from draco_ray.environments.jail import SHOWN_OF_A_TASK, JailSpec, readable_in_place
+from draco_ray.environments.system_calls import refuse_system_calls
 
 
-class BoundedText(io.StringIO):
-    """Captured standard output that keeps the first ``limit`` bytes and forgets the rest."""
+@dataclass(frozen=True)
+class SlotSpec:
+    """What a slot asks of its server."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-        self._left = limit
+    directory: str
+    """Private folder of the slot on the host."""
+    evaluate: bool
+    """Whether AppWorld's evaluator, which reads ground truth, may be run."""
+    memory_mib: int
+    processes: int
+    scratch_mib: int
+    cpu_seconds: int
 
-    def write(self, text: str) -> int:
-        """Take what still fits. Returns the length of ``text``: the writer does not notice."""
-        if self._left > 0:
-            # At most `left` characters can fit, so a huge text is cut before it is encoded.
-            kept = cut_to_bytes(text[: self._left + 1], self._left)
-            self._left -= len(kept.encode("utf-8", "surrogatepass"))
-            super().write(kept)
-            if len(kept) < len(text):
-                self._left = 0
-                super().write(_CUT.format(limit=self._limit))
-        return len(text)
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
 
-
-def cut_to_bytes(text: str, limit: int) -> str:
-    """The longest prefix of ``text`` of at most ``limit`` bytes in UTF-8."""
-    data = text.encode("utf-8", "surrogatepass")
-    if len(data) <= limit:
-        return text
-    return data[:limit].decode("utf-8", "ignore")
+    @classmethod
+    def from_json(cls, text: str) -> SlotSpec:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
 
 
 class WorldServer:
     """Forks and ends the processes of tasks, at the slot's word."""
 
-    def __init__(self, spec: JailSpec) -> None:
-        self._spec = spec
-        self._control = socket.socket(fileno=spec.control_fd)
-        self._listener = socket.socket(fileno=spec.listen_fd)
+    def __init__(
+        self,
+        jail: JailSpec,
+        slot: SlotSpec,
+        control: socket.socket,
+        listener: socket.socket,
+        *,
+        scratch: Sequence[str],
+        task_uid: int | None,
+    ) -> None:
+        """Take over the sockets.
+
+        Args:
+            scratch: the folders a task may write in.
+            task_uid: user of the processes that run model-written code; None: the server's own.
+        """
+        self._jail = jail
+        self._slot = slot
+        self._control = control
+        self._listener = listener
+        self._scratch = tuple(scratch)
+        self._task_uid = task_uid
         self._task_pid: int | None = None
         self._received = b""
 
     def run(self) -> None:
         """Serve the slot until it closes its end."""
-        prepare(self._spec.output_bytes)
         wake_reader, wake_writer = os.pipe()
         os.set_blocking(wake_writer, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        self._say(event="ready")
         while True:
             ready, _, _ = select.select([self._control.fileno(), wake_reader], [], [])
             if wake_reader in ready:
@@ -131,15 +135,17 @@ class WorldServer:
         _forget_signals()
         os.setsid()
         self._control.close()
-        if self._spec.hides_tasks:
-            show_only(task_id, os.path.join(self._spec.world, "data", "tasks"))
-        self._confine()
+        if self._jail.mounts:
+            show_only(task_id, os.path.join(self._jail.world, "data", "tasks"))
+        self._confine([os.path.join(task_id, name) for name in SHOWN_OF_A_TASK])
         serve(self._listener)
 
-    def _confine(self) -> None:
-        spec = self._spec
+    def _confine(self, tasks: list[str]) -> None:
+        """Give up everything but what is in sight. ``tasks``: what to read of the tasks' folder, where Landlock says
+        what is in sight."""
+        spec = self._slot
         processes = spec.processes
-        if spec.task_uid is None and not spec.hides_tasks:
+        if self._task_uid is None and not self._jail.mounts:
             # In the host's own user namespace the limit counts everything else this user runs.
             processes += _processes_of(os.getuid())
         linux.limit(
@@ -148,13 +154,16 @@ class WorldServer:
             file_mib=spec.scratch_mib,
             cpu_seconds=spec.cpu_seconds,
         )
-        linux.drop_privileges(spec.task_uid)
+        linux.drop_privileges(self._task_uid)
         linux.close_to_inspection()
         linux.die_with_parent()
+        refuse_system_calls()
+        if self._jail.level == "landlock":
+            linux.reach_only(readable=readable_in_place(self._jail, tasks), writable=(*self._scratch, os.devnull))
 
     def _evaluate(self, task_id: str) -> dict[str, Any]:
         """Run AppWorld's evaluator in a process of its own, which has never seen the model's code."""
-        if not self._spec.evaluate:
+        if not self._slot.evaluate:
             return {"error": "this slot was started without ground truth"}
         reader, writer = os.pipe()
         child = os.fork()
@@ -162,9 +171,9 @@ class WorldServer:
             try:
                 _forget_signals()
                 self._control.close()
-                self._confine()
+                self._confine([task_id])
                 with open(writer, "w", encoding="utf-8") as pipe:
-                    json.dump(_verdict(task_id), pipe)
+                    json.dump(verdict(task_id), pipe)
             finally:
                 os._exit(0)
         os.close(writer)
@@ -205,64 +214,12 @@ class WorldServer:
                 os.waitpid(child, 0)
 
     def _clear_scratch(self) -> None:
-        home = os.environ["HOME"]
-        for folder in (os.path.join(self._spec.world, "experiments"), home):
-            for entry in os.scandir(folder):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    os.unlink(entry.path)
-
-
-def prepare(output_bytes: int) -> None:
-    """Import what a task needs and bound what it can print, so that forks share it."""
-    import uvicorn.lifespan.off
-    import uvicorn.loops.asyncio
-    import uvicorn.protocols.http.h11_impl  # noqa: F401
-    from appworld.apps import build_main_app, get_all_apps
-    from appworld.collections.api_docs import ApiDocCollection
-    from appworld.environment import AppWorld
-    from appworld.serve.environment import app
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
-
-    for name in get_all_apps():
-        importlib.import_module(f"appworld.apps.{name}.models")
-    build_main_app(get_all_apps())
-    # AppWorld caches both by their arguments; these are the ones it loads a task with.
-    ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)), include_response_schemas=True)
-
-    capture: Any = importlib.import_module("IPython.utils.capture")
-    capture.StringIO = functools.partial(BoundedText, output_bytes)
-    execute = AppWorld.execute
-
-    def execute_bounded(self: Any, code: str) -> str:
-        message = execute(self, code)
-        if len(message) > output_bytes // 4:
-            return cut_to_bytes(message[: output_bytes + 1], output_bytes)
-        return message
-
-    AppWorld.execute = execute_bounded
-
-    async def describe(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"[:2000]}, status_code=500)
-
-    app.add_exception_handler(Exception, describe)
-    # What is loaded stays: the collector need not touch (and so copy) its pages in every fork.
-    gc.collect()
-    gc.freeze()
-
-
-def serve(listener: socket.socket) -> None:
-    """Answer AppWorld's HTTP protocol on ``listener`` until killed."""
-    import uvicorn
-    from appworld.serve.environment import app
-
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
-    config = uvicorn.Config(app, http="h11", loop="asyncio", lifespan="off", access_log=False, log_config=None)
-    uvicorn.Server(config).run(sockets=[listener])
+        for folder in self._scratch:
+            if self._jail.mounts:
+                linux.unmount(folder)
+                linux.mount_tmpfs(folder, self._slot.scratch_mib, 0o1777)
+            elif (found := [entry.path for entry in os.scandir(folder)]) and not linux.remove_all(found):
+                raise OSError(f"{folder} cannot be cleared")
 
 
 def show_only(task_id: str, tasks: str) -> None:
@@ -273,7 +230,7 @@ def show_only(task_id: str, tasks: str) -> None:
     linux.unshare(linux.NEW_MOUNTS)
     linux.detach_mounts()
     linux.mount_tmpfs("/view", 1, 0o755)
-    for name in ("specs.json", "dbs"):
+    for name in SHOWN_OF_A_TASK:
         source, target = os.path.join(tasks, task_id, name), os.path.join("/view", task_id, name)
         if os.path.isdir(source):
             os.makedirs(target)
@@ -285,16 +242,6 @@ def show_only(task_id: str, tasks: str) -> None:
     linux.bind("/view", tasks)
     linux.seal("/view", recursive=False)
     linux.seal(tasks, recursive=False)
-
-
-def _verdict(task_id: str) -> dict[str, Any]:
-    from appworld.evaluator import evaluate_task
-
-    try:
-        tracker = evaluate_task(task_id, EXPERIMENT, suppress_errors=True, save_report=False)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
-    return {"verdict": tracker.to_dict(stats_only=False)}
 
 
 def _forget_signals() -> None:
@@ -324,8 +271,3 @@ def _processes_of(uid: int) -> int:
         except OSError:
             continue
     return count
-
-
-if __name__ == "__main__":
-    linux.close_to_inspection()
-    WorldServer(JailSpec.from_json(sys.argv[1])).run()
