@@ -1,6 +1,6 @@
 """Train on the Ray cluster this job was submitted to.
 
-    ray job submit --working-dir . -- python jobs/train.py sandbox train.steps=3
+ray job submit --working-dir . -- python jobs/train.py sandbox train.steps=3
 """
 
 import sys

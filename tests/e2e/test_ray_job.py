@@ -1,0 +1,81 @@
+"""The program as an operator runs it: `ray start --head`, `ray job submit`, token authentication on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draco_ray.runs.directory import RunDirectory
+from tests.e2e.test_training import GROUP, PROMPTS, arguments
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.timeout(600)
+def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(32))
+    gcs, dashboard = free_port(), free_port()
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "RAY_worker_maximum_startup_concurrency": "8",
+        "DRACO_APPWORLD_PYTHON": os.environ.get(
+            "DRACO_APPWORLD_PYTHON", str(REPOSITORY / ".venv-appworld" / "bin" / "python")
+        ),
+    }
+    head = subprocess.Popen(
+        [
+            *(*RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4"),
+            *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={tmp_path / 'ray'}"),
+            *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+            *("--resources", '{"judge": 8}', "--object-store-memory", str(200 << 20)),
+        ],
+        env={name: value for name, value in environment.items() if name != "RAY_ADDRESS"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait = [
+            "bash",
+            "-c",
+            f"for i in $(seq 240); do (</dev/tcp/127.0.0.1/{dashboard}) 2>/dev/null && exit; sleep 0.5; done; exit 1",
+        ]
+        subprocess.run(wait, check=True)
+        words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
+        submitted = subprocess.run(
+            [
+                *(*RAY, "job", "submit", "--working-dir", str(REPOSITORY / "jobs"), "--"),
+                *(sys.executable, "train.py", *words, "train.steps=1", "data.eval_tasks=1"),
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        assert "succeeded" in submitted.stdout + submitted.stderr
+        assert "held-out TGC" in submitted.stdout
+    finally:
+        head.terminate()
+        head.wait(timeout=60)
+    run = RunDirectory.open(tmp_path / "job")
+    assert run.table("trajectories").num_rows == PROMPTS * GROUP
+    assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}
