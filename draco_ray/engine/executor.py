@@ -10,29 +10,10 @@ not want. An executor given as a class is left alone.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
-
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-
-def die_with_parent() -> None:
-    """Kill this process, without ceremony, as soon as the one that spawned it has ended.
-
-    Does nothing in a process that `multiprocessing` did not start.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+from draco_ray.engine.lifetime import die_with_parent
 
 
 class AttachedExecutor(UniProcExecutor):

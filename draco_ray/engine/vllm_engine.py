@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import time
@@ -84,6 +85,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._current: _Version | None = None
         self._requests = itertools.count()
+        self._unfinished: set[str] = set()
         self._adapter_ids = itertools.count(1)
         self._swap = asyncio.Lock()
 
@@ -106,7 +108,7 @@ class VllmEngine:
         self._architectures = architectures(self._model.path)
         self._files.clear()
         # Importing vLLM and waiting for its core takes seconds: not in the event loop.
-        self._llm = await asyncio.to_thread(self._launch)
+        await asyncio.to_thread(self._launch)
 
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
@@ -215,36 +217,55 @@ class VllmEngine:
         return time.perf_counter() - began
 
     async def stop(self) -> None:
-        """End the engine core and remove the adapter files. Safe to call twice, and before `start`."""
+        """End the engine core and remove the adapter files; unfinished requests fail with EngineError.
+
+        Safe to call twice, and before `start`.
+        """
         llm, self._llm, self._current = self._llm, None, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
-            self._files.remove()
+        if llm is None:
+            return
+        with contextlib.suppress(Exception):  # The core may be dead already.
+            await llm.abort(list(self._unfinished))
+        # The core holds nothing worth seconds of orderly teardown. In this thread, so that vLLM's output handler does
+        # not find it dead and report that at length before it is cancelled.
+        llm.shutdown(timeout=0)
+        self._files.remove()
+        # vLLM's front end is part of a reference cycle, with a finalizer that fails if it runs at interpreter exit.
+        del llm
+        await asyncio.sleep(0)
+        gc.collect()
 
     async def _generate(self, token_ids: list[int], parameters: Any, version: _Version | None) -> Any:
         """Run one request to its end and return vLLM's only output for it."""
         from vllm.inputs.engine import tokens_input
 
         llm = self._running()
+        request = f"{self._name}-{next(self._requests)}"
+        lora = version.request if version else None
+        self._unfinished.add(request)
         if version is not None:
             version.users += 1
+        output = None
         try:
-            async for output in llm.generate(
-                tokens_input(token_ids),
-                parameters,
-                f"{self._name}-{next(self._requests)}",
-                lora_request=version.request if version else None,
-            ):
-                return output
+            async for finished in llm.generate(tokens_input(token_ids), parameters, request, lora_request=lora):
+                output = finished
         except Exception as error:
+            if llm.errored:
+                raise EngineError(
+                    f"engine {self._name}: its engine core process has ended unexpectedly, killed or out of memory; "
+                    "its last words are in the log above; free memory or lower engine.kv_cache_gib and start again"
+                ) from error
             raise EngineError(
                 f"engine {self._name}: request failed: {_first_line(error)}; see the log above"
             ) from error
         finally:
+            self._unfinished.discard(request)
             if version is not None:
                 version.users -= 1
                 self._retire(version)
-        raise EngineError(f"engine {self._name}: request ended without output; expected one")
+        if output is None or output.outputs[0].finish_reason == "abort":
+            raise EngineError(f"engine {self._name}: stopped before the request was finished")
+        return output
 
     def _retire(self, version: _Version) -> None:
         """Remove a version's files once nothing will ask vLLM for them again."""
@@ -256,7 +277,7 @@ class VllmEngine:
             raise EngineError(f"engine {self._name}: not running; expected start() first and no stop() yet")
         return self._llm
 
-    def _launch(self) -> AsyncLLM:
+    def _launch(self) -> None:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
         with _environment(self._environment()):
             from vllm.platforms import current_platform
@@ -264,7 +285,8 @@ class VllmEngine:
             self._check_platform(current_platform.is_cpu())
             self._stop_ids = _end_of_turn_ids(self._model.path)
             try:
-                return self._construct(current_platform.is_cpu())
+                # Not returned: the pool's thread would hold on to it after `stop`.
+                self._llm = self._construct(current_platform.is_cpu())
             except Exception as error:
                 raise EngineError(
                     f"engine {self._name}: vLLM cannot load model {self._model.path}: {_first_line(error)}; "
@@ -284,7 +306,8 @@ class VllmEngine:
             "seed": self._seed,
             "max_model_len": self._max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            "enforce_eager": config.enforce_eager,
+            # Nothing is compiled on CPU: with LoRA vLLM cannot, and without it the wait is longer than a run.
+            "enforce_eager": cpu or config.enforce_eager,
             "enable_prefix_caching": True,
             "tensor_parallel_size": config.tensor_parallel,
             "distributed_executor_backend": AttachedExecutor
@@ -327,8 +350,8 @@ class VllmEngine:
         if self._config.gpus_per_engine == 0:
             settings |= {
                 "OMP_NUM_THREADS": str(max(1, int(self._config.cpus_per_engine))),
-                # With LoRA vLLM compiles nothing on CPU but one small function of its sampler, which would need a
-                # C++ compiler and cost seconds at the first request.
+                # All that is left to compile is a small function of the sampler, which would need a C++ compiler and
+                # cost seconds at the first request.
                 "TORCHDYNAMO_DISABLE": "1",
             }
         return settings
@@ -354,8 +377,10 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        # Variable by variable: other threads read the environment meanwhile.
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def _end_of_turn_ids(path: str) -> list[int]:

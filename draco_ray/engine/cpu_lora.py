@@ -1,0 +1,80 @@
+"""LoRA on vLLM's CPU workers: one small matrix product for each run of tokens that share an adapter.
+
+vLLM's own CPU path copies an adapter's matrices once for every token of a batch, which makes the adapter the larger
+part of a small model's step, and it looks up a token without an adapter as index -1: in a batch that mixes base-model
+and adapter requests it gives such a token the adapter of the last slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class RunwiseLora(PunicaWrapperCPU):
+    """Adds the adapters' share to a batch's activations in place; tokens without an adapter are left as they are."""
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
+    ) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        self._runs: list[tuple[int, slice]] = []
+        """Adapter slot and rows of each run of neighbouring tokens that use one."""
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Note which rows of the coming batch use which adapter slot."""
+        super().update_metadata(*args, **kwargs)
+        slots, lengths = torch.unique_consecutive(self.token_lora_indices, return_counts=True)
+        self._runs = []
+        start = 0
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            if slot >= 0:
+                self._runs.append((slot, slice(start, start + length)))
+            start += length
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        """``y += scale * x A^T B^T`` for each output slice of a linear layer.
+
+        Args:
+            y: (tokens, sum of output_slices).
+            x: (tokens, inputs).
+            lora_a_stacked: for each slice (slots, 1, rank, inputs).
+            lora_b_stacked: for each slice (slots, 1, outputs, rank).
+        """
+        for slot, rows in self._runs:
+            left = 0
+            for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                y[rows, left : left + width].addmm_(x[rows] @ a[slot, 0].T, b[slot, 0].T, alpha=scale)
+                left += width
+
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
+    ) -> None:
+        """``y += x B^T`` for an embedding; x: (tokens, rank), already looked up."""
+        for slot, rows in self._runs:
+            y[rows].addmm_(x[rows], lora_b_stacked[slot, 0].T)
+
+    def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the learner refuses adapters on the LM head, whose log-probs it computes in chunks."""
+
+
+class CpuWorker(CPUWorker):
+    """vLLM's CPU worker with `RunwiseLora`."""
+
+    def init_device(self) -> None:
+        """Set up the device; the model that is loaded next asks the platform for its LoRA kernels."""
+        current_platform.get_punica_wrapper = lambda: f"{__name__}.{RunwiseLora.__qualname__}"
+        super().init_device()
