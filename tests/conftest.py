@@ -12,6 +12,7 @@ import pytest
 from draco_ray.environments.appworld_python import appworld_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +20,11 @@ def sandbox_root() -> Path:
     """Data root of a sandbox world: two scenarios a split, seed 7. Kept between runs until its generator changes."""
     root = REPOSITORY / ".cache" / "test-world"
     root.parent.mkdir(exist_ok=True)
-    build = ["-m", "draco_ray.environments.sandbox", "build", "--out", str(root), "--seed", "7", "--scenarios", "2"]
+    build = ["-m", "draco_ray.environments.sandbox", "build", "--out", str(root)]
     with open(root.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(
-            [appworld_python(None), *build],
+            [appworld_python(None), *build, *SANDBOX_WORLD],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from draco_ray.environments.appworld_python import appworld_python
+from draco_ray.environments.sandbox.scripts import families
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
+"""How the fixture ``sandbox_root`` is built."""
 
 
 def run(*arguments: str, root: Path | None = None, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
@@ -44,7 +47,7 @@ def files(root: Path) -> dict[Path, bytes]:
 
 def test_the_same_seed_gives_the_same_world_to_the_byte(sandbox_root: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
-    built = sandbox("build", "--out", str(again), "--seed", "7", "--scenarios", "2", hash_seed="2")
+    built = sandbox("build", "--out", str(again), *WORLD, hash_seed="2")
     assert built.returncode == 0, built.stderr
     made, expected = files(again), files(sandbox_root)
     assert sorted(made) == sorted(expected)
@@ -54,21 +57,33 @@ def test_the_same_seed_gives_the_same_world_to_the_byte(sandbox_root: Path, tmp_
 
 def test_an_up_to_date_world_is_left_as_it_is(sandbox_root: Path) -> None:
     before = (sandbox_root / "sandbox.json").stat().st_mtime_ns
-    built = sandbox("build", "--out", str(sandbox_root), "--seed", "7", "--scenarios", "2")
+    built = sandbox("build", "--out", str(sandbox_root), *WORLD)
     assert built.returncode == 0
     assert "up to date" in built.stdout
     assert (sandbox_root / "sandbox.json").stat().st_mtime_ns == before
 
 
-def test_verify_passes_and_leaves_the_world_unchanged(sandbox_root: Path) -> None:
-    before = sorted(sandbox_root.rglob("*"))
-    verified = sandbox("verify", "--root", str(sandbox_root))
+def test_a_world_in_place_of_another_verifies_for_every_family(sandbox_root: Path, tmp_path: Path) -> None:
+    root = tmp_path / "world"
+    shutil.copytree(sandbox_root, root)
+    built = sandbox("build", "--out", str(root), "--seed", "8", "--users", "20")
+    assert built.returncode == 0, built.stderr
+    entries = manifest(root)
+    assert len(entries["tasks"]) == 195
+    first = {entry["family"]: task for task, entry in reversed(entries["tasks"].items())}
+    assert sorted(first) == sorted(families())
+    # One task a family, for time; `draco sandbox verify` runs them all.
+    entries["tasks"] = {task: entries["tasks"][task] for task in first.values()}
+    (root / "sandbox.json").write_text(json.dumps(entries))
+
+    before = files(root)
+    verified = sandbox("verify", "--root", str(root))
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    assert "verify: 24/24 tasks" in verified.stdout
+    assert f"verify: {len(first)}/{len(first)} tasks" in verified.stdout
     rows = [line.split() for line in verified.stdout.splitlines()]
-    # 3 tasks in each split that has the family, none failing; 9 runs each: idle, reference, 4 fatal, 3 harmless.
-    assert ["count_contacts_born", "phone", "1", "3", "3", "3", "0", "81", "0"] in rows
-    assert sorted(sandbox_root.rglob("*")) == before
+    # Nine runs: idle, reference, four with a fatal fault, three with a harmless one.
+    assert ["count_contacts_born", "phone", "1", "1", "0", "0", "0", "9", "0"] in rows
+    assert files(root) == before
 
 
 def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path: Path) -> None:
