@@ -1,7 +1,7 @@
 """The rule judge behind OpenAI's chat-completions protocol: a real HTTP server, on this machine only.
 
 It can be told to be slow, to limit the rate, and to answer badly, so that a run against it meets everything that a run
-against a provider meets. `serve` runs it here; `JudgeServer` runs it as a process of its own for as long as a block lasts.
+against a provider meets. `serve` runs it here; `JudgeServer` runs it as a process of its own while a block lasts.
 
 =========================  =======================================================================================
 POST /v1/chat/completions  one reply; 429 with Retry-After over the rate, 401 without the key, 404 for another model

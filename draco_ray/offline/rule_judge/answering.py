@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from draco_ray.offline.rule_judge.case import Case, Finding, not_applicable
+from draco_ray.offline.rule_judge.catalogue import RULES, Rule, discoveries, proposals
 from draco_ray.offline.rule_judge.demands import read_demands
 from draco_ray.offline.rule_judge.matching import find_rule
 from draco_ray.offline.rule_judge.reading import TASK_MARK, JudgePrompt, Rubric, read_prompt
-from draco_ray.offline.rule_judge.rules import BY_KEY, CONDUCT, RULES, Case, Finding, Rule, not_applicable
 from draco_ray.records import Phase, Verdict
 
 MOST_PROPOSED = 15
@@ -36,18 +37,16 @@ def answer(prompt: str) -> tuple[Phase | None, str]:
 
 def _propose(prompt: JudgePrompt) -> list[dict[str, Any]]:
     demands = read_demands(prompt.task)
-    proposed = [rule for rule in RULES if rule.proposed is not None and rule.proposed(demands)]
     grounds = {"grounding_references": [f"The task: {prompt.task}"]}
-    return [rule.criterion(demands) | grounds for rule in proposed[:MOST_PROPOSED]]
+    return [rule.criterion(demands) | grounds for rule in proposals(demands)[:MOST_PROPOSED]]
 
 
 def _add(prompt: JudgePrompt) -> list[dict[str, Any]]:
     case = Case(prompt.runs[0], prompt.task)
     covered = {rule.key for rubric in prompt.rubrics if (rule := _rule_of(rubric))}
     added = []
-    for key in CONDUCT:
-        rule = BY_KEY[key]
-        if key in covered:
+    for rule in discoveries():
+        if rule.key in covered:
             continue
         finding = rule.judge(case)
         if finding.verdict is Verdict.FAIL:
@@ -106,7 +105,7 @@ def _attribute(prompt: JudgePrompt) -> list[dict[str, Any]]:
         rule = _rule_of(rubric)
         task = prompt.task or rubric.instruction.partition(TASK_MARK)[2]
         finding = None
-        if rule is not None and (task or not rule.task_dependent):
+        if rule is not None and (task or not rule.needs_task):
             if task not in cases:
                 cases[task] = Case(run, task)
             finding = rule.judge(cases[task])
@@ -141,4 +140,4 @@ def _rule_of(rubric: Rubric) -> Rule | None:
 def _evidence(finding: Finding) -> str:
     if not finding.steps:
         return "No step bears on it."
-    return f"Steps {', '.join(map(str, finding.steps))}"
+    return f"Step{'s' if len(finding.steps) > 1 else ''} {', '.join(map(str, finding.steps))}"

@@ -42,13 +42,15 @@ _COMPARISONS: tuple[tuple[str, Comparison], ...] = (
     (rf"\b(?:after|later than|(?:longer|more|greater|higher|larger) than|over|above|exceeding) {_LIMIT}", ">"),
 )
 _QUESTION = re.compile(
-    r"\?\s*(?:$|[A-Z])|^(?:how|what|which|who|when|where|count|tell me|name|add up|give me|find out)\b|\bI need (?:its|the)\b",
+    r"\?\s*(?:$|[A-Z])|^(?:how|what|which|who|when|where|count|tell me|name|add up|give me|find out)\b"
+    r"|\bI need (?:its|the)\b",
     re.IGNORECASE,
 )
 _RELATION = re.compile(rf"\bmy ({RELATION_WORDS})s?\b|\b({RELATION_WORDS})s?\b(?= \(see)", re.IGNORECASE)
 # What a quoted text is when these words stand before or behind it; otherwise it is content.
 _NEW = re.compile(
-    r"\b(?:new|create an?|make an?|save|write)\b[^.\"]{0,70}$|\btext $|\b(?:titled|saying|message|exactly|to say)\b[^\"]{0,12}$",
+    r"\b(?:new|create an?|make an?|save|write)\b[^.\"]{0,70}$|\btext $"
+    r"|\b(?:titled|saying|message|exactly|to say)\b[^\"]{0,12}$",
     re.IGNORECASE,
 )
 _SORTED = re.compile(r"\balphabetical(?:ly)?\b|\bsorted\b|\bin order of\b", re.IGNORECASE)
@@ -155,7 +157,8 @@ def _orders(plain: str, actions: tuple[ActionWords, ...]) -> bool:
 
 
 def _quotes(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names, contents = [], []
+    names: list[str] = []
+    contents: list[str] = []
     for match in _QUOTED.finditer(text):
         before = text[: match.start()]
         (contents if _NEW.search(before) and not _existing(before) else names).append(match[1])
@@ -220,12 +223,9 @@ def _limits(plain: str) -> tuple[Limit, ...]:
 
 
 def _field(plain: str, value: str) -> re.Pattern[str] | None:
-    if re.fullmatch(_DATE, value):
-        table = FIELDS
-    elif ":" in value:
+    if ":" in value:
         return re.compile("time")
-    else:
-        table = NUMBER_FIELDS
+    table = FIELDS if re.fullmatch(_DATE, value) else NUMBER_FIELDS
     return next((field for words, field in table if words.search(plain)), None)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from draco_ray.offline.rule_judge.rules import RULES, Rule
+from draco_ray.offline.rule_judge.catalogue import RULES, Rule
 
 _TITLE_WEIGHT = 4
 _LEAST = 2
 """Below this many points a criterion is none of ours."""
-_OWN = {rule.title.casefold(): rule for rule in RULES}
+_OWN = {rule.draft.title.casefold(): rule for rule in RULES if rule.draft}
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """What a judge prompt says, read back: the inverse of `draco_ray.judging.render`.
 
-Blocks are found by our own delimiters at the start of a line; rendering has made every imitation of them inert. The same
-code reads any prompt set, because the placeholders' formats are the same in all of them.
+Blocks are found by our own delimiters at the start of a line; rendering has made every imitation of them inert. The
+same code reads any prompt set, because the placeholders' formats are the same in all of them.
 """
 
 from __future__ import annotations

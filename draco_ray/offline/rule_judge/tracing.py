@@ -2,9 +2,9 @@
 
 The code is parsed, never executed. `trace` walks the statements in the order in which they ran and keeps, for every
 variable, a `Value`: the calls it depends on, the conditions its items had to meet, and the operations it went through.
-So a rule can ask "does the answer come from the list that the task names?" instead of "does that list's name occur?", and
-a comment or an unused call proves nothing. Of a step that raised, only the statements before the raising one count; the
-traceback says which line that was.
+So a rule can ask "does the answer come from the list that the task names?" instead of "does that list's name occur?",
+and a comment or an unused call proves nothing. Of a step that raised, only the statements before the raising one count;
+the traceback says which line that was.
 
 Where code is beyond this reading (exec, classes), values stay unknown, which a rule then treats as "nothing shows it".
 """
@@ -14,181 +14,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from draco_ray.offline.rule_judge.known_values import api_of, evaluate
 from draco_ray.offline.rule_judge.reading import Run, Step
-from draco_ray.offline.rule_judge.vocabulary import READING, SUPPORT_APPS
+from draco_ray.offline.rule_judge.traces import EMPTY, NONE, Call, Key, Shown, Test, Trace, Value, failure
 
-_FAILED = re.compile(
-    r"^Execution failed\.|^Traceback \(most recent call last\)|^(?:\w+\.)*\w*(?:Error|Exception): ", re.MULTILINE
-)
 _LINE = re.compile(r'File "<(?:python-input|ipython-input|string|stdin|unknown)[^>]*>", line (\d+)')
 _SECRET_KEYS = frozenset({"password", "access_token", "card_number", "cvv_number", "verification_code"})
-_UNBOUNDED = re.compile(r"(?<!\\)[*+]|\{\d*,\}")
 _MAX_INLINED = 4
 _MAX_NODES = 4000
-
-Key = frozenset[int]
-_NONE: Key = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What is known of an expression's value."""
-
-    calls: Key = _NONE
-    """Indices of the API calls whose results it depends on."""
-    tests: Key = _NONE
-    """Indices of the conditions under which it, or an item of it, was chosen."""
-    operations: frozenset[str] = frozenset()
-    """Functions, operators and keys it went through: ``len``, ``max``, ``-``, ``[title]``."""
-    text: str | None = None
-    """The value itself, as text, where the code alone determines it."""
-    from_task: bool = False
-    """Whether it was read from the task's text."""
-    secret: bool = False
-    """Whether it is, or contains, a password or an access token."""
-    apis: frozenset[tuple[str, str]] = frozenset()
-    """API functions it may stand for (``fetch = apis.spotify.show_song_library``)."""
-    function: str | None = None
-    """The function of the run's own that it stands for."""
-
-    def __or__(self, other: Value) -> Value:
-        if other is EMPTY:
-            return self
-        if self is EMPTY:
-            return other
-        return Value(
-            calls=self.calls | other.calls,
-            tests=self.tests | other.tests,
-            operations=self.operations | other.operations,
-            from_task=self.from_task or other.from_task,
-            secret=self.secret or other.secret,
-            apis=self.apis | other.apis,
-        )
-
-    def through(self, operation: str) -> Value:
-        """The value after an operation."""
-        return replace(self, operations=self.operations | {operation}, text=None, apis=frozenset(), function=None)
-
-
-EMPTY = Value()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One place where an API is called."""
-
-    step: int
-    app: str
-    api: str
-    arguments: dict[str, Value]
-    looped: bool
-    """Whether it stands in a loop or comprehension."""
-    iterated: Value
-    """What that loop iterates over."""
-    tests: Key
-    """Conditions around it."""
-    failed: bool
-    """Whether its statement raised, or came after the one that did."""
-    page_varies: bool
-    """Whether it asks for one page after the other."""
-
-    @property
-    def name(self) -> str:
-        """``app.api``."""
-        return f"{self.app}.{self.api}"
-
-    @property
-    def changes(self) -> bool:
-        """Whether it changes something in an app the task can be about."""
-        return self.app not in SUPPORT_APPS and READING.search(self.api) is None
-
-    @property
-    def subject(self) -> Value:
-        """Everything it acts upon: its arguments but the token, and what it is repeated over."""
-        value = self.iterated
-        for name, argument in self.arguments.items():
-            if name != "access_token":
-                value |= argument
-        return replace(value, tests=value.tests | self.tests)
-
-
-@dataclass(frozen=True, slots=True)
-class Test:
-    """One condition: a comparison of two values."""
-
-    step: int
-    operator: str
-    """``<``, ``<=``, ``>``, ``>=``, ``==``, ``!=``, ``in``, ``not in``, ``endswith``, ``startswith``."""
-    left: Value
-    right: Value
-    left_source: str
-    right_source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """One printed value."""
-
-    step: int
-    value: Value
-    source: str
-    text: str | None
-    """What the output says it was; None where that cannot be told."""
-
-
-@dataclass(slots=True)
-class Trace:
-    """Everything that is known of a run."""
-
-    steps: tuple[Step, ...]
-    calls: list[Call] = field(default_factory=list)
-    tests: list[Test] = field(default_factory=list)
-    shown: list[Shown] = field(default_factory=list)
-    variables: dict[str, Value] = field(default_factory=dict)
-    assigned_in: dict[str, int] = field(default_factory=dict)
-    last_data: tuple[int, Value] | None = None
-    """The step and value of the last assignment or print that depends on some app's data."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """Step -> the error's last visible line."""
-    unparsable: set[int] = field(default_factory=set)
-    operated_in: dict[str, set[int]] = field(default_factory=dict)
-    """Operation -> the steps it was applied in."""
-
-    def depends(self, value: Value) -> Key:
-        """Calls that ``value`` depends on, those behind its conditions included."""
-        found: set[int] = set(value.calls)
-        for index in self.all_tests(value):
-            found |= self.tests[index].left.calls | self.tests[index].right.calls
-        todo = list(found)
-        while todo:
-            call = self.calls[todo.pop()]
-            new = set(call.subject.calls) - found
-            found |= new
-            todo += new
-        return frozenset(found)
-
-    def all_tests(self, value: Value) -> Key:
-        """Conditions on ``value``, and those on what it is computed from or compared with."""
-        found: set[int] = set()
-        todo = set(value.tests)
-        calls = set(value.calls)
-        seen: set[int] = set()
-        while todo or calls:
-            if todo:
-                index = todo.pop()
-                found.add(index)
-                test = self.tests[index]
-                todo |= (test.left.tests | test.right.tests) - found
-                calls |= (test.left.calls | test.right.calls) - seen
-            else:
-                number = calls.pop()
-                seen.add(number)
-                subject = self.calls[number].subject
-                todo |= subject.tests - found
-                calls |= subject.calls - seen
-        return frozenset(found)
 
 
 def trace(run: Run, task: str) -> Trace:
@@ -200,20 +35,6 @@ def trace(run: Run, task: str) -> Trace:
     return result
 
 
-def failure(output: str | None) -> str | None:
-    """The last visible line of an error in a step's output, or None.
-
-    >>> failure("17")
-    >>> failure("Execution failed. Traceback:\\n ...\\nKeyError: 'x'")
-    "KeyError: 'x'"
-    """
-    if output is None or not _FAILED.search(output):
-        return None
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("[output cut")]
-    named = [line for line in lines if re.match(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Iteration)\b", line)]
-    return (named or lines)[-1][:160]
-
-
 class _Tracer:
     def __init__(self, result: Trace, task: str) -> None:
         self._trace = result
@@ -221,7 +42,7 @@ class _Tracer:
         self._env: dict[str, Value] = result.variables
         self._functions: dict[str, ast.FunctionDef] = {}
         self._loops: list[tuple[Value, frozenset[str]]] = []
-        self._control: Key = _NONE
+        self._control: Key = NONE
         self._inlined = 0
         self._failing_line: int | None = None
         self._number = 0
@@ -231,7 +52,7 @@ class _Tracer:
     def step(self, step: Step) -> None:
         """Read one step."""
         self._number = step.number
-        self._loops, self._control, self._failing_line = [], _NONE, None
+        self._loops, self._control, self._failing_line = [], NONE, None
         self._nodes = 0
         error = failure(step.output)
         try:
@@ -302,7 +123,7 @@ class _Tracer:
                 before = self._control
                 self._control = before | self._condition(test)
                 self._block(body)
-                self._control = before | (self._condition(test, negated=True) if orelse else _NONE)
+                self._control = before | (self._condition(test, negated=True) if orelse else NONE)
                 self._block(orelse)
                 self._control = before
             case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
@@ -360,10 +181,7 @@ class _Tracer:
             self._trace.last_data = (self._number, value)
 
     def _has_data(self, value: Value) -> bool:
-        return any(
-            self._trace.calls[index].app not in SUPPORT_APPS and self._trace.calls[index].api != "login"
-            for index in value.calls
-        )
+        return any(self._trace.calls[index].about_data for index in value.calls)
 
     # --- expressions --------------------------------------------------------------------------------------------------
 
@@ -379,7 +197,7 @@ class _Tracer:
             case ast.Call():
                 return self._call(node)
             case ast.Attribute():
-                if api := _api_of(node):
+                if api := api_of(node):
                     return Value(apis=frozenset({api}))
                 return self._value(node.value).through(f".{node.attr}")
             case ast.Subscript(value=container, slice=index):
@@ -444,7 +262,7 @@ class _Tracer:
     def _comprehension(self, generators: Sequence[ast.comprehension], elements: Sequence[ast.expr]) -> Value:
         saved = {name: self._env.get(name) for generator in generators for name in _names(generator.target)}
         result = EMPTY
-        tests: Key = _NONE
+        tests: Key = NONE
         for generator in generators:
             items = self._value(generator.iter)
             result |= replace(items, text=None)
@@ -471,7 +289,7 @@ class _Tracer:
         return replace(result, tests=result.tests | tests)
 
     def _call(self, node: ast.Call) -> Value:
-        if api := _api_of(node.func):
+        if api := api_of(node.func):
             return self._api_call(api, node)
         function = node.func
         if isinstance(function, ast.Name):
@@ -523,7 +341,7 @@ class _Tracer:
             saved = {parameter: self._env.get(parameter) for parameter in parameters}
             self._env.update(dict.fromkeys(parameters, replace(items, text=None)))
             body = self._value(node.args[0].body)
-            tests = self._condition(node.args[0].body) if name == "filter" else _NONE
+            tests = self._condition(node.args[0].body) if name == "filter" else NONE
             self._restore(saved)
             result = items if name == "filter" else items | body
             return replace(result, tests=result.tests | tests, text=None)
@@ -647,7 +465,7 @@ class _Tracer:
                 return frozenset({self._test(f"not {method}" if negated else method, owner, argument)})
             case ast.Call(func=ast.Name(id="any" | "all"), args=[ast.GeneratorExp() as inner]):
                 saved = {name: self._env.get(name) for part in inner.generators for name in _names(part.target)}
-                tests: Key = _NONE
+                tests: Key = NONE
                 for part in inner.generators:
                     items = self._value(part.iter)
                     for name in _names(part.target):
@@ -658,7 +476,7 @@ class _Tracer:
                 self._restore(saved)
                 return tests
             case _:
-                return _NONE
+                return NONE
 
     def _test(self, operator: str, left: ast.expr, right: ast.expr) -> int:
         test = Test(
@@ -669,51 +487,15 @@ class _Tracer:
         self._trace.tests.append(test)
         return len(self._trace.tests) - 1
 
-    # --- values the task determines -----------------------------------------------------------------------------------
-
     def _known(self, node: ast.expr) -> str | None:
-        """What a simple expression over the task's text evaluates to: a regular expression's match, a split, a number."""
-        value = self._evaluate(node)
+        value = evaluate(node, self._text_of, self._task)
         return value if isinstance(value, str) else None
 
-    def _evaluate(self, node: ast.expr) -> str | list[str] | None:
-        match node:
-            case ast.Constant(value=str(text)):
-                return text
-            case ast.Name(id=name):
-                value = self._env.get(name, EMPTY)
-                if value.from_task and value.text is None and value.operations <= {"task", "[instruction]"}:
-                    return self._task
-                return value.text if value.from_task else None
-            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value="instruction")):
-                return self._task if _api_of(call.func) == ("supervisor", "show_active_task") else None
-            case ast.Subscript(value=container, slice=ast.Constant(value=int(index))):
-                items = self._evaluate(container)
-                return items[index] if isinstance(items, list) and -len(items) <= index < len(items) else None
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr="findall"), args=[pattern, text]):
-                return _findall(self._evaluate(pattern), self._evaluate(text))
-            case ast.Call(
-                func=ast.Attribute(
-                    value=ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr="search"), args=[pattern, text]),
-                    attr="group",
-                ),
-                args=arguments,
-            ):
-                found = _findall(self._evaluate(pattern), self._evaluate(text), groups=bool(arguments))
-                return found[0] if found else None
-            case ast.Call(func=ast.Attribute(value=owner, attr="split"), args=[ast.Constant(value=str(separator))]):
-                text = self._evaluate(owner)
-                return text.split(separator) if isinstance(text, str) and separator else None
-            case ast.Call(func=ast.Attribute(value=owner, attr="strip" | "lower"), args=[]):
-                text = self._evaluate(owner)
-                return text.strip() if isinstance(text, str) else None
-            case ast.Call(func=ast.Name(id="int" | "float" | "str"), args=[argument]):
-                if isinstance(argument, ast.Constant):
-                    return None
-                text = self._evaluate(argument)
-                return text if isinstance(text, str) else None
-            case _:
-                return None
+    def _text_of(self, name: str) -> str | None:
+        value = self._env.get(name, EMPTY)
+        if value.from_task and value.text is None and value.operations <= {"task", "[instruction]"}:
+            return self._task
+        return value.text if value.from_task else None
 
 
 _OPERATORS: dict[type[ast.operator], str] = {
@@ -740,37 +522,17 @@ _OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "==",
 _HARMLESS_KEYS = frozenset({"account_name", "message", "token_type"})
 
 
-def _findall(pattern: str | list[str] | None, text: str | list[str] | None, groups: bool = True) -> list[str] | None:
-    """`re.findall` with a policy's own pattern; None for one that could take long."""
-    if not isinstance(pattern, str) or not isinstance(text, str) or len(pattern) > 200 or len(text) > 2000:
-        return None
-    if len(_UNBOUNDED.findall(pattern)) > 2 or re.search(r"\)(?:[*+{])|\\\d", pattern.replace(r"\d", "")):
-        return None
-    try:
-        matches = list(re.finditer(pattern, text))
-    except (re.error, RecursionError, OverflowError):
-        return None
-    return [match[1] if groups and match.re.groups else match[0] for match in matches if match[0] is not None]
-
-
-def _api_of(node: ast.expr) -> tuple[str, str] | None:
-    match node:
-        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="apis"), attr=app), attr=api):
-            return app, api
-    return None
-
-
 def _names(target: ast.expr) -> list[str]:
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
 def _assigned(body: Sequence[ast.stmt]) -> list[str]:
-    found = []
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.append(node.id)
-    return found
+    return [
+        node.id
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
 
 
 def _leaves(body: Sequence[ast.stmt]) -> bool:

@@ -1,5 +1,7 @@
 """Words: what tasks call AppWorld's lists and actions, and what the APIs' documentation calls them."""
 
+# ruff: noqa: SIM905 (lists of plain words read best as plain words)
+
 from __future__ import annotations
 
 import re
@@ -59,7 +61,10 @@ RELATION_WORDS = (
 LISTS = (
     _list("the album library", r"album library|albums? in my (?:\w+ )?library", "show_album_library", "spotify"),
     _list(
-        "the song library", r"song library|songs? (?:in|of|from) my (?:\w+ )?library", "show_song_library", "spotify"
+        "the song library",
+        r"song library|songs? (?:\w+ ){0,2}(?:in|of|from) my (?:\w+ )?library",
+        "show_song_library",
+        "spotify",
     ),
     _list(
         "the liked albums", r"liked albums|albums? (?:that )?I(?: have|'ve)? liked\b", "show_liked_albums", "spotify"
@@ -71,8 +76,8 @@ LISTS = (
     _list("the song queue", r"(?:song|music|player|play) queue", "show_song_queue", "spotify"),
     _list(
         "the followed artists",
-        r"artists? (?:that |whom )?I (?:already )?follow\b|followed artists|(?:do not|don't) follow yet|I already follow"
-        r"|I follow already",
+        r"artists? (?:that |whom )?I (?:already )?follow\b|followed artists|(?:do not|don't) follow yet"
+        r"|I already follow|I follow already",
         "show_following_artists",
         "spotify",
     ),
@@ -148,7 +153,8 @@ ACTIONS = (
     _action("unfollow", r"\bunfollow\b", r"unfollow_\w+"),
     _action(
         "follow the artists",
-        r"(?<!not )(?<!already )(?<!I do not )\bfollow\b(?! yet| already)(?=.*\bartists?\b|.*\bothers\b)|follow .*artist",
+        r"(?<!not )(?<!already )(?<!I do not )\bfollow\b(?! yet| already)"
+        r"(?=.*\bartists?\b|.*\bothers\b)|follow .*artist",
         "follow_artist",
     ),
     _action("move to the cart", r"\bmove\b.*\bcart\b", r"move_product_from_wish_list_to_cart|add_product_to_cart"),

@@ -1,0 +1,270 @@
+"""The rule judge's server as a process: all phases through the real client, and every way it can misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from draco_ray.config import JudgeConfig
+from draco_ray.errors import ConfigError, JudgeUnavailable
+from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
+from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer, serve
+from draco_ray.records import Verdict
+
+pytestmark = pytest.mark.slow
+
+WHERE = CallContext(group="step1/example_1", task_id="example_1")
+KEY = "key-for-the-test"
+
+
+def config(server: JudgeServer, **changes: Any) -> JudgeConfig:
+    settings: dict[str, Any] = {
+        "model": f"openai/{MODEL_NAME}",
+        "api_base": server.base_url,
+        "api_key_env": "DRACO_TEST_KEY",
+        "max_attempts": 4,
+        "max_backoff_seconds": 0.2,
+    }
+    return JudgeConfig(**(settings | changes))
+
+
+def stats(server: JudgeServer) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(server.base_url.removesuffix("/v1") + "/stats").json()
+    return found
+
+
+def ask(server: JudgeServer, prompt: str = "Reply with the word OK.", **body: Any) -> httpx.Response:
+    message = {"role": "user", "content": prompt}
+    return httpx.post(
+        f"{server.base_url}/chat/completions", json={"model": MODEL_NAME, "messages": [message]} | body, timeout=30
+    )
+
+
+@pytest.mark.parametrize("prompts", ["prompts/judge", "prompts/judge-cache-friendly"])
+async def test_five_phases_through_the_real_client_without_a_second_question(prompts: str) -> None:
+    good, poor = example_trajectory(1), example_trajectory(0)
+    with JudgeServer() as server:
+        judge = build_judge(config(server, prompts=Path(prompts)))
+        await judge.check()
+        stage1 = await judge.stage1(PROMPT, WHERE)
+        assert stage1.value
+        stage2 = [await judge.stage2(trajectory, stage1.value, WHERE) for trajectory in (poor, good)]
+        assert [judged.value for judged in stage2] == [(), ()]
+        union = await judge.union(PROMPT, [*stage1.value, RUBRIC[0]], [poor, good], WHERE)
+        assert union.value is not None
+        # One criterion a meaning: the two about pages are one now.
+        titles = [criterion.title for criterion in union.value]
+        assert titles == ["Reaches the requested result", "Reads every page of the list"]
+        scores = [await judge.score(trajectory, union.value, WHERE) for trajectory in (poor, good)]
+        assert scores[0].value is not None
+        assert scores[1].value is not None
+        assert {score.verdict for score in scores[0].value} == {Verdict.FAIL}
+        assert {score.verdict for score in scores[1].value} == {Verdict.PASS}
+        credit = await judge.credit(poor, union.value, scores[0].value, WHERE)
+        assert credit.value is not None
+        assert {attribution.steps for attribution in credit.value} == {(1,)}
+        every = [stage1, *stage2, union, *scores, credit]
+        assert [(len(judged.calls), judged.notes) for judged in every] == [(1, ())] * len(every)
+        counted = stats(server)
+    assert counted["phases"] == {"other": 1, "stage1": 1, "stage2": 2, "union": 1, "score": 2, "credit": 1}
+    assert counted["outcomes"] == {"good": 8}
+
+
+async def test_other_peoples_criteria_are_judged_by_their_meaning() -> None:
+    with JudgeServer() as server:
+        judge = build_judge(config(server))
+        scores = await judge.score(example_trajectory(0), RUBRIC, WHERE)
+        assert scores.value is not None
+        credit = await judge.credit(example_trajectory(0), RUBRIC, scores.value, WHERE)
+    assert [score.verdict for score in scores.value] == [Verdict.FAIL, Verdict.PASS]
+    assert credit.value is not None
+    assert [attribution.steps for attribution in credit.value] == [(1,), (2,)]
+
+
+async def test_replies_wait_side_by_side() -> None:
+    with JudgeServer(latency=0.5) as server:
+        judge = build_judge(config(server))
+        judged = await asyncio.gather(*(judge.stage1(PROMPT, WHERE) for _ in range(12)))
+        assert all(one.ok for one in judged)
+        assert stats(server)["most_in_flight"] == 12
+
+
+async def test_rate_limit_is_waited_for() -> None:
+    with JudgeServer(rate_limit=10) as server:
+        judge = build_judge(config(server, max_attempts=10))
+        judged = await asyncio.gather(*(judge.stage1(PROMPT, WHERE) for _ in range(16)))
+        counted = stats(server)
+    assert all(one.ok for one in judged)
+    assert counted["outcomes"]["good"] == 16
+    assert counted["outcomes"]["429"] >= 1
+    assert sum(call.requests for one in judged for call in one.calls) == counted["requests"]
+
+
+def test_rate_limit_says_how_long_to_wait() -> None:
+    with JudgeServer(rate_limit=0.5) as server:
+        assert ask(server).status_code == 200
+        refused = ask(server)
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["retry-after"]) <= 2
+    assert 0 < int(refused.headers["retry-after-ms"]) <= 2000
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"), [({"malformed": 1.0}, "no complete JSON array"), ({"truncated": 1.0}, "cut off")]
+)
+async def test_unusable_replies_fail_the_call_after_a_second_question(behaviour: dict[str, float], words: str) -> None:
+    with JudgeServer(**behaviour) as server:
+        judged = await build_judge(config(server)).score(example_trajectory(), RUBRIC, WHERE)
+    assert judged.value is None
+    assert len(judged.calls) == 2
+    assert words in (judged.error or "")
+
+
+async def test_a_second_question_mends_a_malformed_reply() -> None:
+    with JudgeServer(malformed=0.5, seed=1) as server:
+        judge = build_judge(config(server))
+        judged = [await judge.score(example_trajectory(), RUBRIC, WHERE) for _ in range(8)]
+        outcomes = stats(server)["outcomes"]
+    mended = [one for one in judged if one.ok and len(one.calls) == 2]
+    assert mended
+    assert outcomes["malformed"] == sum(call.error is not None for one in judged for call in one.calls)
+
+
+async def test_server_errors_are_asked_again_and_then_fail_the_call_only() -> None:
+    with JudgeServer(error=1.0) as server:
+        judged = await build_judge(config(server)).stage1(PROMPT, WHERE)
+        assert stats(server)["outcomes"] == {"500": 4}
+    assert judged.value is None
+    assert "500" in (judged.error or "") or "asked for" in (judged.error or "")
+
+
+async def test_a_key_is_asked_for_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with JudgeServer(key=KEY) as server:
+        monkeypatch.setenv("DRACO_TEST_KEY", "another")
+        with pytest.raises(JudgeUnavailable, match="refused"):
+            await build_judge(config(server)).check()
+        monkeypatch.setenv("DRACO_TEST_KEY", KEY)
+        await build_judge(config(server)).check()
+        assert stats(server)["outcomes"] == {"401": 1, "good": 1}
+        assert KEY not in " ".join(psutil.Process(server.pid).cmdline())
+
+
+def test_the_protocol() -> None:
+    long = "<agent_prompt>\n[USER]\nMy task: Pin my notes.\n</agent_prompt>\n" + "words " * 4000
+    with JudgeServer() as server:
+        models = httpx.get(f"{server.base_url}/models").json()
+        assert [model["id"] for model in models["data"]] == [MODEL_NAME]
+        first, again = ask(server, long).json(), ask(server, long).json()
+        cut = ask(server, long, max_tokens=20).json()
+        assert ask(server, model="gpt-5.4").status_code == 404
+        assert ask(server, messages=[]).status_code == 400
+        assert ask(server, stream=True).status_code == 400
+        assert httpx.post(f"{server.base_url}/chat/completions", content=b"no JSON").status_code == 400
+    usage = first["usage"]
+    assert usage["prompt_tokens"] == -(-len(long) // 4)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 0 <= usage["prompt_tokens"] - again["usage"]["prompt_tokens_details"]["cached_tokens"] <= 128
+    assert first["choices"][0]["finish_reason"] == "stop"
+    assert first["choices"][0]["message"] == again["choices"][0]["message"]
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert cut["usage"]["completion_tokens"] == 20
+
+
+def test_the_same_seed_meets_the_same_fate() -> None:
+    def fates(seed: int) -> list[tuple[int, str]]:
+        with JudgeServer(malformed=0.25, truncated=0.25, error=0.25, seed=seed) as server:
+            replies = [ask(server) for _ in range(12)]
+        return [
+            (reply.status_code, reply.json()["choices"][0]["message"]["content"] if reply.status_code == 200 else "")
+            for reply in replies
+        ]
+
+    three = fates(3)
+    assert {status for status, _ in three} == {200, 500}
+    assert fates(3) == three
+    assert fates(4) != three
+
+
+def test_the_server_ends_with_the_block_and_with_its_parent() -> None:
+    with JudgeServer() as server:
+        pid = server.pid
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
+    script = (
+        "import time\nfrom draco_ray.offline.judge_server import JudgeServer\n"
+        "with JudgeServer() as server:\n    print(server.pid, flush=True)\n    time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        os.kill(parent.pid, signal.SIGKILL)
+    child.wait(timeout=20)
+
+
+def test_the_server_outlives_an_interrupted_run() -> None:
+    """Ctrl-C reaches the whole foreground process group; the run still needs its judge while it winds up."""
+    with JudgeServer() as server:
+        assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(JudgeUnavailable, match=f"port {port} .* is in use"):
+            serve(port=port)
+        with pytest.raises(JudgeUnavailable, match=f"port {port} .* is in use"), JudgeServer(port=port):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ({"malformed": 1.5}, "malformed"),
+        ({"rate_limit": 0}, "rate_limit"),
+        ({"error": 0.6, "truncated": 0.6}, "exceed"),
+    ],
+)
+def test_impossible_behaviour_is_refused(behaviour: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        JudgeServer(**behaviour)
+
+
+def test_ctrl_c_ends_the_command_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draco_ray.cli", "judge-server", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "http://127.0.0.1:" in process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert complaints == ""
+
+
+def test_the_server_imports_nothing_heavy_and_nothing_of_the_environment() -> None:
+    script = (
+        "import sys, draco_ray.offline.judge_server\n"
+        "heavy = ('torch', 'litellm', 'vllm', 'ray', 'transformers', 'appworld', 'draco_ray.environments')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
