@@ -244,7 +244,8 @@ class Trainer:
                 task.cancel()
             self._progress.stop()
         synced = time.time()
-        self._moved = self._moved or update["updates"] > 0
+        # A step without any signal leaves a new adapter without effect, and that is no fault of the engine.
+        self._moved = self._moved or (update["updates"] > 0 and update["grad_norm"] > 0)
         gap = await self._sync(step, probe, self._moved)
         if step % config.train.checkpoint_every == 0 or step == self.steps:
             await self._learner.checkpoint(self._run.checkpoint(step))
