@@ -128,6 +128,8 @@ class VllmEngine:
             off-policy by exactly that much.
         Raises: EngineError when the prompt leaves no room or the engine core has died.
         """
+        if not token_ids:
+            raise EngineError(f"engine {self._name}: prompt is empty; expected at least one token")
         if len(token_ids) >= self._max_model_len:
             raise EngineError(
                 f"engine {self._name}: prompt of {len(token_ids)} tokens leaves no room to generate; expected fewer "
@@ -148,6 +150,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        self._check_vocabulary(token_ids)
         version = self._current
         output = (await self._generate(token_ids, parameters, version)).outputs[0]
         return Sample(
@@ -182,6 +185,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        self._check_vocabulary(token_ids)
         output = await self._generate(token_ids, parameters, self._current if adapter else None)
         return list(output.prompt_logprobs.logprobs)
 
@@ -207,6 +211,7 @@ class VllmEngine:
                 await llm.add_lora(request)
             except Exception as error:
                 self._files.discard(path)
+                self._raise_if_dead(llm, error)
                 raise EngineError(
                     f"engine {self._name}: adapter version {adapter.version} cannot be loaded: {_first_line(error)}; "
                     f"expected a PEFT LoRA adapter of rank at most {self._lora_rank} for {self._model.path}"
@@ -250,11 +255,7 @@ class VllmEngine:
             async for finished in llm.generate(tokens_input(token_ids), parameters, request, lora_request=lora):
                 output = finished
         except Exception as error:
-            if llm.errored:
-                raise EngineError(
-                    f"engine {self._name}: its engine core process has ended unexpectedly, killed or out of memory; "
-                    "its last words are in the log above; free memory or lower engine.kv_cache_gib and start again"
-                ) from error
+            self._raise_if_dead(llm, error)
             raise EngineError(
                 f"engine {self._name}: request failed: {_first_line(error)}; see the log above"
             ) from error
@@ -267,10 +268,27 @@ class VllmEngine:
             raise EngineError(f"engine {self._name}: stopped before the request was finished")
         return output
 
+    def _check_vocabulary(self, token_ids: list[int]) -> None:
+        """Without a tokenizer of its own vLLM does not look, and its core process would die of the look-up."""
+        words = self._running().model_config.get_vocab_size()
+        strange = next((token for token in token_ids if not 0 <= token < words), None)
+        if strange is not None:
+            raise EngineError(
+                f"engine {self._name}: token {strange} is not in the model's vocabulary of {words}; expected tokens of "
+                f"its own tokenizer; check that model directory {self._model.path} holds the right one"
+            )
+
     def _retire(self, version: _Version) -> None:
         """Remove a version's files once nothing will ask vLLM for them again."""
         if version is not self._current and version.users == 0:
             self._files.discard(version.path)
+
+    def _raise_if_dead(self, llm: AsyncLLM, error: Exception) -> None:
+        if llm.errored:
+            raise EngineError(
+                f"engine {self._name}: its engine core process has ended unexpectedly, killed or out of memory; its "
+                "last words are in the log above; free memory or lower engine.kv_cache_gib and start again"
+            ) from error
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:
