@@ -227,7 +227,7 @@ RULES = (
     ),
     Rule(
         key="items",
-        judge=data_rules.judge_items,
+        judge=result_rules.judge_items,
         words=r"empty (?:list|result|selection)|nothing in hand|no (?:items|results) (?:were )?found",
         draft=Draft(
             title="Notices when it has nothing in hand",

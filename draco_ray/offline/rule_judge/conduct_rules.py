@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from draco_ray.offline.rule_judge.case import EVERY, Case, Finding, bare_code, not_applicable
+from draco_ray.offline.rule_judge.causes import failing_steps
 from draco_ray.offline.rule_judge.data_rules import meets_limit
 from draco_ray.offline.rule_judge.result_rules import judge_actions, judge_answer
 from draco_ray.offline.rule_judge.traces import EMPTY
@@ -30,9 +31,8 @@ def judge_errors(case: Case) -> Finding:
         repeated = _repeated(case)
         first = min(failed)
         again = f" Steps {', '.join(map(str, repeated))} repeat code that had just failed." if repeated else ""
-        return case.failed(f"Step {first} ends in an error: {failed[first]}.{again}", failed)
-    reading = [call.step for call in case.trace.calls if is_list(call.api) and call.app not in SUPPORT_APPS]
-    return case.passed("Every step ran without an error.", reading)
+        return case.failed(f"Step {first} ends in an error: {failed[first]}.{again}", failing_steps(case))
+    return case.passed("Every step ran without an error.", (step.number for step in case.run.steps))
 
 
 def _repeated(case: Case) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from draco_ray.offline.rule_judge.case import EMPTY_TEXTS, Case, Finding, not_applicable
+from draco_ray.offline.rule_judge.case import Case, Finding, not_applicable
 from draco_ray.offline.rule_judge.demands import Limit
 from draco_ray.offline.rule_judge.traces import EMPTY, Call, Test
 from draco_ray.offline.rule_judge.vocabulary import (
@@ -86,7 +86,8 @@ def judge_pages(case: Case) -> Finding:
     wanted = {api for entry in case.demands.lists for api in entry.apis if is_paged(api)}
     paged = [call for call in case.sources if is_paged(call.api) and call.app not in SUPPORT_APPS]
     right = [call for call in paged if call.api in wanted] or ([] if wanted and case.demands.lists else paged)
-    right += [call for call in paged if call not in right and any(call.api in done for done in DONE_LISTS.values())]
+    done = {api for change in case.changes for api in DONE_LISTS.get(change.api, ())}
+    right += [call for call in paged if call not in right and call.api in done]
     if not right:
         if not wanted:
             return not_applicable("The task needs no list that comes in pages.")
@@ -193,6 +194,8 @@ def _meets_name(case: Case, text: str, words: str) -> Finding:
 
 def _unselected(case: Case, words: str) -> Finding:
     if case.result.calls:
+        if judge_source(case).verdict is Verdict.FAIL:
+            return not_applicable("The list the task needs was not read, so there was nothing to select from.")
         return case.failed(f"No condition in the code selects by {words}.", case.result_step)
     return case.failed(f"The run never got to selecting by {words}.", case.omission("if ", "max(", "min("))
 
@@ -284,24 +287,3 @@ def _same(found: str | None, wanted: str) -> bool:
         return float(found) == float(wanted)
     except ValueError:
         return False
-
-
-def judge_items(case: Case) -> Finding:
-    """The run works on something: what it selected is not empty."""
-    empty = [
-        shown.step
-        for shown in case.trace.shown
-        if shown.text in EMPTY_TEXTS and case.trace.depends(shown.value) and shown.value.calls & case.data_calls
-    ]
-    full = [
-        shown.step
-        for shown in case.trace.shown
-        if shown.text is not None and shown.text not in EMPTY_TEXTS and shown.value.calls & case.data_calls
-    ]
-    if empty:
-        return case.failed(
-            "A list or selection came out empty, and the run went on as if it had found something.", empty
-        )
-    if full:
-        return case.passed("What the run worked on was not empty.", full)
-    return not_applicable("The run shows no size of what it worked on.")

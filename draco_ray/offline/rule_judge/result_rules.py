@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from draco_ray.offline.rule_judge.case import EVERY, Case, Finding, bare_code, does, not_applicable
-from draco_ray.offline.rule_judge.data_rules import judge_items, judge_pages, judge_selection, judge_source
+from draco_ray.offline.rule_judge.case import EMPTY_TEXTS, EVERY, Case, Finding, bare_code, does, not_applicable
+from draco_ray.offline.rule_judge.causes import causes, wrong_data
+from draco_ray.offline.rule_judge.data_rules import judge_pages, judge_selection, judge_source
 from draco_ray.offline.rule_judge.traces import EMPTY
 from draco_ray.records import Verdict
+
+
+def judge_items(case: Case) -> Finding:
+    """The run works on something: what it selected is not empty."""
+    empty = [
+        shown.step
+        for shown in case.trace.shown
+        if shown.text in EMPTY_TEXTS and case.trace.depends(shown.value) and shown.value.calls & case.data_calls
+    ]
+    full = [
+        shown.step
+        for shown in case.trace.shown
+        if shown.text is not None and shown.text not in EMPTY_TEXTS and shown.value.calls & case.data_calls
+    ]
+    if empty:
+        because = "A list or selection came out empty, and the run went on as if it had found something."
+        return case.failed(because, wrong_data(case) or empty)
+    if full:
+        return case.passed("What the run worked on was not empty.", full)
+    return not_applicable("The run shows no size of what it worked on.")
 
 
 def judge_actions(case: Case) -> Finding:
@@ -13,13 +34,14 @@ def judge_actions(case: Case) -> Finding:
     demands = case.demands
     if demands.question:
         return not_applicable("The task asks for an answer, not for a change.")
-    steps: set[int] = set()
+    done: set[int] = set()
     for action in demands.actions:
         made = [call for call in case.changes if does(action, call)]
         if not made:
             tried = [call for call in case.trace.calls if call.changes and call.failed and does(action, call)]
             if tried:
-                return case.failed(f"The call to {action.name} ended in an error.", (call.step for call in tried))
+                steps = causes(case) or {call.step for call in tried}
+                return case.failed(f"The call to {action.name} ended in an error.", steps)
             if case.changes:
                 used = ", ".join(sorted({call.name for call in case.changes}))
                 return case.failed(
@@ -32,12 +54,12 @@ def judge_actions(case: Case) -> Finding:
             return case.failed(f"Only one item was dealt with to {action.name}; the task means all.", made[0].step)
         if not any(case.trace.depends(call.subject) for call in made) and not action.once:
             return case.failed("What was changed does not come from anything the run had read.", made[0].step)
-        steps |= {call.step for call in made}
+        done |= {call.step for call in made}
     if not demands.actions:
         if case.changes:
             return case.passed("The run changed something as the task asks.", (call.step for call in case.changes))
         return case.failed("The task asks for a change and none was made.", case.omission())
-    return case.passed("Each change the task asks for has a call that succeeded.", steps)
+    return case.passed("Each change the task asks for has a call that succeeded.", done)
 
 
 def judge_targets(case: Case) -> Finding:
@@ -138,12 +160,13 @@ def judge_completion(case: Case) -> Finding:
     nothing = given == EMPTY
     if case.demands.question:
         if nothing or not case.answer.calls:
-            return case.failed("The task was closed without an answer that comes from the data.", call.step)
+            because = "The task was closed without an answer that comes from the data."
+            return case.failed(because, (nothing and call.step) or causes(case) or call.step)
     else:
         if not nothing and given.text not in {"None", ""}:
             return case.failed("The task asks for a change, but it was closed with an answer.", call.step)
         if not any(change.step <= call.step for change in case.changes):
-            return case.failed("The task was closed before anything was done.", call.step)
+            return case.failed("The task was closed before anything was done.", causes(case) or call.step)
     return case.passed("complete_task was called after the work, in the form the task asks for.", call.step)
 
 
@@ -163,6 +186,6 @@ def judge_outcome(case: Case) -> Finding:
     findings = [part(case) for part in parts]
     faults = [finding for finding in findings if finding.verdict is Verdict.FAIL]
     if faults:
-        return case.failed(faults[0].because, *(fault.steps for fault in faults[:2]))
+        return case.failed(faults[0].because, faults[0].steps)
     good = [finding.steps for finding in findings if finding.verdict is Verdict.PASS]
     return case.passed("The run reads, selects, acts and closes as the task asks.", *good)
