@@ -1,0 +1,53 @@
+"""Executes scripted rollouts in AppWorld, without a server. Runs under AppWorld's own Python (standard library + appworld).
+
+    python -P execute.py < jobs.jsonl > outputs.jsonl
+
+with ``APPWORLD_ROOT`` set. A job is a line ``{"task_id": ..., "cells": [...]}`` and is answered, in order, by a line
+``{"outputs": [...]}``: what each cell printed. Every job starts from the task's initial state, without ground truth.
+The scripts are the project's own; what a policy writes runs in confined servers instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from appworld import AppWorld
+
+
+class Rehearsal(AppWorld):
+    """A world whose outputs alone are wanted: it writes neither snapshots of its state nor logs."""
+
+    def _save_state(self, directory: str) -> None:
+        pass
+
+    def save_logs(self) -> None:
+        pass
+
+
+def run_cells(task_id: str, cells: list[str]) -> list[str]:
+    """What each cell prints, executed one after the other from the task's initial state."""
+    with Rehearsal(task_id=task_id, experiment_name=f"rehearsal-{os.getpid()}", load_ground_truth=False) as world:
+        return [world.execute(cell) for cell in cells]
+
+
+def main(jobs: TextIO, results: TextIO) -> None:
+    """Answer every job line as soon as it is done."""
+    for line in jobs:
+        job: dict[str, Any] = json.loads(line)
+        results.write(json.dumps({"outputs": run_cells(job["task_id"], job["cells"])}) + "\n")
+        results.flush()
+
+
+if __name__ == "__main__":
+    # AppWorld and IPython print now and then; that must not mix with the results.
+    results_stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # What AppWorld leaves behind with every task makes collections ever longer and frees nothing.
+    gc.disable()
+    main(sys.stdin, results_stream)
+    # Its interactive shells, one a task, would take minutes to say goodbye.
+    os._exit(0)

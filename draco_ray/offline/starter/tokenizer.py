@@ -1,0 +1,63 @@
+"""The starter policy's tokenizer: a byte-level BPE over its own demonstrations, with a Qwen-style chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+PADDING = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+PIECES = r" ?[A-Za-z_]+(?:\.[A-Za-z_]+)*\(?|\d| ?[^\sA-Za-z_\d]+|\n[ ]*|\s+"
+"""Where merges must stop. A dotted call and its parenthesis are one piece, a line break and the indentation after it
+another, so frequent code costs few tokens; digits stay single, so numbers do not eat the vocabulary."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Qwen's turns. The starter policy does not think, so an ``enable_thinking`` switch changes nothing."""
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:
+    """Learn a byte-level BPE of at most ``vocabulary`` entries.
+
+    Args:
+        texts: what the policy will read and write, plain text; any other text still encodes, byte by byte.
+        vocabulary: entries, the 256 bytes and three special tokens included.
+        positions: tokens the model accepts, recorded in the tokenizer.
+    Returns: a tokenizer whose end-of-sequence token is the end of a turn. Same texts in the same order, same entries.
+    """
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True) for token in (PADDING, TURN_START, TURN_END)],
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START],
+        model_max_length=positions,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
