@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("--root", type=Path, required=True, help="a folder made by build")
     check.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C: clean up first
     try:
         if options.command == "build":
             build(options.out, options.seed, options.users, options.scenarios, options.force, _say)
