@@ -1,8 +1,9 @@
 """LoRA on vLLM's CPU workers: one small matrix product for each run of tokens that share an adapter.
 
-vLLM's own CPU path copies an adapter's matrices once for every token of a batch, which makes the adapter the larger
-part of a small model's step, and it looks up a token without an adapter as index -1: in a batch that mixes base-model
-and adapter requests it gives such a token the adapter of the last slot.
+vLLM's own CPU path (0.32) copies an adapter's matrices once for every token of a batch, which makes the adapter the
+larger part of a small model's step. It takes "no adapter" for index -1: in a batch of base-model and adapter requests
+a base-model token gets the adapter of the last slot. And the engine core dies when a sequence is scored while others
+generate, because the LM head's adapter expects as many rows as there are requests.
 """
 
 from __future__ import annotations

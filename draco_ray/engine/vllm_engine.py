@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,6 +317,8 @@ class VllmEngine:
 
         from draco_ray.engine.executor import AttachedExecutor, AttachedMultiprocExecutor
 
+        if cpu:
+            _register_imported(self._architectures)
         config = self._config
         arguments: dict[str, Any] = {
             "model": self._model.path,
@@ -399,6 +401,19 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _register_imported(architectures: Sequence[str]) -> None:
+    """Import the model's class here and now.
+
+    vLLM would start one more process to look at it, which imports everything once more, only to keep CUDA out of this.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in architectures:
+        # What cannot be imported is left to vLLM, which says why.
+        with contextlib.suppress(Exception):
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def _end_of_turn_ids(path: str) -> list[int]:
