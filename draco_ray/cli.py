@@ -103,7 +103,10 @@ def starter_build(
     build_starter(out, world, seed=seed, progress=True)
 
 
-@app.command(name="judge-server")
+@app.command(
+    name="judge-server",
+    epilog="Then:  draco train CONFIG judge.model=openai/rule-judge judge.api_base=http://127.0.0.1:8011/v1",
+)
 def judge_server(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8011,
     latency: Annotated[float, typer.Option(help="Seconds a reply takes.")] = 0.0,
@@ -111,11 +114,24 @@ def judge_server(
     malformed: Annotated[float, typer.Option(help="Share of replies that are not JSON.")] = 0.0,
     truncated: Annotated[float, typer.Option(help="Share of replies cut short.")] = 0.0,
     error: Annotated[float, typer.Option(help="Share of requests answered with 500.")] = 0.0,
+    require_key: Annotated[
+        bool, typer.Option("--require-key", help="401 without the key in the variable DRACO_RULE_JUDGE_KEY.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the draws behind the shares.")] = 0,
 ) -> None:
     """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API."""
     from draco_ray.offline.judge_server import serve
 
-    serve(port=port, latency=latency, rate_limit=rate_limit, malformed=malformed, truncated=truncated, error=error)
+    serve(
+        port=port,
+        latency=latency,
+        rate_limit=rate_limit,
+        malformed=malformed,
+        truncated=truncated,
+        error=error,
+        require_key=require_key,
+        seed=seed,
+    )
 
 
 @runs.command(name="show")

@@ -72,10 +72,11 @@ class Case:
     @cached_property
     def answer(self) -> Value:
         """The answer handed in, traced back to what was printed if it was typed in."""
-        for call in self.completions:
-            given = call.arguments.get("answer", call.arguments.get("#0", EMPTY))
-            return self.grounded(given, call.step)
-        return EMPTY
+        if not self.completions:
+            return EMPTY
+        # A later call replaces an earlier one.
+        call = self.completions[-1]
+        return self.grounded(call.arguments.get("answer", call.arguments.get("#0", EMPTY)), call.step)
 
     @cached_property
     def result_step(self) -> int:

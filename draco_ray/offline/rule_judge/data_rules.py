@@ -114,7 +114,7 @@ def _proven_short(case: Case, call: Call) -> bool:
         and shown.text is not None
         and shown.text.isdigit()
         and 0 < int(shown.text) < size
-        and "len" in shown.value.operations
+        and shown.value.operations == {"len"}
         and not shown.value.tests
         and {case.trace.calls[index] for index in shown.value.calls} == {call}
         for shown in case.trace.shown

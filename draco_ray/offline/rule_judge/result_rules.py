@@ -6,6 +6,7 @@ from draco_ray.offline.rule_judge.case import EMPTY_TEXTS, EVERY, Case, Finding,
 from draco_ray.offline.rule_judge.causes import causes, wrong_data
 from draco_ray.offline.rule_judge.data_rules import judge_pages, judge_selection, judge_source
 from draco_ray.offline.rule_judge.traces import EMPTY
+from draco_ray.offline.rule_judge.vocabulary import MAKING
 from draco_ray.records import Verdict
 
 
@@ -81,12 +82,14 @@ def judge_targets(case: Case) -> Finding:
 
 
 def _made_again(case: Case) -> list[int]:
-    """Steps whose code repeats an earlier step's change, on the same data."""
+    """Steps whose code repeats an earlier step's change on the same data, where doing it twice makes two of it."""
     made: dict[tuple[str, str], int] = {}
     again = []
     for step in case.run.steps:
         changes = sorted(
-            f"{call.name} {sorted(call.subject.calls)}" for call in case.changes if call.step == step.number
+            f"{call.name} {sorted(call.subject.calls)}"
+            for call in case.changes
+            if call.step == step.number and MAKING.search(call.api)
         )
         if not changes:
             continue
@@ -153,7 +156,8 @@ def judge_completion(case: Case) -> Finding:
             "complete_task never succeeded; the run should have called it once the work was done.",
             tried or case.steps(case.last_step),
         )
-    call = case.completions[0]
+    # A later call replaces an earlier one.
+    call = case.completions[-1]
     if (status := call.arguments.get("status")) and status.text not in {"success", None}:
         return case.failed("The task was given up although it can be done.", call.step)
     given = call.arguments.get("answer", call.arguments.get("#0", EMPTY))

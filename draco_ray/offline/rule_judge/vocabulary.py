@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+MAKING = re.compile(r"^(?:send|create|add|post|record|reply|forward|write|place|review|download|copy|withdraw)_")
+"""Names of APIs that make one thing more whenever they are called."""
 SUPPORT_APPS = frozenset({"supervisor", "api_docs"})
 """Apps that tell about the task and the APIs; they are never what a task is about."""
 READING = re.compile(r"^(?:show|search|get|login|logout|find|list|read)(?:_|$)|_exists$")

@@ -1,0 +1,97 @@
+"""Scripted sandbox rollouts as a judge sees them, with outputs such as the engine gives for them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from draco_ray.environments.sandbox.scripts import Fault, families
+from draco_ray.offline.rule_judge.reading import Run, Step
+from draco_ray.records import GAP, EpisodeEnd, Message, Trajectory, Turn
+
+PARAMETERS = {
+    "title": "Gym Boost",
+    "date": "2022-11-03",
+    "limit": "250",
+    "relation": "coworker",
+    "message": "Dinner is at eight tonight.",
+    "time": "14:30",
+    "tag": "home",
+    "project": "Book Club",
+    "extension": "txt",
+    "stem": "songs_3",
+}
+"""What fills the instruction templates of the sandbox's families."""
+REFUSED = """\
+Execution failed. Traceback:
+  File "<python-input>", line 2, in <module>
+    rows = apis.app.api()
+           ^^^^^^^^^^^^^^
+Exception: Response status code is 401:
+{"message":"You are either not authorized to access this endpoint or your access token is missing."}"""
+
+
+def instruction(family: str, wording: int = 0) -> str:
+    """A task of a sandbox family."""
+    return families()[family].wordings[wording].format(**PARAMETERS)
+
+
+def scripted_run(family: str, *faults: Fault) -> Run:
+    """A scripted rollout with these faults."""
+    cells = families()[family].script(frozenset(faults))
+    return run_of(*((code, _output(code)) for code in cells))
+
+
+def run_of(*steps: tuple[str, str | None]) -> Run:
+    """A rollout of the given codes and outputs."""
+    return Run(
+        steps=tuple(Step(number=number, code=code, output=output) for number, (code, output) in enumerate(steps, 1))
+    )
+
+
+def trajectory_of(run: Run, task: str, rollout: int = 0) -> Trajectory:
+    """The record that renders to ``run``."""
+    turns = [
+        Turn(text=f"<code>\n{step.code}\n</code>", code=step.code, output=step.output, first_token=n, last_token=n + 1)
+        for n, step in enumerate(run.steps)
+    ]
+    turns.append(Turn(text="Done.", code=None, output=None, first_token=len(turns), last_token=len(turns) + 1))
+    count = len(turns)
+    return Trajectory(
+        task_id="task_1",
+        group="step1/task_1",
+        rollout=rollout,
+        attempt=0,
+        policy_version=0,
+        prompt=(Message(role="user", content=f"My name is Ada Example. Your task is: {task}"),),
+        turns=tuple(turns),
+        token_ids_T=np.arange(count),
+        sampled_T=np.ones(count, dtype=bool),
+        logprob_T=np.zeros(count, dtype=np.float32),
+        step_T=np.array([*range(count - 1), GAP]),
+        prompt_length=0,
+        ended=EpisodeEnd.FINISHED,
+        started_at=0.0,
+        ended_at=1.0,
+    )
+
+
+def _output(code: str) -> str:
+    printed = re.findall(r"^print\((.*)\)$", code, re.MULTILINE)
+    calls = re.findall(r"apis\.(?!supervisor)\w+\.(?!login)\w+\((.*)\)", code)
+    if any("token" not in arguments for arguments in calls):
+        return REFUSED
+    if not printed:
+        return "Execution successful."
+    texts = []
+    for expression in printed:
+        if "passwords" in expression:
+            texts.append("S6muesXX")
+        elif expression == "len(rows)":
+            texts.append("17" if "while True" in code else "5")
+        elif expression.startswith("len(") or expression == "answer":
+            texts.append("4")
+        else:
+            texts.append(" ".join(PARAMETERS.get(name.strip(), "") for name in expression.split(",")).strip())
+    return "\n".join(texts) + "\n"
