@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from draco_ray.errors import EngineError
-from draco_ray.records import Adapter, FloatArray
+from draco_ray.records import Adapter
 
 LAYERS = "base_model.model.model.layers."
 WRAPPED_LAYERS = "base_model.model.model.language_model.layers."
@@ -80,8 +80,3 @@ def engine_tensor_name(name: str, architectures: Sequence[str]) -> str:
     if name.startswith(LAYERS) and any(architecture.endswith(WRAPPER) for architecture in architectures):
         return WRAPPED_LAYERS + name.removeprefix(LAYERS)
     return name
-
-
-def moves_nothing(tensors: dict[str, FloatArray]) -> bool:
-    """Whether an adapter leaves its base model as it is: every ``lora_B`` is zero, as before the first update."""
-    return not any(np.any(values) for name, values in tensors.items() if "lora_B" in name)
