@@ -48,6 +48,16 @@ def cut_to_bytes(text: str, limit: int) -> str:
     return data[:limit].decode("utf-8", "ignore")
 
 
+def cut_with_mark(text: str, limit: int) -> str:
+    """``text``, or where it is longer than ``limit`` bytes and a mark its beginning and a mark."""
+    mark = _CUT.format(limit=limit)
+    allowed = limit + len(mark)
+    if len(text) <= allowed // 4:  # no character takes more than four bytes
+        return text
+    kept = cut_to_bytes(text[: allowed + 1], allowed)
+    return text if len(kept) == len(text) else cut_to_bytes(kept, limit) + mark
+
+
 def prepare(output_bytes: int) -> None:
     """Import what a task needs and bound what it can print, so that forks share it."""
     import uvicorn.lifespan.off
@@ -71,10 +81,7 @@ def prepare(output_bytes: int) -> None:
     execute = AppWorld.execute
 
     def execute_bounded(self: Any, code: str) -> str:
-        message = execute(self, code)
-        if len(message) > output_bytes // 4:
-            return cut_to_bytes(message[: output_bytes + 1], output_bytes)
-        return message
+        return cut_with_mark(execute(self, code), output_bytes)
 
     AppWorld.execute = execute_bounded
 

@@ -35,6 +35,7 @@ from draco_ray.records import Evaluation, Task, Trajectory
 _SOFT_SHARE = 0.8
 """AppWorld interrupts a cell itself at this share of the cell timeout, which an honest endless loop survives as an
 error message. The wall clock is for code that does not let itself be interrupted."""
+_LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,9 +290,12 @@ class AppWorldSlot:
                 reason = f"{path} answered {status}: {answer.get('error', answer)}"
             elif watch.done():
                 reason = watch.result()
-        except (httpx.HTTPError, OSError, ValueError, EOFError) as error:
-            # Where the process died, its end says more than the broken connection does.
-            reason = server.exit_reason() or f"{path}: {type(error).__name__}: {error}"
+        except ValueError as error:
+            reason = f"{path}: {error}"
+        except (httpx.HTTPError, OSError) as error:
+            # Where the process died, its end says more than the broken connection does, and is known a moment later.
+            ended, _ = await asyncio.wait({watch}, timeout=_LAST_WORDS_SECONDS)
+            reason = watch.result() if ended else f"{path}: {type(error).__name__}: {error}"
         except asyncio.CancelledError:
             # The cell goes on in the server: it cannot be used again.
             await self._end_server()

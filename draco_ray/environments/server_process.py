@@ -151,10 +151,6 @@ class ServerProcess:
                 count += 1
         return memory / (1 << 20), count
 
-    def exit_reason(self) -> str | None:
-        """How the task's process ended; None while it runs."""
-        return self._exited.result() if self._exited.done() else None
-
     def complaint(self) -> str:
         """The last line the server wrote before it died."""
         return last_line(self._directory)

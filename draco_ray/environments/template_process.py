@@ -114,8 +114,14 @@ class TemplateProcess:
                 if status < 0 or status >= _SIGNALLED:
                     raise EnvironmentCrashed(f"the process that loads AppWorld was killed (status {status})")
                 raise LevelUnavailable(complaint)
-            if not json.loads(message)["system_calls_refused"]:
+            ready = json.loads(message)
+            if not ready["system_calls_refused"]:
                 log.warning("this machine has no filter for system calls: model-written code can start processes")
+            if ready["tasks_own_the_host"] and level == "rlimits":
+                log.warning(
+                    "model-written code runs as root without capabilities and can change root's files:"
+                    " put AppWorld's Python and the data root where other users can read them"
+                )
         except BaseException:
             template.kill()
             raise

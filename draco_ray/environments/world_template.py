@@ -40,10 +40,15 @@ class WorldTemplate:
         self._control = socket.socket(fileno=spec.control_fd)
 
     def run(self, *, system_calls_refused: bool) -> None:
-        """Serve until the other end of the control socket is closed. The slot is told what the argument says."""
+        """Serve until the other end of the control socket is closed. The host is told what the argument says."""
         prepare(self._spec.output_bytes)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        self._control.send(json.dumps({"event": "ready", "system_calls_refused": system_calls_refused}).encode())
+        ready = {
+            "event": "ready",
+            "system_calls_refused": system_calls_refused,
+            "tasks_own_the_host": not self._spec.mounts and self._spec.task_uids is None and os.geteuid() == 0,
+        }
+        self._control.send(json.dumps(ready).encode())
         while True:
             order, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
             if not order:

@@ -1,0 +1,94 @@
+"""Playing the sandbox's tasks in a slot, well and ill."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from itertools import cycle
+from pathlib import Path
+
+import psutil
+
+from draco_ray.environments.appworld_slot import AppWorldSlot, WorldVerdict
+from draco_ray.environments.sandbox.scripts import families
+from draco_ray.errors import EnvironmentCrashed
+
+# The guard AppWorld puts up knows neither this way to import nor these modules.
+PRELUDE = """
+load = json.codecs.builtins.__import__
+posix, ctypes, sys_, thread, signal = map(load, ("posix", "ctypes", "sys", "_thread", "signal"))
+libc = ctypes.CDLL(None, use_errno=True)
+
+def attempt(name, action):
+    try:
+        print(name, "DONE", action())
+    except BaseException as error:
+        print(name, "REFUSED", type(error).__name__, error)
+
+def read(path):
+    file = posix.open(path, posix.O_RDONLY)
+    data = posix.read(file, 100000)
+    posix.close(file)
+    return data
+"""
+
+
+class Tasks:
+    """The training tasks of a generated world, handed out in turn."""
+
+    def __init__(self, root: Path) -> None:
+        entries = json.loads((root / "sandbox.json").read_text(encoding="utf-8"))["tasks"]
+        self._families = {task: entry["family"] for task, entry in entries.items() if entry["split"] == "train"}
+        self._turns = cycle(self._families)
+
+    def next(self) -> str:
+        """Another task than the last one."""
+        return next(self._turns)
+
+    def solution(self, task_id: str) -> list[str]:
+        """Code cells that solve a task."""
+        return families()[self._families[task_id]].script()
+
+
+async def play(slot: AppWorldSlot, tasks: Tasks) -> WorldVerdict:
+    """Open the next task, solve it and have it evaluated."""
+    task_id = tasks.next()
+    await slot.open(task_id)
+    for cell in tasks.solution(task_id):
+        output = await slot.execute(cell)
+        assert "Execution failed" not in output, output
+    return await slot.evaluate()
+
+
+async def attack(slot: AppWorldSlot, *cells: str) -> str:
+    """Run hostile cells in the open task. Returns what they printed, and how the world was lost if it was."""
+    outputs = []
+    # The guard is passed, or the rest would show nothing.
+    assert await slot.execute(PRELUDE) == "Execution successful."
+    for cell in cells:
+        try:
+            outputs.append(await slot.execute(textwrap.dedent(cell)))
+        except EnvironmentCrashed as error:
+            outputs.append(f"CRASHED {error}")
+            break
+    return "\n".join(outputs)
+
+
+async def check_next_task_runs_clean(slot: AppWorldSlot, tasks: Tasks) -> None:
+    """Another task on the same slot knows nothing of the last one, and AppWorld's evaluator passes it."""
+    task_id = tasks.next()
+    await slot.open(task_id)
+    assert await slot.execute("print('posix' in globals())") == "False\n"
+    assert len(processes_of(slot)) <= 3
+    for cell in tasks.solution(task_id):
+        output = await slot.execute(cell)
+        assert "Execution failed" not in output, output
+    verdict = await slot.evaluate()
+    assert verdict.success, verdict.failures
+
+
+def processes_of(slot: AppWorldSlot) -> list[psutil.Process]:
+    """The processes of a slot, the outermost first."""
+    if slot.pid is None:
+        return []
+    return [psutil.Process(slot.pid), *psutil.Process(slot.pid).children(recursive=True)]
