@@ -26,16 +26,17 @@ class BoundedText(io.StringIO):
         super().__init__()
         self._limit = limit
         self._left = limit
+        self._is_cut = False
 
     def write(self, text: str) -> int:
         """Take what still fits. Returns the length of ``text``: the writer does not notice."""
-        if self._left > 0:
+        if not self._is_cut:
             # At most `left` characters can fit, so a huge text is cut before it is encoded.
             kept = cut_to_bytes(text[: self._left + 1], self._left)
             self._left -= len(kept.encode("utf-8", "surrogatepass"))
             super().write(kept)
             if len(kept) < len(text):
-                self._left = 0
+                self._is_cut = True
                 super().write(_CUT.format(limit=self._limit))
         return len(text)
 
@@ -45,7 +46,9 @@ def cut_to_bytes(text: str, limit: int) -> str:
     data = text.encode("utf-8", "surrogatepass")
     if len(data) <= limit:
         return text
-    return data[:limit].decode("utf-8", "ignore")
+    while data[limit] & 0xC0 == 0x80:  # inside a character
+        limit -= 1
+    return data[:limit].decode("utf-8", "surrogatepass")
 
 
 def cut_with_mark(text: str, limit: int) -> str:

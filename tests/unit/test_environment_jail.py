@@ -1,0 +1,221 @@
+"""What decides how a task is confined: the system call filter, users, levels, what is shown."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from draco_ray.environments import template_process
+from draco_ray.environments.jail import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
+from draco_ray.environments.system_calls import Instruction, filter_program
+from draco_ray.environments.template_process import (
+    LevelUnavailable,
+    TemplateKey,
+    acquire_template,
+    release_template,
+)
+from draco_ray.errors import EnvironmentCrashed
+
+ALLOW, REFUSE, MISSING, KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def judge(program: list[Instruction], architecture: int, number: int, *arguments: int) -> int:
+    """What the kernel would do with a call: an interpreter of its filter language."""
+    data = {0: number, 4: architecture, **{16 + 8 * index: value for index, value in enumerate(arguments)}}
+    accumulator, position = 0, 0
+    while True:
+        operation, if_true, if_false, operand = program[position]
+        position += 1
+        if operation == 0x20:
+            accumulator = data.get(operand, 0)
+        elif operation == 0x54:
+            accumulator &= operand
+        elif operation == 0x06:
+            return operand
+        else:
+            holds = {0x15: accumulator == operand, 0x25: accumulator > operand, 0x45: bool(accumulator & operand)}
+            position += if_true if holds[operation] else if_false
+
+
+@pytest.mark.parametrize(
+    ("call", "x86_64", "aarch64", "expected"),
+    [
+        (("read",), 0, 63, ALLOW),
+        (("openat",), 257, 56, ALLOW),
+        (("accept4",), 288, 242, ALLOW),
+        (("listen",), 50, 201, ALLOW),
+        (("exit_group",), 231, 94, ALLOW),
+        (("socket",), 41, 198, REFUSE),
+        (("connect",), 42, 203, REFUSE),
+        (("execve",), 59, 221, REFUSE),
+        (("kill",), 62, 129, REFUSE),
+        (("ptrace",), 101, 117, REFUSE),
+        (("io_uring_setup",), 425, 425, REFUSE),
+        (("memfd_create",), 319, 279, REFUSE),
+        (("clone3",), 435, 435, MISSING),
+        (("from the future",), 451, 451, MISSING),
+        (("x32 or worse",), 0x40000000 | 41, 0x40000000 | 198, MISSING),
+        (("clone of a process", 0x11), 56, 220, REFUSE),
+        (("clone of a thread", 0x3D0F00), 56, 220, ALLOW),
+        (("socketpair of streams", 1, 0x80801), 53, 199, ALLOW),
+        (("socketpair of datagrams", 1, 0x80802), 53, 199, REFUSE),
+        (("own limits", 0), 302, 261, ALLOW),
+        (("another's limits", 77), 302, 261, REFUSE),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_the_filter(call: tuple[str, *tuple[int, ...]], x86_64: int, aarch64: int, expected: int) -> None:
+    for machine, number in (("x86_64", x86_64), ("aarch64", aarch64)):
+        program = filter_program(machine)
+        assert program is not None
+        assert judge(program, ARCHITECTURES[machine], number, *call[1:]) == expected, machine
+
+
+def test_the_filter_kills_what_calls_by_another_convention() -> None:
+    program = filter_program("x86_64")
+    assert program is not None
+    assert judge(program, 0x40000003, 102) == KILL
+
+
+def test_there_is_no_filter_for_an_unknown_machine() -> None:
+    assert filter_program("riscv64") is None
+
+
+def test_spare_users_of_a_whole_machine_and_of_a_container() -> None:
+    first, last = spare_uids("         0          0 4294967295\n") or (0, 0)
+    assert first > 1_000_000_000
+    assert last - first > 1_000_000
+    assert spare_uids("0 100000 65536\n") == (32768, 65535)
+    assert spare_uids("0 1000 1\n") is None
+
+
+def jail(level: str, data: Path) -> JailSpec:
+    return JailSpec(level=level, control_fd=3, directory="/d", data=str(data), scratch_mib=7, output_bytes=9)
+
+
+def test_a_jail_survives_its_journey() -> None:
+    for users in (None, (5, 6)):
+        spec = JailSpec(**{**jail("rlimits", Path("/x")).__dict__, "task_uids": users})
+        assert JailSpec.from_json(spec.to_json()) == spec
+        assert "\n" not in spec.to_json()
+
+
+def test_landlock_shows_one_task_without_its_ground_truth(tmp_path: Path) -> None:
+    for name in ("base_dbs", "tasks/a_1/ground_truth", "tasks/b_1"):
+        (tmp_path / name).mkdir(parents=True)
+    shown = readable_in_place(jail("landlock", tmp_path), ["a_1/specs.json", "a_1/dbs"])
+    of_data = {str(Path(path).relative_to(tmp_path)) for path in shown if Path(path).is_relative_to(tmp_path)}
+    assert of_data == {"base_dbs", "tasks/a_1/specs.json", "tasks/a_1/dbs"}
+    assert sys.prefix in shown
+    assert not {"/", "/etc", "/home", "/proc", "/tmp"} & set(shown)
+
+
+def test_bubblewrap_shuts_everything_off_and_shows_files_read_only(tmp_path: Path) -> None:
+    arguments = bubblewrap_arguments(jail("bubblewrap", tmp_path))
+    assert {"--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--die-with-parent"} <= set(arguments)
+    index = arguments.index(str(tmp_path))
+    assert arguments[index - 1 : index + 2] == ["--ro-bind", str(tmp_path), "/world/data"]
+    assert "--bind" not in arguments
+    assert arguments[arguments.index("--size") + 1] == str(7 << 20)
+
+
+class FakeTemplate:
+    """A template without a process, for the choice of levels and the sharing of templates."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+        self.alive = True
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception | None]:
+    """What happens when a template is started at a level; levels that are tried move to the end."""
+    outcomes: dict[str, Exception | None] = dict.fromkeys(LEVELS)
+
+    def start(key: TemplateKey, level: str, timeout_seconds: float) -> FakeTemplate:
+        outcomes[level] = outcomes.pop(level)
+        error = outcomes[level]
+        if error is not None:
+            raise error
+        return FakeTemplate(level)
+
+    monkeypatch.setattr(template_process.TemplateProcess, "start", staticmethod(start))
+    monkeypatch.setattr(template_process, "_levels_reached", {})
+    monkeypatch.setattr(template_process, "_shares", {})
+    return outcomes
+
+
+def key(isolation: str = "auto", python: str = "/python") -> TemplateKey:
+    return TemplateKey(python=python, isolation=isolation, data=Path("/data"), output_bytes=10)
+
+
+def test_auto_takes_the_strongest_level_there_is(starts: dict[str, Exception | None]) -> None:
+    assert acquire_template(key(), 1).level == "namespaces"
+    starts["namespaces"] = LevelUnavailable("no")
+    starts["bubblewrap"] = LevelUnavailable("no")
+    assert acquire_template(key(python="/other"), 1).level == "landlock"
+    # It is remembered: the levels in front are not tried again.
+    starts["namespaces"] = None
+    release_template(key(python="/other"))
+    assert acquire_template(key(python="/other"), 1).level == "landlock"
+
+
+def test_a_level_asked_for_by_name_is_not_what_auto_takes_later(starts: dict[str, Exception | None]) -> None:
+    assert acquire_template(key("rlimits"), 1).level == "rlimits"
+    assert acquire_template(key(), 1).level == "namespaces"
+
+
+def test_a_level_asked_for_by_name_is_never_replaced(starts: dict[str, Exception | None]) -> None:
+    starts["namespaces"] = LevelUnavailable("not allowed here")
+    with pytest.raises(EnvironmentCrashed, match="AppWorld cannot be started: namespaces: not allowed here"):
+        acquire_template(key("namespaces"), 1)
+
+
+def test_an_accident_does_not_weaken_the_isolation(starts: dict[str, Exception | None]) -> None:
+    starts["namespaces"] = EnvironmentCrashed("AppWorld was not loaded within 1 s")
+    with pytest.raises(EnvironmentCrashed, match="was not loaded"):
+        acquire_template(key(), 1)
+    starts["namespaces"] = None
+    assert acquire_template(key(), 1).level == "namespaces"
+
+
+def test_a_warning_says_when_nothing_but_limits_is_left(
+    starts: dict[str, Exception | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    for level in LEVELS[:-1]:
+        starts[level] = LevelUnavailable(f"no {level}")
+    assert acquire_template(key(), 1).level == "rlimits"
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "the host's files stay readable" in warning
+    assert "no landlock" in warning
+
+
+def test_a_template_is_shared_until_its_last_user_leaves(starts: dict[str, Exception | None]) -> None:
+    first = acquire_template(key(), 1)
+    assert acquire_template(key(), 1) is first
+    release_template(key())
+    assert first.alive
+    release_template(key())
+    assert not first.alive
+    assert acquire_template(key(), 1) is not first
+
+
+def test_a_dead_template_is_replaced(starts: dict[str, Exception | None]) -> None:
+    first = acquire_template(key(), 1)
+    first.kill()
+    second = acquire_template(key(), 1)
+    assert second is not first
+    assert second.alive
+
+
+def test_what_is_asked_of_a_jail_holds_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    assert "secret" not in json.dumps(jail("rlimits", Path("/x")).__dict__)
