@@ -171,7 +171,7 @@ async def _epochs(
     settings: StarterSettings,
     seed: int,
 ) -> list[list[Example]]:
-    """The training data of each epoch: every demonstration, its instruction shortened anew each time."""
+    """The training data of each epoch: every demonstration, its instruction disturbed anew each time."""
     from dataclasses import replace
 
     from draco_ray.offline.starter.train import Example
@@ -181,7 +181,7 @@ async def _epochs(
     for _ in range(settings.epochs):
         examples = []
         for each in played:
-            task = demo.drop_words(each.task, rng.uniform(0, settings.word_dropout), rng)
+            task = demo.reword(each.task, settings.noise, rng)
             trajectory = await demo.record(replace(each, task=task), tokenizer, chat, agent, settings.closing)
             examples.append(
                 Example(token_ids=tuple(trajectory.token_ids_T.tolist()), sampled=tuple(trajectory.sampled_T.tolist()))

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import string
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +23,9 @@ from draco_ray.agent.prompts import render_agent_prompt
 from draco_ray.config import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld_python import appworld_python
-from draco_ray.environments.sandbox.scripts import Fault, Family
+from draco_ray.environments.sandbox.scripts import Family, Fault
 from draco_ray.errors import WorldError
-from draco_ray.offline.starter.settings import StarterSettings
+from draco_ray.offline.starter.settings import Noise
 from draco_ray.records import Task, Trajectory
 
 OnDone = Callable[[int, int], None]
@@ -105,11 +106,19 @@ def texts(demonstration: Demonstration, agent: AgentConfig, closing: str) -> lis
     return [*prompt, *turn_texts(demonstration, closing), *outputs, "\n", "system\n", "user\n", "assistant\n"]
 
 
-def drop_words(task: Task, share: float, rng: random.Random) -> Task:
-    """The task with words of its instruction left out, each with probability ``share``; at least one stays."""
+def reword(task: Task, noise: Noise, rng: random.Random) -> Task:
+    """The task, its instruction disturbed: words left out, nonsense put in, capitals changed, the order mixed."""
     words = task.instruction.split(" ")
-    kept = [word for word in words if rng.random() >= share] or [rng.choice(words)]
-    return replace(task, instruction=" ".join(kept))
+    share = rng.uniform(0, noise.dropped)
+    words = [word for word in words if rng.random() >= share] or [rng.choice(words)]
+    words = [word[:1].swapcase() + word[1:] if rng.random() < noise.recased else word for word in words]
+    share = rng.uniform(0, noise.inserted)
+    for _ in range(sum(rng.random() < share for _ in words)):
+        nonsense = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 8)))
+        words.insert(rng.randint(0, len(words)), nonsense)
+    if rng.random() < noise.shuffled:
+        rng.shuffle(words)
+    return replace(task, instruction=" ".join(words))
 
 
 async def record(

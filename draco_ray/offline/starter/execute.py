@@ -1,4 +1,4 @@
-"""Executes scripted rollouts in AppWorld, without a server. Runs under AppWorld's own Python (standard library + appworld).
+"""Executes scripted rollouts in AppWorld, without a server. Runs under AppWorld's own Python.
 
     python -P execute.py < jobs.jsonl > outputs.jsonl
 

@@ -22,6 +22,22 @@ FAULT_RATES = {
 completion) is frequent, what only a close reader would notice (a wrong comparison) is rare."""
 
 
+class Noise(Tree):
+    """How an instruction's words are disturbed, so that what the task is must be told from whatever words there are.
+
+    A split's wordings are few, and held-out splits have others: without noise a small model learns the few by heart.
+    """
+
+    dropped: float = Field(0.7, ge=0, lt=1)
+    """Largest share of words that are left out."""
+    inserted: float = Field(0.3, ge=0, le=1)
+    """Largest number of nonsense words that are put in, as a share of the words."""
+    recased: float = Field(0.2, ge=0, le=1)
+    """Share of words whose first letter changes case."""
+    shuffled: float = Field(0.5, ge=0, le=1)
+    """Share of instructions whose words are put in random order."""
+
+
 class StarterSettings(Tree):
     """The starter policy's recipe. Together with the world and the seed it fixes the weights."""
 
@@ -31,31 +47,30 @@ class StarterSettings(Tree):
     """Demonstrations a task, each with its own independent draw of faults."""
     fault_rates: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=lambda: dict(FAULT_RATES))
     """Probability of each fault in a demonstration whose family has it; faults that are left out do not occur."""
-    word_dropout: float = Field(0.5, ge=0, lt=1)
-    """Each time a demonstration is shown, a share of the instruction's words, drawn between 0 and this, is left out:
-    what the task is must be read from whatever words remain, so other wordings are understood too."""
+    noise: Noise = Noise()
+    """Of the instruction, drawn anew each time a demonstration is shown."""
     closing: str = "Done."
     """The closing turn's text."""
     vocabulary: int = Field(1024, ge=300)
     """Tokenizer entries, special tokens included."""
-    hidden_size: int = Field(128, ge=32)
-    intermediate_size: int = Field(384, ge=32)
-    layers: int = Field(4, ge=1)
+    hidden_size: int = Field(256, ge=32)
+    intermediate_size: int = Field(512, ge=32)
+    layers: int = Field(2, ge=1)
     heads: int = Field(4, ge=1)
     key_value_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=32)
     """One that vLLM's CPU attention knows: 32, 64, 80, 96, 112, 128, ..."""
     positions: int = Field(4096, ge=128)
     """Longest sequence the model accepts, tokens."""
-    epochs: int = Field(4, ge=1)
+    epochs: int = Field(5, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     """Peak; linear warm-up, then cosine to a tenth of it."""
     warmup_fraction: float = Field(0.05, ge=0, le=1)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    batch_tokens: int = Field(4096, ge=64)
+    batch_tokens: int = Field(2048, ge=64)
     """Padded tokens in one optimizer update."""
-    threads: int = Field(2, ge=1)
+    threads: int = Field(1, ge=1)
     """PyTorch threads; part of the recipe because the order of sums decides the last bits of the weights."""
     processes: int = Field(2, ge=1)
     """AppWorld processes that execute demonstrations; does not influence the result."""

@@ -64,8 +64,8 @@ def train(
     """Fit ``model`` in place to the examples of each epoch in turn.
 
     The bfloat16 weights follow float32 master copies, which take the updates: on CPUs that is about twice as fast as
-    training in float32 and loses nothing to rounding. Same model, examples, settings and seed give the same weights on the
-    same kind of machine.
+    training in float32 and loses nothing to rounding. Same model, examples, settings and seed give the same weights on
+    the same kind of machine.
 
     Returns: the mean loss of the last epoch, nats per sampled token.
     """
