@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from draco_ray.config import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
@@ -335,6 +337,7 @@ class VllmEngine:
             else AttachedMultiprocExecutor,
             "logprobs_mode": "raw_logprobs",
             "skip_tokenizer_init": True,
+            "language_model_only": True,
             "use_tqdm_on_load": False,
             "disable_log_stats": True,
         }
@@ -354,7 +357,13 @@ class VllmEngine:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
             if config.kv_cache_gib is not None:
                 arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
-        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        engine_args = AsyncEngineArgs(**arguments)
+        if cpu:
+            # The prefix cache of a model with recurrent layers needs prompts computed in parts.
+            engine_args.enable_prefix_caching = not engine_args.create_model_config().is_hybrid
+        vllm_config = engine_args.create_engine_config()
+        # Of a hub name they are known only now.
+        self._architectures = tuple(vllm_config.model_config.architectures)
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
     def _environment(self) -> dict[str, str]:
@@ -430,5 +439,6 @@ def _end_of_turn_ids(path: str) -> list[int]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error's message that says something, or its type where there is none."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
