@@ -6,29 +6,19 @@ It holds configuration, summaries and references; trajectories, samples and adap
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import ray
 from rich.console import Console
 
 from draco_ray.actors.advantage_computer import start_advantage_computer
-from draco_ray.actors.judge_worker import Policy, start_judge_workers
-from draco_ray.actors.policy_engine import EngineClient, start_policy_engines
-from draco_ray.actors.pools import JudgePool, RolloutPool
-from draco_ray.actors.rollout_worker import start_rollout_workers
-from draco_ray.actors.run_store import start_run_store
 from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.configuration import dump_config, project_file
 from draco_ray.engine.canary import run_canary
-from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.data_root import load_split, load_task
-from draco_ray.errors import DracoError
+from draco_ray.environments.data_root import load_split
 from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.learner.group import LearnerGroup
@@ -36,12 +26,19 @@ from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Criterion, Evaluation, Message
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.cluster import connect
 from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress, step_line
+from draco_ray.training.session import (
+    Actors,
+    checked_model,
+    open_judge,
+    ray_session,
+    stopped_plainly,
+    usable_prompts,
+)
 
 PROBE_TOKENS = 512
 """Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
@@ -58,84 +55,15 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     load_split(config.data.root, config.data.train_split)
     if config.train.evaluate_before_after:
         load_split(config.data.root, config.data.eval_split)
-    check_model_directory(config.model.path)
-    if Path(config.model.path).is_dir():
-        # Workers need not share this process's working directory.
-        model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
-        config = config.model_copy(update={"model": model})
+    config = checked_model(config)
     prompts = usable_prompts(config, console)
     order = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
     console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
-    try:
-        with _judge(config, console) as judge, _ray(config):
-            asyncio.run(Trainer(config, judge, prompts, order, run, name, console).run())
-    except KeyboardInterrupt:
-        console.print(f"stopped; what was finished is in {run.path}")
-        raise SystemExit(130) from None
-    except ray.exceptions.RayTaskError as error:
-        # A known error of a remote part is one line here as well.
-        if isinstance(error.cause, DracoError):
-            raise error.cause from None
-        raise
+    with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config):
+        asyncio.run(Trainer(config, judge, prompts, order, run, name, console).run())
     return run.path
-
-
-@contextlib.contextmanager
-def _judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
-    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs."""
-    judge = config.judge
-    if not judge.rule_judge.start or judge.self_judge.enabled or config.algorithm.reward != "rubric":
-        yield judge
-        return
-    from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
-
-    with JudgeServer(latency=judge.rule_judge.latency_seconds) as server:
-        console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
-        # The server asks for no key, but OpenAI's protocol sends one.
-        os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
-        served = {
-            "model": f"openai/{MODEL_NAME}",
-            "api_base": server.base_url,
-            "api_key_env": "DRACO_RULE_JUDGE_KEY",
-        }
-        yield judge.model_copy(update=served)
-
-
-@contextlib.contextmanager
-def _ray(config: DracoConfig) -> Iterator[None]:
-    connect(config)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def usable_prompts(config: DracoConfig, console: Console) -> dict[str, tuple[Message, ...]]:
-    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not."""
-    from transformers import AutoTokenizer
-
-    from draco_ray.agent.chat import ChatTokens
-    from draco_ray.agent.prompts import render_agent_prompt
-
-    chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
-    template = project_file(config.agent.prompt)
-    prompts = {
-        task_id: render_agent_prompt(template, load_task(config.data.root, task_id))
-        for task_id in load_split(config.data.root, config.data.train_split)
-    }
-    usable = {
-        task_id: prompt
-        for task_id, prompt in prompts.items()
-        if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
-    }
-    if len(usable) < len(prompts):
-        console.print(
-            f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
-            f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
-        )
-    return usable
 
 
 class Trainer:
@@ -159,7 +87,6 @@ class Trainer:
         self._name = name
         self._console = console
         self._progress = StepProgress(console)
-        self._started = False
         self._moved = False
         """Whether the adapter differs from the base model yet."""
 
@@ -175,7 +102,6 @@ class Trainer:
         try:
             with PeakMemory() as memory:
                 await self._start()
-                self._started = True
                 self._console.print(f"actors ready in {time.time() - started:.0f}s")
                 before = await self._evaluate(0) if self._config.train.evaluate_before_after else None
                 for step in range(1, self.steps + 1):
@@ -193,36 +119,16 @@ class Trainer:
 
     async def _start(self) -> None:
         config = self._config
-        length = config.agent.max_prompt_length + config.agent.max_response_length
-        if self._judge.self_judge.enabled:
-            length = max(length, self._judge.self_judge.context_tokens)
-        self._engines = start_policy_engines(
-            config.engine,
-            config.model,
-            max_model_len=length,
-            lora_rank=config.learner.lora_rank,
-            seed=config.seed,
-            run_name=self._name,
-        )
-        self._clients = [EngineClient(index, self._name) for index in range(len(self._engines))]
+        self._actors = Actors(config, self._judge, self._run, self._name)
         self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
-        judge_workers, union = start_judge_workers(
-            self._judge, Policy(samplers=self._clients, model_path=config.model.path), self._name
-        )
-        self._workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
         self._advantages = start_advantage_computer(config.algorithm, self._name)
-        self._store = start_run_store(self._run.path, self._name)
-        ready = [engine.start.remote() for engine in self._engines]
-        if config.algorithm.reward == "rubric":
-            # First, because a judge that refuses us is known in seconds and the rest takes longer to start.
-            ready.insert(0, judge_workers[0].check.remote())
-        await asyncio.gather(*ready, self._learner.start())
+        await asyncio.gather(self._actors.start(), self._learner.start())
         self._pipeline = Pipeline(
             config.algorithm,
-            self._pool(self._workers),
-            JudgePool(judge_workers, union),
+            self._actors.pool(self._actors.workers),
+            self._actors.judges,
             self._advantages,
-            self._store,
+            self._actors.store,
             static_rubric=self._static_rubric(),
             seed=config.seed,
             watch=self._progress.update,
@@ -256,8 +162,8 @@ class Trainer:
             "seconds_sync": time.time() - synced,
             "seconds": time.time() - started,
         }
-        await self._store.spans.remote(step, "spans", step_spans(groups))
-        await self._store.finish_step.remote(step, metrics)
+        await self._actors.store.spans.remote(step, "spans", step_spans(groups))
+        await self._actors.store.finish_step.remote(step, metrics)
         return metrics
 
     async def _learn(
@@ -298,7 +204,7 @@ class Trainer:
     async def _sync(self, version: int, probe: list[int], moved: bool) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats."""
         adapter = await self._learner.adapter(version)
-        await asyncio.gather(*(engine.load_adapter.remote(adapter) for engine in self._engines))
+        await asyncio.gather(*(engine.load_adapter.remote(adapter) for engine in self._actors.engines))
         if len(probe) < 2:
             return None
         learner = (await self._learner.token_logprobs(probe))[1:]
@@ -311,7 +217,7 @@ class Trainer:
                 moved=moved,
                 tolerance=self._config.engine.canary_tolerance,
             )
-            for client in self._clients
+            for client in self._actors.clients
         ]
         return max(reading.gap_mean for reading in readings)
 
@@ -319,14 +225,15 @@ class Trainer:
         config = self._config
         tasks = load_split(config.data.root, config.data.eval_split)[: config.data.eval_tasks]
         runs = config.train.evaluation_runs
-        workers = self._rollout_workers(load_ground_truth=True)
+        workers = self._actors.rollout_workers(load_ground_truth=True)
         self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
         try:
-            evaluations = await evaluate_tasks(self._pool(workers), tasks, runs, step=step, done=self._progress.advance)
+            pool = self._actors.pool(workers)
+            evaluations = await evaluate_tasks(pool, tasks, runs, step=step, done=self._progress.advance)
         finally:
             self._progress.stop()
             await asyncio.gather(*(worker.stop.remote() for worker in workers))
-        await self._store.evaluations.remote(step, config.data.eval_split, evaluations)
+        await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
         moment = "before" if step == 0 else f"after step {step}"
         self._console.print(
             f"{moment}: TGC {task_goal_completion(evaluations):.1%} SGC {scenario_goal_completion(evaluations):.1%} "
@@ -341,28 +248,6 @@ class Trainer:
             f"{self._config.setting}, seed {self._config.seed}"
         )
 
-    def _rollout_workers(self, *, load_ground_truth: bool) -> list[Any]:
-        config = self._config
-        return start_rollout_workers(
-            self._clients,
-            data_root=config.data.root.resolve(),
-            model_path=config.model.path,
-            agent=config.agent,
-            environment=config.environment,
-            load_ground_truth=load_ground_truth,
-            run_name=self._name,
-        )
-
-    def _pool(self, workers: list[Any]) -> RolloutPool:
-        environment = self._config.environment
-        return RolloutPool(
-            workers,
-            environment.slots_per_worker,
-            len(self._engines),
-            environment.rollout_retries,
-            self._config.seed,
-        )
-
     def _static_rubric(self) -> tuple[Criterion, ...]:
         algorithm = self._config.algorithm
         if algorithm.reward != "rubric" or algorithm.rubric != "static":
@@ -370,14 +255,8 @@ class Trainer:
         return load_static_rubric(project_file(algorithm.static_rubric))
 
     async def _stop(self) -> None:
-        """End what holds processes of its own; Ray ends the rest."""
-        if not self._started:
-            # Its actors are still busy loading and would answer late; their processes end with them.
-            for actor in [*getattr(self, "_engines", []), *getattr(self, "_workers", [])]:
-                ray.kill(actor)
-        else:
-            stops = [actor.stop.remote() for actor in [*self._engines, *self._workers]]
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.gather(*stops, self._store.flush.remote()), timeout=20)
+        """End the processes; also what a failed start left."""
+        if hasattr(self, "_actors"):
+            await self._actors.stop()
         if hasattr(self, "_learner"):
             await self._learner.stop()

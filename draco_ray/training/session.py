@@ -1,0 +1,196 @@
+"""What training and rubric authoring start alike: a usable model, prompts that fit, a judge, Ray, and the actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from draco_ray.actors.judge_worker import Policy, start_judge_workers
+from draco_ray.actors.policy_engine import EngineClient, start_policy_engines
+from draco_ray.actors.pools import JudgePool, RolloutPool
+from draco_ray.actors.rollout_worker import start_rollout_workers
+from draco_ray.actors.run_store import start_run_store
+from draco_ray.config import DracoConfig, JudgeConfig
+from draco_ray.configuration import project_file
+from draco_ray.engine.model_directory import check_model_directory
+from draco_ray.environments.data_root import load_split, load_task
+from draco_ray.errors import DracoError
+from draco_ray.records import Message
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.cluster import connect
+
+
+def checked_model(config: DracoConfig) -> DracoConfig:
+    """The configuration with a model that can be used, its path absolute if it is a directory.
+
+    Raises:
+        ConfigError: the model cannot be used.
+    """
+    check_model_directory(config.model.path)
+    if not Path(config.model.path).is_dir():
+        return config
+    # Workers need not share this process's working directory.
+    model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
+    return config.model_copy(update={"model": model})
+
+
+def usable_prompts(config: DracoConfig, console: Console) -> dict[str, tuple[Message, ...]]:
+    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not."""
+    from transformers import AutoTokenizer
+
+    from draco_ray.agent.chat import ChatTokens
+    from draco_ray.agent.prompts import render_agent_prompt
+
+    chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+    template = project_file(config.agent.prompt)
+    prompts = {
+        task_id: render_agent_prompt(template, load_task(config.data.root, task_id))
+        for task_id in load_split(config.data.root, config.data.train_split)
+    }
+    usable = {
+        task_id: prompt
+        for task_id, prompt in prompts.items()
+        if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
+    }
+    if len(usable) < len(prompts):
+        console.print(
+            f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
+            f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
+        )
+    return usable
+
+
+@contextlib.contextmanager
+def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
+    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs."""
+    judge = config.judge
+    if not judge.rule_judge.start or judge.self_judge.enabled or config.algorithm.reward != "rubric":
+        yield judge
+        return
+    from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
+
+    with JudgeServer(latency=judge.rule_judge.latency_seconds) as server:
+        console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
+        # The server asks for no key, but OpenAI's protocol sends one.
+        os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
+        served = {
+            "model": f"openai/{MODEL_NAME}",
+            "api_base": server.base_url,
+            "api_key_env": "DRACO_RULE_JUDGE_KEY",
+        }
+        yield judge.model_copy(update=served)
+
+
+@contextlib.contextmanager
+def ray_session(config: DracoConfig) -> Iterator[None]:
+    """Ray for as long as the block runs."""
+    connect(config)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def stopped_plainly(run: RunDirectory, console: Console) -> Iterator[None]:
+    """An interrupt says where the finished part is; a known error of a remote part is one line here as well."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"stopped; what was finished is in {run.path}")
+        raise SystemExit(130) from None
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, DracoError):
+            raise error.cause from None
+        raise
+
+
+class Actors:
+    """Engines, judge, rollout workers and run store of one run."""
+
+    def __init__(self, config: DracoConfig, judge: JudgeConfig, run: RunDirectory, name: str) -> None:
+        """Create them; they begin to load at once.
+
+        Args:
+            config: the run's.
+            judge: what `open_judge` gave, with a reply cache.
+            run: where the run store writes.
+            name: of the run, part of the actors' names.
+        """
+        self._config = config
+        self._name = name
+        self._ready = False
+        length = config.agent.max_prompt_length + config.agent.max_response_length
+        if judge.self_judge.enabled:
+            length = max(length, judge.self_judge.context_tokens)
+        self.engines = start_policy_engines(
+            config.engine,
+            config.model,
+            max_model_len=length,
+            lora_rank=config.learner.lora_rank,
+            seed=config.seed,
+            run_name=name,
+        )
+        self.clients = [EngineClient(index, name) for index in range(len(self.engines))]
+        self._judge_workers, union = start_judge_workers(
+            judge, Policy(samplers=self.clients, model_path=config.model.path), name
+        )
+        self.judges = JudgePool(self._judge_workers, union)
+        self.workers = self.rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
+        self.store = start_run_store(run.path, name)
+
+    async def start(self) -> None:
+        """Return once the judge and every engine answer.
+
+        Raises:
+            JudgeUnavailable: the judge refuses us or cannot be reached; not asked where no rubric is used.
+            EngineError: the model cannot be loaded.
+        """
+        ready = [engine.start.remote() for engine in self.engines]
+        if self._config.algorithm.reward == "rubric":
+            # First, because a judge that refuses us is known in seconds and the rest takes longer to start.
+            ready.insert(0, self._judge_workers[0].check.remote())
+        await asyncio.gather(*ready)
+        self._ready = True
+
+    def rollout_workers(self, *, load_ground_truth: bool) -> list[Any]:
+        """New workers for ``environment.slots``."""
+        config = self._config
+        return start_rollout_workers(
+            self.clients,
+            data_root=config.data.root.resolve(),
+            model_path=config.model.path,
+            agent=config.agent,
+            environment=config.environment,
+            load_ground_truth=load_ground_truth,
+            run_name=self._name,
+        )
+
+    def pool(self, workers: list[Any]) -> RolloutPool:
+        """A pool over ``workers``, on every engine."""
+        environment = self._config.environment
+        return RolloutPool(
+            workers,
+            environment.slots_per_worker,
+            len(self.engines),
+            environment.rollout_retries,
+            self._config.seed,
+        )
+
+    async def stop(self) -> None:
+        """End what holds processes of its own; Ray ends the rest."""
+        if not self._ready:
+            # They are still busy loading and would answer late; their processes end with them.
+            for actor in [*self.engines, *self.workers]:
+                ray.kill(actor)
+            return
+        stops = [actor.stop.remote() for actor in [*self.engines, *self.workers]]
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(asyncio.gather(*stops, self.store.flush.remote()), timeout=20)
