@@ -1,0 +1,170 @@
+"""pass^k and pass@k against counting every k-subset of the runs; intervals against what resampling must give."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draco_ray.evaluation.consistency import (
+    mean_by_key,
+    pass_at_k,
+    pass_hat_k,
+    scenario_of,
+    scenario_values,
+    task_values,
+)
+from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.evaluation.intervals import clustered_bootstrap
+from draco_ray.records import EpisodeEnd, Evaluation
+
+RUNS = 3
+
+
+def evaluation(task_id: str, run: int, success: bool) -> Evaluation:
+    return Evaluation(
+        task_id=task_id,
+        run=run,
+        success=success,
+        passed_tests=int(success),
+        total_tests=1,
+        turns=3,
+        ended=EpisodeEnd.FINISHED,
+    )
+
+
+# Outcomes of three runs of up to four scenarios with one to three tasks each.
+tables = st.dictionaries(
+    st.builds("{}_{}".format, st.sampled_from("abcd"), st.integers(1, 3)),
+    st.lists(st.booleans(), min_size=RUNS, max_size=RUNS),
+    min_size=1,
+)
+
+
+def evaluations(table: dict[str, list[bool]]) -> list[Evaluation]:
+    return [evaluation(task, run, success) for task, runs in table.items() for run, success in enumerate(runs)]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
+def test_both_estimators_count_the_subsets_of_the_runs(outcomes: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(outcomes)))
+    subsets = list(combinations(outcomes, k))
+    assert pass_hat_k(sum(outcomes), len(outcomes), k) == pytest.approx(sum(map(all, subsets)) / len(subsets))
+    assert pass_at_k(sum(outcomes), len(outcomes), k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.9, 1.0])
+def test_both_estimators_are_unbiased(p: float, k: int) -> None:
+    runs = 6
+    chance = [math.comb(runs, c) * p**c * (1 - p) ** (runs - c) for c in range(runs + 1)]
+    expected_all = sum(weight * pass_hat_k(c, runs, k) for c, weight in enumerate(chance))
+    expected_any = sum(weight * pass_at_k(c, runs, k) for c, weight in enumerate(chance))
+    assert expected_all == pytest.approx(p**k)
+    assert expected_any == pytest.approx(1 - (1 - p) ** k)
+
+
+@pytest.mark.parametrize(("c", "n", "k"), [(4, 3, 1), (-1, 3, 1), (1, 3, 0), (1, 3, 4), (0, 0, 1)])
+def test_impossible_counts_are_refused(c: int, n: int, k: int) -> None:
+    for estimator in (pass_hat_k, pass_at_k):
+        with pytest.raises(ValueError, match="runs"):
+            estimator(c, n, k)
+
+
+@given(tables, st.integers(1, RUNS))
+def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], k: int) -> None:
+    subsets = list(combinations(range(RUNS), k))
+    tasks, scenarios = task_values(evaluations(table), RUNS, k), scenario_values(evaluations(table), RUNS, k)
+    for task, outcomes in table.items():
+        expected = np.mean([all(outcomes[run] for run in subset) for subset in subsets])
+        assert tasks[task] == pytest.approx(expected)
+    for scenario in {scenario_of(task) for task in table}:
+        members = [outcomes for task, outcomes in table.items() if scenario_of(task) == scenario]
+        # Every task of the scenario, in every one of the k runs.
+        expected = np.mean([all(outcomes[run] for outcomes in members for run in subset) for subset in subsets])
+        assert scenarios[scenario] == pytest.approx(expected)
+
+
+@given(tables)
+def test_at_one_they_are_the_plain_goals(table: dict[str, list[bool]]) -> None:
+    listed = evaluations(table)
+    assert np.mean(list(task_values(listed, RUNS, 1).values())) == pytest.approx(task_goal_completion(listed))
+    assert np.mean(list(scenario_values(listed, RUNS, 1).values())) == pytest.approx(scenario_goal_completion(listed))
+    assert task_values(listed, RUNS, 1) == task_values(listed, RUNS, 1, pass_at_k)
+
+
+@given(tables, st.data())
+def test_consistency_falls_and_discovery_rises_with_k(table: dict[str, list[bool]], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, RUNS - 1))
+    for values in (task_values, scenario_values):
+        for key, value in values(evaluations(table), RUNS, k).items():
+            assert values(evaluations(table), RUNS, k + 1)[key] <= value + 1e-12
+        for key, value in values(evaluations(table), RUNS, k, pass_at_k).items():
+            assert values(evaluations(table), RUNS, k + 1, pass_at_k)[key] >= value - 1e-12
+
+
+def test_a_missing_run_is_a_failure_and_a_doubled_one_an_error() -> None:
+    listed = [evaluation("a_1", 0, True), evaluation("a_1", 2, True)]
+    assert task_values(listed, RUNS, 1) == {"a_1": pytest.approx(2 / 3)}
+    assert task_values(listed, RUNS, 3) == {"a_1": 0.0}
+    with pytest.raises(ValueError, match="a_1: run 2"):
+        task_values([*listed, listed[1]], RUNS, 1)
+    with pytest.raises(ValueError, match="a_1: run 2"):
+        task_values(listed, 2, 1)
+
+
+def test_measurements_of_several_seeds_are_averaged_by_task() -> None:
+    assert mean_by_key([{"a": 1.0, "b": 0.0}, {"b": 1.0, "a": 1.0}]) == {"a": 1.0, "b": 0.5}
+    with pytest.raises(ValueError, match="same tasks"):
+        mean_by_key([{"a": 1.0}, {"b": 1.0}])
+
+
+def first_letter(key: str) -> str:
+    return key[0]
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text("abcde", min_size=2, max_size=3), st.floats(0, 1), min_size=1))
+def test_an_interval_holds_its_mean_and_stays_among_the_cluster_means(values: dict[str, float]) -> None:
+    interval = clustered_bootstrap(values, first_letter, resamples=2000)
+    assert interval.mean == pytest.approx(np.mean(list(values.values())))
+    clusters: dict[str, list[float]] = {}
+    for key, value in values.items():
+        clusters.setdefault(key[0], []).append(value)
+    if len(clusters) == 1:
+        assert (interval.low, interval.high) == (-np.inf, np.inf)
+        return
+    means = [np.mean(members) for members in clusters.values()]
+    assert min(means) - 1e-9 <= interval.low <= interval.high <= max(means) + 1e-9
+
+
+def test_two_clusters_can_be_enumerated() -> None:
+    # Drawn twice from {0 (one task), 1 (three tasks)}: means 0, 3/4, 3/4 and 1, each with chance 1/4.
+    values = {"a1": 0.0, "b1": 1.0, "b2": 1.0, "b3": 1.0}
+    wide = clustered_bootstrap(values, first_letter, level=0.6)
+    narrow = clustered_bootstrap(values, first_letter, level=0.4)
+    assert (wide.mean, wide.low, wide.high) == (0.75, 0.0, 1.0)
+    assert (narrow.low, narrow.high) == (0.75, 0.75)
+
+
+def test_equal_clusters_give_the_normal_interval_of_their_means() -> None:
+    random = np.random.default_rng(1)
+    means = random.random(60)
+    values = {f"{index}_{task}": float(mean) for index, mean in enumerate(means) for task in (1, 2, 3)}
+    interval = clustered_bootstrap(values, scenario_of)
+    error = means.std() / math.sqrt(len(means))
+    assert interval.low == pytest.approx(means.mean() - 1.96 * error, abs=0.1 * error)
+    assert interval.high == pytest.approx(means.mean() + 1.96 * error, abs=0.1 * error)
+    # As if the three tasks of a scenario were independent, the interval would be narrower by the root of three.
+    naive = clustered_bootstrap(values, str)
+    assert naive.high - naive.low == pytest.approx((interval.high - interval.low) / math.sqrt(3), rel=0.1)
+    assert clustered_bootstrap(values, scenario_of) == interval
+
+
+def test_no_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        clustered_bootstrap({}, str)
