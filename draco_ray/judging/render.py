@@ -170,7 +170,7 @@ def _heading(turn: Turn, step: int) -> str:
 
 def _outside_code(text: str, code: str) -> str:
     """What the turn says besides the block that was executed (the last place where that code stands)."""
-    before, _, after = text.rpartition(code.strip())
+    before, _, after = text.rpartition(code.strip() or "<code>")
     return (before.rstrip().removesuffix("<code>") + after.lstrip().removeprefix("</code>")).strip()
 
 

@@ -78,6 +78,15 @@ def test_steps_are_summarised_as_reasoning_code_and_output() -> None:
     )
 
 
+@pytest.mark.parametrize("block", ["<code></code>", "<code>\n \n</code>"])
+def test_an_empty_code_block_is_a_step_like_any_other(block: str) -> None:
+    trajectory = example_trajectory()
+    code = block.removeprefix("<code>").removesuffix("</code>")
+    turn = replace(trajectory.turns[0], text=f"I give up. {block}", code=code, output="")
+    summary = render.steps_summary(replace(trajectory, turns=(turn,)))
+    assert summary == "### Step 1\nReasoning:\nI give up.\nCode:\n\nOutput:\n"
+
+
 def test_the_group_shares_its_prompt_and_keeps_its_rollout_numbers() -> None:
     text = render.group_trajectories([example_trajectory(0), example_trajectory(4)])
     assert lines_like("<.?rollout", text) == ['<rollout index="0">', "</rollout>", '<rollout index="4">', "</rollout>"]
