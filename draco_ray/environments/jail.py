@@ -9,7 +9,8 @@ Four levels, strongest first; what each leaves of the host:
     bubblewrap   the same, set up by ``bwrap`` where the host allows that program more than it allows us
     landlock     the same files by the kernel's Landlock (Linux 6.2); other processes and the network exist but cannot
                  be used. Needs no privilege, so it is what most containers reach
-    rlimits      the file system as the user sees it: for trusted policies, or where a container is itself the wall
+    rlimits      the file system as the user sees it, the environment of the user's other processes included: for
+                 trusted policies, or where a container is itself the wall
 
 At every level a task has no environment variables, no capabilities, a user of its own where root starts it, limits on
 memory, files and time, and (on x86-64 and arm64) the system calls of `system_calls` are refused: no socket, no other
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import sys
 from collections.abc import Iterable
@@ -94,9 +96,10 @@ class JailSpec:
 
 
 def main() -> int:
-    """Enter the jail named by the first argument. Returns the template's exit status, if it ever ends."""
+    """Enter the jail described by the first argument. Returns the template's exit status, if it ever ends."""
     spec = JailSpec.from_json(sys.argv[1])
     linux.die_first()
+    _leave_caretaker(spec)
     try:
         if spec.level == "namespaces":
             return _in_namespaces(spec)
@@ -108,6 +111,34 @@ def main() -> int:
     except OSError as error:
         print(f"isolation level {spec.level!r} is not available: {error}", file=sys.stderr)
     return UNAVAILABLE
+
+
+def _leave_caretaker(spec: JailSpec) -> None:
+    """Fork a process that outlives the jail: a host that was killed cannot remove what it made."""
+    try:
+        host = os.pidfd_open(os.getppid())
+    except OSError:
+        return  # before Linux 5.3
+    watched, held = os.pipe()
+    # Held by everything that runs in the jail: its end is the end of the last of them.
+    os.set_inheritable(held, True)
+    if os.fork():
+        os.close(host)
+        os.close(watched)
+        return
+    os.close(held)
+    os.close(spec.control_fd)
+    os.setsid()
+    while os.read(watched, 4096):
+        pass
+    # A host that lives removes the folder itself, in a moment.
+    for _ in range(50):
+        if not os.path.exists(spec.directory):
+            break
+        if select.select([host], [], [], 0.2)[0]:
+            linux.remove_all([spec.directory])
+            break
+    os._exit(0)
 
 
 def _in_namespaces(spec: JailSpec) -> int:
@@ -187,7 +218,9 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
 
 def _in_place(spec: JailSpec) -> None:
     task_uids = None
-    if os.geteuid() == 0 and _reachable_for_others(sys.prefix, sys.base_prefix, spec.data, _package()):
+    if os.geteuid() == 0 and _reachable_for_others(
+        sys.prefix, sys.base_prefix, spec.data, _package(), os.path.dirname(spec.directory)
+    ):
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     world, home = make_world(spec.directory, spec.data)
     _serve(replace(spec, world=world, task_uids=task_uids), home, os.path.dirname(_package()))

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -35,13 +34,29 @@ _GONE_SECONDS = 10.0
 _CREDENTIALS = struct.Struct("3i")
 
 
+class _Directory:
+    """A slot's private folder, held open so that its socket has a short name: a Unix socket's is 107 bytes at most."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def socket_path(self) -> str:
+        return f"/proc/self/fd/{self._descriptor}/http"
+
+    def remove(self) -> None:
+        os.close(self._descriptor)
+        linux.remove_all([self.path])
+
+
 class ServerProcess:
     """A running world server. Belongs to one event loop."""
 
     def __init__(
         self,
         level: str,
-        directory: str,
+        directory: _Directory,
         process: psutil.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -56,7 +71,7 @@ class ServerProcess:
         self._listening = asyncio.ensure_future(self._listen())
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(
-                uds=_socket_path(directory), verify=False, limits=httpx.Limits(max_keepalive_connections=0)
+                uds=directory.socket_path, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
             ),
             base_url="http://world",
             timeout=None,
@@ -69,9 +84,9 @@ class ServerProcess:
 
         Raises: EnvironmentCrashed, the process's own words, when that fails.
         """
-        directory = tempfile.mkdtemp(prefix="draco-slot-")
+        directory = _Directory(tempfile.mkdtemp(prefix="slot-", dir=template.directory))
         spec = SlotSpec(
-            directory=directory,
+            directory=directory.path,
             evaluate=evaluate,
             memory_mib=config.max_memory_mib,
             processes=_PROCESSES,
@@ -84,17 +99,17 @@ class ServerProcess:
             control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             control.setblocking(False)
             with their_control:
-                _fork(template, spec, their_control)
+                _fork(template, spec, their_control, directory.socket_path)
             pid = await _hello(control, config.start_timeout_seconds)
             return cls(template.level, directory, psutil.Process(pid), *await asyncio.open_connection(sock=control))
         except (OSError, EOFError, psutil.Error, TimeoutError) as error:
             control.close()
-            reason = f"{type(error).__name__}: {last_line(directory)}"
-            shutil.rmtree(directory, ignore_errors=True)
+            reason = f"{type(error).__name__}: {error}; {last_line(directory.path)}"
+            directory.remove()
             raise EnvironmentCrashed(f"the world server did not start: {reason}") from error
         except BaseException:
             control.close()
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
             raise
 
     @property
@@ -139,7 +154,7 @@ class ServerProcess:
             if processes > _MOST_PROCESSES:
                 return f"it ran {processes} processes"
             # Where the server's file system is made of mounts this folder stays empty and the mounts have a size.
-            if not _small(self._directory):
+            if not _small(self._directory.path):
                 return f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files"
 
     def usage(self) -> tuple[float, int]:
@@ -153,7 +168,7 @@ class ServerProcess:
 
     def complaint(self) -> str:
         """The last line the server wrote before it died."""
-        return last_line(self._directory)
+        return last_line(self._directory.path)
 
     async def kill(self) -> None:
         """End the server and all its descendants and remove its folder."""
@@ -169,7 +184,7 @@ class ServerProcess:
 
     def _clean_up(self, tree: list[psutil.Process]) -> None:
         psutil.wait_procs(tree, timeout=_GONE_SECONDS)
-        linux.remove_all([self._directory])
+        self._directory.remove()
 
     def _tree(self) -> list[psutil.Process]:
         try:
@@ -193,9 +208,9 @@ class ServerProcess:
         self._answers.put_nowait(None)
 
 
-def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket) -> None:
+def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket, socket_path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener, open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
-        listener.bind(_socket_path(spec.directory))
+        listener.bind(socket_path)
         listener.listen(16)
         template.fork(spec.to_json(), control, listener, stderr.fileno())
 
@@ -221,10 +236,6 @@ async def _hello(control: socket.socket, timeout_seconds: float) -> int:
         raise EOFError
     credentials = (data for _, kind, data in ancillary if kind == socket.SCM_CREDENTIALS)
     return int(_CREDENTIALS.unpack(next(credentials))[0])
-
-
-def _socket_path(directory: str) -> str:
-    return os.path.join(directory, "http")
 
 
 def _small(directory: str) -> bool:

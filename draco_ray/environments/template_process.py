@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from draco_ray.environments import linux
 from draco_ray.environments.jail import LEVELS, JailSpec
 from draco_ray.errors import EnvironmentCrashed
 
@@ -67,9 +67,10 @@ class TemplateProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, directory: str, level: str) -> None:
         self.level = level
+        self.directory = directory
+        """Private folder on the host, for the folders of slots; it goes with the template, or with a killed host."""
         self._process = process
         self._control = control
-        self._directory = directory
 
     @classmethod
     def start(cls, key: TemplateKey, level: str, timeout_seconds: float) -> TemplateProcess:
@@ -144,7 +145,7 @@ class TemplateProcess:
         self._control.close()
         self._process.kill()
         self._process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        linux.remove_all([self.directory])
 
 
 def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:

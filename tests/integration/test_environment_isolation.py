@@ -75,7 +75,7 @@ class TestWithinReach:
         output = await attack(
             hostile,
             "print(str(sorted(name.decode() for name in posix.environ)))",
-            "print(str(posix.environ))",
+            "print(str(posix.environ), 'user', posix.getuid())",
             f"""
             for process in ["self", 1, *range(posix.getppid() - 3, posix.getppid() + 1), {os.getpid()}]:
                 attempt(f"environment of {{process}}", lambda: read(f"/proc/{{process}}/environ"))
@@ -84,7 +84,8 @@ class TestWithinReach:
         # bwrap adds one of its own.
         assert output.splitlines()[0].replace("'PWD', ", "") == str(sorted(environment("", "", "")))
         assert SECRET not in output
-        assert f"environment of {os.getpid()} REFUSED" in output
+        if hides_files(hostile) or f"user {os.getuid()}" not in output:
+            assert f"environment of {os.getpid()} REFUSED" in output
 
     async def test_reading_files(self, hostile: AppWorldSlot, tasks: Tasks, sandbox_root: Path) -> None:
         own, other = hostile.task.task_id, tasks.next()

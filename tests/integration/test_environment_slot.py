@@ -266,7 +266,10 @@ async def test_slots_share_what_is_loaded_and_nothing_else(
     assert (await play(slot, tasks)).success
 
 
-async def test_nothing_outlives_a_killed_parent(sandbox_root: Path) -> None:
+async def test_nothing_outlives_a_killed_parent(sandbox_root: Path, tmp_path: Path) -> None:
+    # Longer than the name of a Unix socket may be.
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
     program = f"""
 import asyncio
 from pathlib import Path
@@ -292,7 +295,7 @@ asyncio.run(main())
     parent = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", program],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -301,9 +304,12 @@ asyncio.run(main())
         assert [parent.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
         processes = psutil.Process(parent.pid).children(recursive=True)
         assert len(processes) >= 6
+        assert len(list(folder.glob("*/*/http"))) == 2
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         assert psutil.wait_procs(processes, timeout=30)[1] == []
+    while list(folder.iterdir()):  # noqa: ASYNC110 - the test's own time limit ends this
+        await asyncio.sleep(0.1)
 
 
 async def test_no_port_is_opened(slot: AppWorldSlot, tasks: Tasks) -> None:
