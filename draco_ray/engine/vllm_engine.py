@@ -378,7 +378,10 @@ class VllmEngine:
             settings |= {"HF_HUB_OFFLINE": "1"}
         if self._config.gpus_per_engine == 0:
             settings |= {
+                # One thread where the cores are shared. More of them must not spin while they wait for each other:
+                # beside busy neighbours that is ten times slower than sleeping.
                 "OMP_NUM_THREADS": str(max(1, int(self._config.cpus_per_engine))),
+                "OMP_WAIT_POLICY": "PASSIVE",
                 # All that is left to compile is a small function of the sampler, which would need a C++ compiler and
                 # cost seconds at the first request.
                 "TORCHDYNAMO_DISABLE": "1",
