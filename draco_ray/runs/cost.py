@@ -12,11 +12,13 @@ from rich.table import Table
 from draco_ray.judging.costs import PhaseCost, call_cost, cost_table, phase_costs
 from draco_ray.records import JudgeCall, Phase
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.schema import TABLES
 
 
 def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
     """Training step -> its archived judge calls, without the prompt and reply texts."""
-    table = run.table("judge_calls").drop_columns(["prompt", "reply"])
+    columns = [name for name in TABLES["judge_calls"].names if name not in ("prompt", "reply")]
+    table = run.table("judge_calls", columns=columns)
     steps: list[int] = sorted(pc.unique(table.column("training_step")).to_pylist())
     return {step: _calls(table.filter(pc.equal(table.column("training_step"), step)), step) for step in steps}
 

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,27 @@ class RunDirectory:
         lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
 
-    def table(self, name: str) -> pa.Table:
-        """A whole table, finished steps and the one under way alike.
+    def steps(self) -> list[int]:
+        """Training steps that have rows, finished or under way, ascending."""
+        names = {path.stem for path in self.tables.glob("*/step*")}
+        return sorted(int(name.removeprefix("step")) for name in names)
+
+    def table(self, name: str, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+        """A table, finished steps and the one under way alike: all of it, or one training step's rows, some columns.
 
         Raises:
             KeyError: if no table has that name.
         """
         schema = TABLES[name]
         folder = self.tables / name
+        pattern = "step*" if step is None else f"step{step:05d}"
+        finished = sorted(folder.glob(f"{pattern}.parquet"))
         # Leftovers of a step that was compacted since are the same rows twice.
-        files = [
+        under_way = [
             path
-            for path in sorted(folder.rglob("*.parquet"))
-            if path.parent == folder or not path.parent.with_suffix(".parquet").exists()
+            for path in sorted(folder.glob(f"{pattern}/*.parquet"))
+            if not path.parent.with_suffix(".parquet").exists()
         ]
-        parts = [pq.read_table(path, schema=schema, partitioning=None) for path in files]
-        return pa.concat_tables(parts) if parts else schema.empty_table()
+        wanted = schema.names if columns is None else list(columns)
+        parts = [pq.read_table(path, schema=schema, columns=wanted, partitioning=None) for path in finished + under_way]
+        return pa.concat_tables(parts) if parts else schema.empty_table().select(wanted)

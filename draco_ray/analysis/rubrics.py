@@ -1,0 +1,224 @@
+"""What the rubrics contain, and how often their criteria pass (appendix "What the dynamic rubrics contain").
+
+A criterion is the same one wherever its title is the same, whatever its case and spacing: that is how it is counted
+over tasks and followed over steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import yaml
+
+from draco_ray.records import Verdict
+from draco_ray.runs.directory import RunDirectory
+
+GENERAL_FROM = 10
+"""Tasks a criterion must be written for to count as task-general, as in the paper."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Scoring verdicts, counted."""
+
+    passed: int = 0
+    failed: int = 0
+    not_applicable: int = 0
+
+    def add(self, verdict: int) -> None:
+        """Count one verdict (+1, -1 or 0)."""
+        self.passed += verdict == Verdict.PASS
+        self.failed += verdict == Verdict.FAIL
+        self.not_applicable += verdict == Verdict.NOT_APPLICABLE
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.passed + other.passed, self.failed + other.failed, self.not_applicable + other.not_applicable)
+
+    @property
+    def judgments(self) -> int:
+        """All verdicts, the not applicable ones included."""
+        return self.passed + self.failed + self.not_applicable
+
+    def columns(self) -> dict[str, Any]:
+        """Counts and rates: ``pass_rate`` and ``fail_rate`` of the applicable, ``na_rate`` of all; null for 0 / 0."""
+        applicable = self.passed + self.failed
+        return {
+            "judgments": self.judgments,
+            "passed": self.passed,
+            "failed": self.failed,
+            "not_applicable": self.not_applicable,
+            "pass_rate": self.passed / applicable if applicable else None,
+            "fail_rate": self.failed / applicable if applicable else None,
+            "na_rate": self.not_applicable / self.judgments if self.judgments else None,
+        }
+
+
+@dataclass(slots=True)
+class _Criterion:
+    title: str
+    tasks: set[str] = field(default_factory=set)
+    groups: int = 0
+    survived: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+
+_TALLY = [
+    ("judgments", pa.int64()),
+    ("passed", pa.int64()),
+    ("failed", pa.int64()),
+    ("not_applicable", pa.int64()),
+    ("pass_rate", pa.float64()),
+    ("fail_rate", pa.float64()),
+    ("na_rate", pa.float64()),
+]
+PASS_RATES = pa.schema([("run", pa.string()), ("training_step", pa.int64()), *_TALLY])
+CRITERION_PASS_RATES = pa.schema([("run", pa.string()), ("training_step", pa.int64()), ("title", pa.string()), *_TALLY])
+CENSUS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("rubric", pa.string()),
+        ("title", pa.string()),
+        ("tasks", pa.int64()),
+        ("groups", pa.int64()),
+        ("survived", pa.int64()),
+        *_TALLY,
+    ]
+)
+CENSUS_SUMMARY = pa.schema(
+    [
+        ("run", pa.string()),
+        ("rubric", pa.string()),
+        ("scope", pa.string()),
+        ("criteria", pa.int64()),
+        ("criteria_share", pa.float64()),
+        ("judgment_share", pa.float64()),
+        *_TALLY,
+    ]
+)
+
+
+def title_key(title: str) -> str:
+    """What makes two criteria the same one.
+
+    >>> title_key("Fetches  complete data") == title_key("fetches complete data")
+    True
+    """
+    return " ".join(title.casefold().split())
+
+
+def pass_rates(run: RunDirectory) -> pa.Table:
+    """One row per training step: all scoring verdicts of the step, dropped criteria included."""
+    steps: dict[int, Tally] = defaultdict(Tally)
+    verdicts = run.table("verdicts", columns=["training_step", "verdict"])
+    for row in verdicts.to_pylist():
+        steps[row["training_step"]].add(row["verdict"])
+    rows = [{"run": run.path.name, "training_step": step, **tally.columns()} for step, tally in sorted(steps.items())]
+    return pa.Table.from_pylist(rows, schema=PASS_RATES)
+
+
+def criterion_pass_rates(run: RunDirectory) -> pa.Table:
+    """One row per (training step, criterion title): its scoring verdicts in that step."""
+    tallies: dict[tuple[int, str], Tally] = defaultdict(Tally)
+    titles: dict[str, str] = {}
+    for step in run.steps():
+        for title, _, verdict in _judgments(run, step):
+            titles.setdefault(title_key(title), title)
+            tallies[step, title_key(title)].add(verdict)
+    rows = [
+        {"run": run.path.name, "training_step": step, "title": titles[key], **tally.columns()}
+        for (step, key), tally in sorted(tallies.items())
+    ]
+    return pa.Table.from_pylist(rows, schema=CRITERION_PASS_RATES)
+
+
+def criteria_census(run: RunDirectory) -> pa.Table:
+    """One row per criterion of the run, most judged first.
+
+    ``tasks`` is for how many tasks it was ever written, ``groups`` how often it stood in a rubric, ``survived`` in how
+    many of those some member failed it; ``rubric`` is the run's setting, ``dynamic`` or ``static``.
+    """
+    found: dict[str, _Criterion] = {}
+    for step in run.steps():
+        criteria = run.table("criteria", step, ["task_id", "title", "survived"]).to_pylist()
+        for row in criteria:
+            criterion = found.setdefault(title_key(row["title"]), _Criterion(row["title"]))
+            criterion.tasks.add(row["task_id"])
+            criterion.groups += 1
+            criterion.survived += row["survived"] is True
+        for title, _, verdict in _judgments(run, step):
+            found[title_key(title)].tally.add(verdict)
+    rubric = rubric_kind(run)
+    rows = [
+        {
+            "run": run.path.name,
+            "rubric": rubric,
+            "title": criterion.title,
+            "tasks": len(criterion.tasks),
+            "groups": criterion.groups,
+            "survived": criterion.survived,
+            **criterion.tally.columns(),
+        }
+        for criterion in sorted(found.values(), key=lambda c: (-c.tally.judgments, c.title))
+    ]
+    return pa.Table.from_pylist(rows, schema=CENSUS)
+
+
+def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Table:
+    """Task-specific against general criteria: their share of all, how often they fail or do not apply.
+
+    Args:
+        census: of one run or several (`criteria_census`).
+        general_from: tasks from which a criterion is called general.
+    Returns: four rows a run, for the scopes ``one task``, ``2 to <general_from - 1> tasks``,
+        ``<general_from> or more tasks`` and ``all``.
+    """
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in census.to_pylist():
+        runs[row["run"]].append(row)
+    rows: list[dict[str, Any]] = []
+    for name, criteria in runs.items():
+        judgments = sum(row["judgments"] for row in criteria)
+        scopes = {
+            "one task": [row for row in criteria if row["tasks"] == 1],
+            f"2 to {general_from - 1} tasks": [row for row in criteria if 1 < row["tasks"] < general_from],
+            f"{general_from} or more tasks": [row for row in criteria if row["tasks"] >= general_from],
+            "all": criteria,
+        }
+        for scope, members in scopes.items():
+            tally = _sum(Tally(row["passed"], row["failed"], row["not_applicable"]) for row in members)
+            rows.append(
+                {
+                    "run": name,
+                    "rubric": criteria[0]["rubric"],
+                    "scope": scope,
+                    "criteria": len(members),
+                    "criteria_share": len(members) / len(criteria),
+                    "judgment_share": tally.judgments / judgments if judgments else None,
+                    **tally.columns(),
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=CENSUS_SUMMARY)
+
+
+def rubric_kind(run: RunDirectory) -> str:
+    """``dynamic`` or ``static``, as the run's configuration says; empty where it does not."""
+    return str(((yaml.safe_load(run.config_text()) or {}).get("algorithm") or {}).get("rubric", ""))
+
+
+def _judgments(run: RunDirectory, step: int) -> Iterable[tuple[str, str, int]]:
+    """(title, task, verdict) of every scoring verdict of a step."""
+    criteria = run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist()
+    titles = {(row["task_id"], row["criterion"]): row["title"] for row in criteria}
+    for row in run.table("verdicts", step, ["task_id", "criterion", "verdict"]).to_pylist():
+        title = titles.get((row["task_id"], row["criterion"]))
+        # In a step under way a verdict may be on disk before its group's rubric.
+        if title is not None:
+            yield title, row["task_id"], row["verdict"]
+
+
+def _sum(tallies: Iterable[Tally]) -> Tally:
+    return sum(tallies, start=Tally())

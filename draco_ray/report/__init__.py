@@ -1,0 +1,1 @@
+"""A run to look at: one HTML file, and the paper's figures."""

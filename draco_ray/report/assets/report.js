@@ -1,0 +1,377 @@
+"use strict";
+// A group is unpacked when it is opened. Text of a run reaches the page as text nodes only: nothing here sets innerHTML.
+
+const MARK = { "1": "✓", "-1": "✗", "0": "–" };
+const WORD = { "1": "pass", "-1": "fail", "0": "not applicable" };
+const KIND = { "1": "pass", "-1": "fail", "0": "na" };
+const PAGE = 100;
+const unpacked = new Map();
+let index = null;
+let ticket = 0;
+
+async function inflate(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent.trim()), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+async function open(place) {
+  if (!unpacked.has(place)) {
+    if (unpacked.size >= 20) unpacked.delete(unpacked.keys().next().value);
+    unpacked.set(place, await inflate("g" + place));
+  }
+  return unpacked.get(place);
+}
+
+// ---- elements
+
+function el(tag, attributes, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const node = document.createElement(name || "div");
+  if (classes.length) node.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+const signed = (value, digits = 2) => {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value).toFixed(digits);
+  return (Number(size) === 0 ? "" : value < 0 ? "−" : "+") + size;
+};
+const fixed = (value, digits = 2) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+const percent = (value) => (value === null || value === undefined ? "–" : Math.round(value * 100) + "%");
+const words = (name) => (name || "").replaceAll("_", " ");
+const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+const sign = (value) => (value === null || value === undefined || value === 0 ? "zero" : value > 0 ? "plus" : "minus");
+const groupLink = (group) => `#group/${group.step}/${encodeURIComponent(group.task)}`;
+const rolloutLink = (group, rollout, rest) => `#rollout/${group.step}/${encodeURIComponent(group.task)}/${rollout}${rest ? "/" + rest : ""}`;
+
+function folded(summary, text, options = {}) {
+  const body = el("pre", {}, text);
+  return el("details.fold" + (options.kind ? "." + options.kind : ""), { open: options.open }, el("summary", {}, summary), body);
+}
+
+// ---- judge calls
+
+function callList(calls, text, base) {
+  if (!calls.length) return null;
+  return el("section.card.calls", {}, el("h2", {}, "Judge calls"), calls.map((call, place) => callCard(call, text, `${base}/call${place + 1}`, place + 1)));
+}
+
+function callCard(call, text, link, number) {
+  const tokens = `${call.input_tokens.toLocaleString("en")} tokens in${call.cached_tokens ? ` (${call.cached_tokens.toLocaleString("en")} cached)` : ""}, ${call.output_tokens.toLocaleString("en")} out`;
+  const paid = call.requests === 0 ? "replayed from the cache" : `$${call.dollars.toFixed(4)} · ${plural(call.requests, "request")}`;
+  const head = el("summary", {}, el("b", {}, call.phase), ` ${call.model} `, el("span.muted", {}, `${tokens} · ${paid} · ${fixed(call.seconds)} s · ${call.finish_reason}`), call.error ? el("span.bad", {}, " " + call.error) : null);
+  const card = el("details.call", { id: "call" + number }, head);
+  // The texts are the bulk of a page: they are put in when asked for.
+  card.addEventListener("toggle", () => {
+    if (card.open && card.children.length === 1) {
+      card.append(el("h3", {}, "Prompt"), el("pre", {}, text(call.prompt)), el("h3", {}, "Reply"), el("pre", {}, text(call.reply)), el("p", {}, el("a", { href: link }, "Link to this call"), el("span.muted", {}, " " + call.id)));
+    }
+  });
+  return card;
+}
+
+// ---- list of groups
+
+const filters = { text: "", step: "", ended: "", kind: "" };
+
+function groupsView() {
+  const steps = [...new Set(index.groups.map((group) => group.step))];
+  const ends = [...new Set(index.groups.flatMap((group) => group.rollouts.map((rollout) => rollout[1])))].sort();
+  const body = el("tbody");
+  const count = el("span.muted", { id: "count" });
+  const more = el("button", { type: "button", id: "more" }, "Show more");
+  let shown = PAGE;
+  const choose = (name, label, options) =>
+    el("label", {}, label + " ", el("select", { id: "filter-" + name, onchange: (event) => { filters[name] = event.target.value; shown = PAGE; fill(); } },
+      el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: filters[name] === String(value) }, text))));
+
+  function fill() {
+    const wanted = filters.text.toLocaleLowerCase().trim();
+    const hits = index.groups.filter((group) => passes(group, wanted));
+    count.textContent = hits.length === index.groups.length ? plural(hits.length, "group") : `${hits.length} of ${plural(index.groups.length, "group")}`;
+    body.replaceChildren(...hits.slice(0, shown).map(groupRow));
+    more.hidden = hits.length <= shown;
+  }
+  more.addEventListener("click", () => { shown += PAGE; fill(); });
+  const bar = el("div.bar", {},
+    el("input", { type: "search", id: "filter-text", placeholder: "Task, instruction or criterion", "aria-label": "Task, instruction or criterion", value: filters.text, oninput: (event) => { filters.text = event.target.value; shown = PAGE; fill(); } }),
+    choose("step", "step", steps.map((step) => [step, step])),
+    choose("ended", "ended", ends.map((end) => [end, words(end)])),
+    choose("kind", "show", [["signal", "with signal"], ["nosignal", "without signal"], ["active", "credit active"], ["dropped", "with dropped criteria"], ["problem", "with errors"]]),
+    count);
+  fill();
+  return [el("h1", {}, "Groups"), bar,
+    el("div.scroll", {}, el("table.list", {}, el("thead", {}, el("tr", {}, ["step", "task", "asked", "criteria", "rollouts by advantage", "judge"].map((name) => el("th", {}, name)))), body)), more];
+}
+
+function passes(group, wanted) {
+  if (filters.step && String(group.step) !== filters.step) return false;
+  if (filters.ended && !group.rollouts.some((rollout) => rollout[1] === filters.ended)) return false;
+  if (filters.kind === "signal" && !group.signal) return false;
+  if (filters.kind === "nosignal" && group.signal) return false;
+  if (filters.kind === "active" && !group.rollouts.some((rollout) => rollout[4] === false)) return false;
+  if (filters.kind === "dropped" && !group.dropped.length) return false;
+  if (filters.kind === "problem" && !group.failed_calls && group.state !== "failed" && !group.rollouts.some((rollout) => rollout[1] === "server_error" || rollout[2] === null)) return false;
+  return !wanted || [group.task, group.asked, ...group.titles].some((text) => text.toLocaleLowerCase().includes(wanted));
+}
+
+function groupRow(group) {
+  const chips = group.rollouts.map(([rollout, ended, reward, advantage]) =>
+    el("a.chip." + sign(advantage), { href: rolloutLink(group, rollout), title: `rollout ${rollout}: R ${signed(reward)}, A ${signed(advantage)}, ${words(ended)}` }, signed(advantage, 1)));
+  const kept = group.titles.length - group.dropped.length;
+  return el("tr", {},
+    el("td.n", {}, group.step), el("td", {}, el("a", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null),
+    el("td.asked", {}, group.asked), el("td.n", {}, group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
+    el("td.chips", {}, chips), el("td.n", {}, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
+}
+
+// ---- one group
+
+function neighbours(place, link) {
+  const step = (to, text) => (index.groups[to] ? el("a", { href: groupLink(index.groups[to]) }, text) : el("span.muted", {}, text));
+  return el("nav.crumbs", {}, el("a", { href: "#groups" }, "Groups"), link, el("span.spring"), step(place - 1, "← previous"), step(place + 1, "next →"));
+}
+
+async function groupView(place) {
+  const group = index.groups[place];
+  const data = await open(place);
+  const text = reader(data);
+  const rollouts = data.rollouts;
+  const head = el("thead", {},
+    el("tr", {}, el("th", {}, "criterion"), rollouts.map((rollout) => el("th.c", {}, el("a", { href: rolloutLink(group, rollout.rollout) }, "rollout " + rollout.rollout)))),
+    el("tr.sub", {}, el("td", {}, "reward R"), rollouts.map((rollout) => el("td.c", {}, rollout.share ? signed(rollout.share.reward) : "unscored"))),
+    el("tr.sub", {}, el("td", {}, "advantage A"), rollouts.map((rollout) => el("td.c." + sign(rollout.share && rollout.share.advantage), {}, rollout.share ? signed(rollout.share.advantage) : "–"))),
+    el("tr.sub", {}, el("td", {}, "credit"), rollouts.map((rollout) => el("td.c", {}, creditWord(rollout.share)))),
+    el("tr.sub", {}, el("td", {}, "ended"), rollouts.map((rollout) => el("td.c", {}, words(rollout.ended)))));
+  const rows = data.criteria.map((criterion, number) => el("tr" + (criterion.survived === false ? ".dropped" : ""), {},
+    el("td", {}, criterionFold(criterion, number)),
+    rollouts.map((rollout) => {
+      const verdict = rollout.verdicts[number];
+      if (!verdict) return el("td.c.muted", {}, "·");
+      const title = `${WORD[verdict[0]]}: ${verdict[2]}`;
+      return el("td.c", {}, el("a.verdict." + KIND[verdict[0]], { href: rolloutLink(group, rollout.rollout, "c" + (number + 1)), title, "aria-label": title }, MARK[verdict[0]]));
+    })));
+  const proposals = data.proposals.length
+    ? el("details.card", {}, el("summary", {}, plural(data.proposals.length, "proposal") + " before the union"),
+        el("ul", {}, data.proposals.map((proposal) => el("li", {}, el("b", {}, proposal.title), el("span.muted", {}, ` ${proposal.source} `), el("br"), proposal.description))))
+    : null;
+  return [neighbours(place, null), el("h1", {}, group.task, el("span.muted", {}, ` step ${group.step} · ${group.state}`)),
+    data.state.reason ? el("p.bad", {}, data.state.reason) : null,
+    el("div.prompt", {}, data.prompt.map((message) => folded(message.role, text(message.text), { open: message.role === "user" }))),
+    el("section.card", {}, el("h2", {}, "Verdicts"), el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
+      el("div.scroll", {}, el("table.matrix", { id: "matrix" }, head, el("tbody", {}, rows)))),
+    proposals, callList(data.calls, text, groupLink(group))];
+}
+
+function creditWord(share) {
+  if (!share) return "–";
+  if (share.fallback !== "none") return words(share.fallback);
+  return share.inert ? "inert" : "active";
+}
+
+function criterionFold(criterion, number) {
+  return el("details.criterion", {}, el("summary", {}, `${number + 1}. `, criterion.survived === false ? el("s", {}, criterion.title) : criterion.title),
+    el("p", {}, criterion.description), el("p.muted", {}, criterion.evaluator_instruction), criterion.source ? el("p.muted", {}, "from " + criterion.source) : null);
+}
+
+// ---- one rollout
+
+async function rolloutView(place, number, rest) {
+  const group = index.groups[place];
+  const data = await open(place);
+  const text = reader(data);
+  const rollout = data.rollouts.find((one) => one.rollout === number);
+  if (!rollout) return [el("p", {}, "No such rollout.")];
+  const here = (part) => rolloutLink(group, number, part);
+  const share = rollout.share;
+  const others = el("span.chips", {}, data.rollouts.map((one) => el("a.chip." + sign(one.share && one.share.advantage) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout) }, one.rollout)));
+  const facts = [
+    ["reward R", share ? signed(share.reward) : "unscored"], ["advantage A", share ? signed(share.advantage) : "–"], ["credit", creditWord(share)],
+    ["ended", words(rollout.ended)], ["steps", rollout.turns.filter((turn) => turn.step !== null).length],
+    ["sampled tokens", rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0)], ["seconds", fixed(rollout.seconds, 1)], ["policy version", rollout.policy_version]];
+  const turns = el("div.turns", {}, rollout.turns.map((turn, order) => turnCard(turn, order, text, here, share)));
+  const panel = el("aside.panel", {}, el("h2", {}, "Verdicts"), el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(criterion, at, rollout, here))), el("div", { id: "why" }));
+  return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, step ${group.step}`), " › ", others]),
+    el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null),
+    el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    pushStrip(rollout, here),
+    el("div.columns", {}, el("div", {}, el("div.prompt", {}, data.prompt.map((message) => folded(message.role, text(message.text), { open: message.role === "user" }))), turns, callList(rollout.calls, text, here(""))), panel)];
+}
+
+// Each step's share of the trajectory's push, in order; gaps and uncited steps in grey.
+function pushStrip(rollout, here) {
+  const largest = Math.max(...rollout.turns.map((turn) => turn.push || 0), 1e-9);
+  return el("div.strip", { role: "list", "aria-label": "share of the push by step" }, rollout.turns.map((turn, order) => {
+    const gap = turn.step === null;
+    const tall = gap ? 0 : Math.round(((turn.push || 0) / largest) * 46);
+    const bar = el("i." + barKind(turn));
+    bar.style.height = Math.max(tall, 2) + "px";
+    const title = gap ? "closing turn, no step" : `step ${turn.step}: ${percent(turn.push)} of the push, Q ${fixed(turn.quality)}, ${turn.tokens} tokens${turn.cited ? "" : ", not cited"}`;
+    return el("a.column", { href: here("t" + (order + 1)), title, role: "listitem", "data-step": turn.step }, bar, el("span", {}, gap ? "·" : turn.step));
+  }));
+}
+
+const barKind = (turn) => (turn.step === null || !turn.push ? "gap" : (turn.advantage > 0 ? "plus" : "minus") + (turn.cited ? "" : ".uncited"));
+
+function turnCard(turn, order, text, here, share) {
+  const gap = turn.step === null;
+  const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? `Turn ${order + 1}` : `Step ${turn.step}`));
+  if (gap) head.append(el("span.muted", {}, " no code: in no step"));
+  else if (share) {
+    const bar = el("i." + barKind(turn));
+    bar.style.width = Math.round((turn.push || 0) * 100) + "%";
+    head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", {}, "Q ", el("b", {}, fixed(turn.quality))), el("span", {}, "a ", el("b", {}, signed(turn.advantage))));
+    if (!turn.cited) head.append(el("span.tag", {}, "not cited"));
+  }
+  head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s + ${fixed(turn.executing)} s`));
+  const before = text(turn.before), after = text(turn.after), output = text(turn.output);
+  return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: "t" + (order + 1), "data-step": turn.step }, head,
+    before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
+    turn.code ? el("pre.code", {}, text(turn.code)) : null,
+    after ? folded("After the code", after, { kind: "reasoning" }) : null,
+    turn.output !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
+}
+
+function verdictItem(criterion, at, rollout, here) {
+  const verdict = rollout.verdicts[at];
+  const credit = rollout.credit[at];
+  const value = verdict ? verdict[0] : null;
+  const differs = verdict && credit && credit.verdict !== value;
+  return el("li" + (criterion.survived === false ? ".dropped" : ""), {},
+    el("a.row", { href: here("c" + (at + 1)), id: "c" + (at + 1), "data-steps": credit ? credit.steps.join(",") : "" },
+      el("span.verdict." + (value === null ? "na" : KIND[value]), {}, value === null ? "·" : MARK[value]),
+      el("span", {}, criterion.survived === false ? el("s", {}, criterion.title) : criterion.title, differs ? el("em.tag", {}, `credit call: ${WORD[credit.verdict]}`) : null),
+      el("span.muted.steps", {}, credit && credit.steps.length ? plural(credit.steps.length, "step") : "")));
+}
+
+function choose(at, data, number, scroll) {
+  const rollout = data.rollouts.find((one) => one.rollout === number);
+  const criterion = data.criteria[at];
+  const view = document.getElementById("rollout");
+  for (const node of view.querySelectorAll(".lit, .chosen")) node.classList.remove("lit", "chosen");
+  const why = document.getElementById("why");
+  if (!criterion || !rollout) return why.replaceChildren();
+  document.getElementById("c" + (at + 1)).classList.add("chosen");
+  const verdict = rollout.verdicts[at];
+  const credit = rollout.credit[at];
+  const steps = new Set((credit ? credit.steps : []).map(String));
+  const cited = [...view.querySelectorAll("[data-step]")].filter((node) => steps.has(node.dataset.step));
+  for (const node of cited) node.classList.add("lit", verdict ? KIND[verdict[0]] : "na");
+  why.replaceChildren(el("section.why", {}, el("h3", {}, criterion.title), el("p", {}, criterion.description),
+    verdict ? [el("h4", {}, "Verdict: " + WORD[verdict[0]]), el("p", {}, verdict[2]), el("h4", {}, "Evidence"), el("p", {}, verdict[1] || "–")] : el("p", {}, "Not scored."),
+    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? (credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", ") : "none cited"), el("p", {}, credit.explanation)] : el("p.muted", {}, "The credit call said nothing about it."),
+    el("details", {}, el("summary", {}, "How it is to be judged"), el("p", {}, criterion.evaluator_instruction))));
+  const card = cited.find((node) => node.classList.contains("turn"));
+  if (scroll && card) card.scrollIntoView({ block: "center" });
+}
+
+const reader = (data) => (numbers) => (numbers ? numbers.map((number) => data.lines[number]).join("\n") : "");
+
+// ---- search through every message
+
+async function foundView(query, mine) {
+  const wanted = query.toLocaleLowerCase();
+  const list = el("ul.hits"), state = el("p.muted", { id: "found-state" });
+  const box = document.getElementById("found");
+  box.replaceChildren(el("h1", {}, "Messages with “", query, "”"), state, list);
+  let hits = 0;
+  for (let place = 0; place < index.groups.length && hits < 300; place++) {
+    const data = await inflate("g" + place);
+    if (mine !== ticket) return;
+    const group = index.groups[place];
+    const lines = new Set();
+    data.lines.forEach((line, number) => { if (line.toLocaleLowerCase().includes(wanted)) lines.add(number); });
+    const note = (link, where, numbers) => {
+      const line = (numbers || []).find((number) => lines.has(number));
+      if (line === undefined || hits >= 300) return;
+      hits++;
+      list.append(el("li", {}, el("a", { href: link }, `step ${group.step} · ${group.task} · ${where}`), snippet(data.lines[line], wanted)));
+    };
+    if (lines.size) {
+      data.calls.forEach((call, at) => { const link = `${groupLink(group)}/call${at + 1}`; note(link, `${call.phase} prompt`, call.prompt); note(link, `${call.phase} reply`, call.reply); });
+      for (const rollout of data.rollouts) {
+        rollout.turns.forEach((turn, at) => note(rolloutLink(group, rollout.rollout, "t" + (at + 1)), `rollout ${rollout.rollout}, turn ${at + 1}`, [turn.before, turn.code, turn.after, turn.output].flatMap((part) => part || [])));
+        rollout.calls.forEach((call, at) => note(rolloutLink(group, rollout.rollout, `call${at + 1}`), `rollout ${rollout.rollout}, ${call.phase} reply`, call.reply));
+      }
+    }
+    if (place % 20 === 0) state.textContent = `${hits} found, ${place + 1} of ${index.groups.length} groups searched`;
+  }
+  state.textContent = hits >= 300 ? "The first 300; search for something rarer." : `${plural(hits, "message")} found.`;
+}
+
+function snippet(line, wanted) {
+  const at = Math.max(0, line.toLocaleLowerCase().indexOf(wanted));
+  const from = Math.max(0, at - 60);
+  return el("p", {}, from ? "…" : "", line.slice(from, at), el("mark", {}, line.slice(at, at + wanted.length)), line.slice(at + wanted.length, at + 160));
+}
+
+// ---- where we are
+
+let standing = "";
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+async function route() {
+  const mine = ++ticket;
+  const [view, step, task, ...rest] = location.hash.slice(1).split("/").map(decoded);
+  const name = ["groups", "group", "rollout", "found"].includes(view) ? view : "overview";
+  let place = -1;
+  if (name === "group" || name === "rollout") place = index.groups.findIndex((group) => String(group.step) === step && group.task === task);
+  const key = name === "rollout" ? `${name}/${step}/${task}/${rest[0]}` : name === "overview" ? name : location.hash.replace(/\/call\d+$/, "");
+  const part = name === "rollout" ? rest[1] : rest[0];
+  if (standing !== key) {
+    const box = document.getElementById(name);
+    if (name === "groups") box.replaceChildren(...groupsView());
+    else if (name === "found") foundView(step || "", mine);
+    else if (name !== "overview") {
+      const content = place < 0 ? [el("p", {}, "No such group in this report.")] : name === "group" ? await groupView(place) : await rolloutView(place, Number(rest[0]), rest[1]);
+      if (mine !== ticket) return;
+      box.replaceChildren(...content.filter(Boolean));
+    }
+    for (const section of document.querySelectorAll(".view")) section.hidden = section.id !== name;
+    for (const link of document.querySelectorAll("header nav a")) link.classList.toggle("here", link.dataset.view === (name === "overview" ? "overview" : "groups"));
+    standing = key;
+    window.scrollTo(0, 0);
+  }
+  if (name === "rollout" && place >= 0) choose(part && part[0] === "c" && part.slice(0, 4) !== "call" ? Number(part.slice(1)) - 1 : -1, await open(place), Number(rest[0]), true);
+  if (part && /^(t|call)\d+$/.test(part)) {
+    const target = document.querySelector(`#${name} [id="${part}"]`);
+    if (target) {
+      if (target.tagName === "DETAILS") target.open = true;
+      target.scrollIntoView({ block: "start" });
+      for (const node of document.querySelectorAll(".target")) node.classList.remove("target");
+      target.classList.add("target");
+    }
+  }
+  document.body.dataset.ready = location.hash || "#overview";
+}
+
+async function start() {
+  index = await inflate("index");
+  const query = document.getElementById("query");
+  query.disabled = false;
+  document.getElementById("search").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (query.value.trim()) location.hash = "found/" + encodeURIComponent(query.value.trim());
+  });
+  window.addEventListener("hashchange", route);
+  await route();
+}
+
+start().catch((error) => {
+  const old = typeof DecompressionStream === "undefined";
+  document.querySelector("main").prepend(el("p.bad", { role: "alert" }, old ? "Groups need a browser of 2023 or later (DecompressionStream)." : `The report cannot be read: ${error.message}`));
+});

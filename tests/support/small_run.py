@@ -1,0 +1,199 @@
+"""A small run directory with known numbers: two steps, two tasks, two rollouts each, hostile text everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from draco_ray.records import (
+    Attribution,
+    CreditFallback,
+    Criterion,
+    EpisodeEnd,
+    Evaluation,
+    GroupAdvantages,
+    JudgeCall,
+    Message,
+    Phase,
+    RolloutAdvantage,
+    ScoredCriterion,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>{{ 7 * 7 }}"
+TASKS = ("aaa1111_1", "bbb2222_1")
+CODE = "print(apis.venmo.show_transactions())\nprint('second line')"
+PROMPT = f"Grade this run.\n### Step 1\n{CODE}\n{HOSTILE}"
+
+CONFIG = f"""\
+setting: draco
+seed: 3
+model: {{path: "{HOSTILE}"}}
+algorithm: {{rubric: dynamic}}
+"""
+
+
+def a_trajectory(step: int, task: str, rollout: int) -> Trajectory:
+    """Two steps (2 and 4 sampled tokens) and a closing turn; the prompt has one token."""
+    return Trajectory(
+        task_id=task,
+        group=f"step{step}/{task}",
+        rollout=rollout,
+        attempt=0,
+        policy_version=step - 1,
+        prompt=(Message(role="system", content="Act."), Message(role="user", content=f"Do {task}. {HOSTILE}")),
+        turns=(
+            Turn(
+                text=f"I look. {HOSTILE}\n<code>\n{CODE}\n</code>",
+                code=CODE,
+                output=HOSTILE,
+                first_token=1,
+                last_token=3,
+            ),
+            Turn(text="<code>\nfinish()\n</code>", code="finish()", output="ok", first_token=4, last_token=8),
+            Turn(text="Done.", code=None, output=None, first_token=9, last_token=10),
+        ),
+        token_ids_T=np.arange(10),
+        sampled_T=np.array([0, 1, 1, 0, 1, 1, 1, 1, 0, 1], dtype=bool),
+        logprob_T=np.zeros(10),
+        step_T=np.array([-1, 0, 0, -1, 1, 1, 1, 1, -1, -1]),
+        prompt_length=1,
+        ended=EpisodeEnd.FINISHED if rollout == 0 else EpisodeEnd.TURN_LIMIT,
+        started_at=100.0 * step,
+        ended_at=100.0 * step + 10,
+    )
+
+
+def a_call(phase: Phase, step: int, task: str, rollout: int | None) -> JudgeCall:
+    """A call of 100 tokens in, 10 out, two cents."""
+    return JudgeCall(
+        call_id=f"{phase.value}-{step}-{task}-{rollout}",
+        phase=phase,
+        group=f"step{step}/{task}",
+        task_id=task,
+        rollout=rollout,
+        model="judge/<b>model</b>",
+        prompt=PROMPT,
+        reply=f"[] {HOSTILE}",
+        finish_reason="stop",
+        input_tokens=100,
+        cached_tokens=40,
+        output_tokens=10,
+        dollars=0.02,
+        started_at=100.0 * step + 8,
+        seconds=0.5,
+        requests=1,
+    )
+
+
+def rubric(task: str) -> list[Criterion]:
+    """A criterion of this task alone, one of every task, and one that no member fails."""
+
+    def criterion(title: str) -> Criterion:
+        return Criterion(title=title, description=HOSTILE, evaluator_instruction="Look closely.", source="union")
+
+    return [criterion(f"Only {task}"), criterion("Closes the task"), criterion("Never fails")]
+
+
+def advantages(step: int, task: str) -> GroupAdvantages:
+    """Rollout 0 wins, all of it on step 2 (cited by passes); rollout 1 loses, inert."""
+    return GroupAdvantages(
+        group=f"step{step}/{task}",
+        surviving_K=np.array([True, True, False]),
+        rollouts=(
+            RolloutAdvantage(
+                rollout=0,
+                reward=1.0,
+                advantage=0.7,
+                quality_M=np.array([0.0, 1.0]),
+                step_advantage_M=np.array([0.0, 1.05]),
+                cited_M=np.array([True, True]),
+                fallback=CreditFallback.NONE,
+                inert=False,
+            ),
+            RolloutAdvantage(
+                rollout=1,
+                reward=-1.0,
+                advantage=-0.7,
+                quality_M=np.array([0.0, 0.0]),
+                step_advantage_M=np.array([-1.05, -0.525]),
+                cited_M=np.array([False, True]),
+                fallback=CreditFallback.NONE,
+                inert=True,
+            ),
+        ),
+    )
+
+
+def write_group(store: RunStore, step: int, task: str) -> None:
+    """All rows of one credited group."""
+    share = advantages(step, task)
+    store.write("criteria", step, task, rows.criterion_rows(step, task, rubric(task), share))
+    store.write("proposals", step, task, rows.proposal_rows(step, task, rubric(task)))
+    store.write("advantages", step, task, rows.advantage_rows(step, task, share, {0: [2, 4], 1: [2, 4]}))
+    group = {"state": "credited", "rollouts": 2, "lost": 0, "unscored": 0, "credit_failures": 0, "reason": None}
+    store.write("groups", step, task, [{"training_step": step, "task_id": task, **group}])
+    calls = [a_call(Phase.STAGE1, step, task, None), a_call(Phase.UNION, step, task, None)]
+    spans = []
+    for rollout in range(2):
+        trajectory = a_trajectory(step, task, rollout)
+        key = f"{task}-{rollout}"
+        verdicts = [
+            ScoredCriterion(
+                verdict=Verdict.PASS if rollout == 0 else Verdict.FAIL,
+                evidence=HOSTILE,
+                justification=f"Because {task}.",
+            ),
+            ScoredCriterion(verdict=Verdict.PASS if rollout == 0 else Verdict.FAIL),
+            ScoredCriterion(verdict=Verdict.PASS if rollout == 0 else Verdict.NOT_APPLICABLE),
+        ]
+        cited = [
+            Attribution(criterion=0, verdict=verdicts[0].verdict, steps=(2,), explanation="The second step did it."),
+            Attribution(criterion=1, verdict=Verdict.FAIL, steps=(1, 2) if rollout == 0 else (2,)),
+        ]
+        store.write("trajectories", step, key, rows.trajectory_rows(step, trajectory))
+        store.write("steps", step, key, rows.step_rows(step, trajectory))
+        store.write("verdicts", step, key, rows.verdict_rows(step, task, rollout, verdicts))
+        store.write("citations", step, key, rows.citation_rows(step, task, rollout, cited))
+        calls += [a_call(phase, step, task, rollout) for phase in (Phase.SCORE, Phase.CREDIT)]
+        begin = 100.0 * step
+        spans += [(rollout, "rollout", begin, begin + 10), (rollout, "score", begin + 8, begin + 12)]
+    store.write("judge_calls", step, task, rows.call_rows(step, calls))
+    named = ("rollout", "stage", "started_at", "ended_at")
+    store.write(
+        "spans",
+        step,
+        task,
+        [{"training_step": step, "task_id": task, **dict(zip(named, span, strict=True))} for span in spans],
+    )
+
+
+def small_run(path: Path, steps: int = 2) -> RunDirectory:
+    """The run; every step has the same numbers, so that they can be said in a test."""
+    store = RunStore(RunDirectory.create(path, CONFIG))
+    for step in range(1, steps + 1):
+        for task in TASKS:
+            write_group(store, step, task)
+        if step == steps:
+            evaluations = [
+                Evaluation(
+                    task_id=task,
+                    run=0,
+                    success=task == TASKS[0],
+                    passed_tests=1,
+                    total_tests=2,
+                    turns=3,
+                    ended=EpisodeEnd.FINISHED,
+                )
+                for task in TASKS
+            ]
+            store.write("evaluations", step, "test", rows.evaluation_rows(step, "test", evaluations))
+        line = {"step": step, "reward": 0.0, "kl": 0.001 * step, "rollouts": 4, "judge_dollars": 0.24, "seconds": 20.0}
+        store.finish_step(step, {**line, "seconds_learning": 5.0, "seconds_sync": 1.0})
+    return store.directory
