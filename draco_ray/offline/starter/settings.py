@@ -28,7 +28,7 @@ class Noise(Tree):
     A split's wordings are few, and held-out splits have others: without noise a small model learns the few by heart.
     """
 
-    dropped: float = Field(0.7, ge=0, lt=1)
+    dropped: float = Field(0.5, ge=0, lt=1)
     """Largest share of words that are left out."""
     inserted: float = Field(0.3, ge=0, le=1)
     """Largest number of nonsense words that are put in, as a share of the words."""
@@ -62,7 +62,7 @@ class StarterSettings(Tree):
     """One that vLLM's CPU attention knows: 32, 64, 80, 96, 112, 128, ..."""
     positions: int = Field(4096, ge=128)
     """Longest sequence the model accepts, tokens."""
-    epochs: int = Field(5, ge=1)
+    epochs: int = Field(6, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     """Peak; linear warm-up, then cosine to a tenth of it."""
     warmup_fraction: float = Field(0.05, ge=0, le=1)

@@ -125,7 +125,8 @@ def batches(examples: Sequence[Example], batch_tokens: int, order: np.random.Gen
 
 def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
     """Mean cross-entropy of the sampled tokens. Padding is on the right, where causal attention never sees it."""
-    length = max(len(example.token_ids) for example in batch)
+    # Few different lengths: for every new shape the kernels are compiled anew, and kept.
+    length = _round_up(max(len(example.token_ids) for example in batch), 64)
     token_ids = torch.zeros(len(batch), length, dtype=torch.long)
     target = torch.zeros(len(batch), length, dtype=torch.bool)
     for row, example in enumerate(batch):
