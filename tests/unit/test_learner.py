@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.learner import Learner, trained_length
+from draco_ray.learner.learner import SUMS, Learner, trained_length
 from draco_ray.learner.messages import (
     Accumulate,
     Publish,
@@ -142,6 +142,42 @@ def test_gradients_equal_a_naive_double_precision_loop(model: ModelConfig) -> No
     torch.testing.assert_close(
         gradients(learner).double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
     )
+
+
+def test_one_by_eight_eight_by_one_and_two_workers_give_the_gradient_of_the_loop(model: ModelConfig) -> None:
+    """The gradient of the minibatch's token-mean, however its eight samples are cut up, and from the loop."""
+    samples = make_samples()
+    random = np.random.default_rng(3)
+    old = [
+        logprobs + random.normal(scale=0.3, size=len(logprobs)).astype(np.float32)
+        for logprobs in make_learner(model).old_logprobs(samples)
+    ]
+
+    def flat_sums(shares: Sequence[slice], **changes: object) -> torch.Tensor:
+        """What the workers' all-reduce adds up: counts, then gradients."""
+        vectors: list[torch.Tensor] = []
+        for share in shares:
+            worker = make_learner(model, **changes)
+            worker._reduce = lambda flat: vectors.append(flat.clone())
+            worker.accumulate(samples[share], old[share])
+            worker.step()
+        return torch.stack(vectors).double().sum(0)
+
+    tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
+    expected = naive_gradients(make_learner(model), samples, old) / tokens
+    ways = {
+        "1x8": flat_sums([slice(0, 8)], micro_batch_tokens=10**6),
+        "8x1": flat_sums([slice(0, 8)], micro_batch_tokens=1),
+        "two workers": flat_sums([slice(0, 3), slice(3, 8)]),
+    }
+    scale = float(expected.abs().max())
+    whole = ways["1x8"][len(SUMS) :] / tokens
+    for summed in ways.values():
+        assert summed[SUMS.index("valid_tokens")] == tokens
+        gradient = summed[len(SUMS) :] / tokens
+        # Single against double precision, and single precision against itself in another order.
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * scale)
+        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize(
