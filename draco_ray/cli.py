@@ -150,6 +150,29 @@ def runs_cost(directory: Annotated[Path, typer.Argument(help="A run directory.")
     show_cost(directory)
 
 
+@app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="A run directory, or several to compare.")
+    ],
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Write the paper's figures as PNG and PDF instead.")
+    ] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file, or the folder of figures and tables; unless told, inside the (first) run directory."
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML file to look at a run: what the judge said and where the credit went."""
+    from draco_ray.report.command import write
+
+    for path in write(directories, figures=figures, tables=tables, out=out):
+        typer.echo(path)
+
+
 @prompts.command(name="import")
 def prompts_import(
     source: Annotated[Path, typer.Argument(help="The paper's LaTeX source.")],

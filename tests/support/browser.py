@@ -9,10 +9,12 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
 from websockets.sync.client import connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -38,7 +40,8 @@ class Browser:
         self.requests: list[str] = []
         """URLs the page asked for."""
         self._numbers = itertools.count(1)
-        self._tab = connect(self._address(profile), max_size=None)
+        self._open = ExitStack()
+        self._tab = self._open.enter_context(connect(self._address(profile), max_size=None))
         self.call("Page.enable")
         self.call("Runtime.enable")
         self.call("Log.enable")
@@ -50,7 +53,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tab.close()
+        self._open.close()
         self.process.terminate()
         self.process.wait(30)
 
@@ -114,8 +117,6 @@ class Browser:
 
     def _address(self, profile: Path) -> str:
         """Where the tab's DevTools socket is: the browser writes its port into its profile."""
-        import httpx
-
         note = profile / "DevToolsActivePort"
         deadline = time.monotonic() + 60
         while not note.exists() or "\n" not in note.read_text():

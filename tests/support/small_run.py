@@ -98,7 +98,7 @@ def rubric(task: str) -> list[Criterion]:
     def criterion(title: str) -> Criterion:
         return Criterion(title=title, description=HOSTILE, evaluator_instruction="Look closely.", source="union")
 
-    return [criterion(f"Only {task}"), criterion("Closes the task"), criterion("Never fails")]
+    return [criterion(f"Only {task}"), criterion("Closes the task"), criterion("Never <i>fails</i>")]
 
 
 def advantages(step: int, task: str) -> GroupAdvantages:

@@ -253,11 +253,12 @@ function verdictItem(criterion, at, rollout, here) {
 
 function choose(at, data, number, scroll) {
   const rollout = data.rollouts.find((one) => one.rollout === number);
+  if (!rollout) return;
   const criterion = data.criteria[at];
   const view = document.getElementById("rollout");
   for (const node of view.querySelectorAll(".lit, .chosen")) node.classList.remove("lit", "chosen");
   const why = document.getElementById("why");
-  if (!criterion || !rollout) return why.replaceChildren();
+  if (!criterion) return why.replaceChildren();
   document.getElementById("c" + (at + 1)).classList.add("chosen");
   const verdict = rollout.verdicts[at];
   const credit = rollout.credit[at];

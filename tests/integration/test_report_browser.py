@@ -1,0 +1,177 @@
+"""The report in headless Chromium: the path a reader clicks, a quiet console, and hostile text that stays text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from draco_ray.report.page import write_report
+from tests.support.browser import NAMES, Browser, find_browser
+from tests.support.small_run import HOSTILE, PROMPT, TASKS, small_run
+
+PROGRAM = find_browser()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        PROGRAM is None, reason=f"no browser: none of {', '.join(NAMES)} on PATH, no DRACO_TEST_BROWSER"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("report")
+    path = folder / "report.html"
+    write_report(small_run(folder / "small"), path)
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def _started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with Browser(PROGRAM, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(_started: Browser, page: str) -> Iterator[Browser]:
+    """The report, opened afresh; afterwards nothing was complained about, loaded or run."""
+    _started.goto("about:blank")
+    _started.console.clear()
+    _started.requests.clear()
+    _started.goto(page)
+    _started.wait("document.body?.dataset.ready === '#overview'")
+    yield _started
+    assert _started.run("typeof window.hacked") == "undefined"
+    assert _started.run("document.querySelectorAll('img, iframe, object').length") == 0
+    assert _started.console == []
+    assert {url.split("#")[0] for url in _started.requests} == {page}
+
+
+def at(browser: Browser, place: str) -> None:
+    browser.wait(f"document.body.dataset.ready === {json.dumps(place)}")
+
+
+def shown(browser: Browser) -> list[str]:
+    return browser.run("[...document.querySelectorAll('.view')].filter(v => !v.hidden).map(v => v.id)")
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    return browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(n => n.textContent)")
+
+
+def choose(browser: Browser, selector: str, value: str) -> None:
+    found = f"document.querySelector({json.dumps(selector)})"
+    browser.run(f"{found}.value = {json.dumps(value)}; {found}.dispatchEvent(new Event('change'))")
+
+
+def test_from_the_overview_to_the_steps_behind_a_verdict(browser: Browser) -> None:
+    assert len(texts(browser, "#overview figure svg")) >= 10
+    browser.click("nav a[data-view=groups]")
+    at(browser, "#groups")
+    assert len(texts(browser, ".list tbody tr")) == 4
+
+    browser.click(f".list tbody a[href='#group/1/{TASKS[0]}']")
+    at(browser, f"#group/1/{TASKS[0]}")
+    assert texts(browser, "#matrix tbody s") == ["Never <i>fails</i>"]
+    assert texts(browser, "#matrix tbody a.verdict") == ["✓", "✗", "✓", "✗", "✓", "–"]
+    assert texts(browser, "#matrix thead tr:nth-child(2) td") == ["reward R", "+1.00", "−1.00"]
+
+    browser.click("#matrix tbody tr:nth-child(2) td:nth-child(2) a")
+    at(browser, f"#rollout/1/{TASKS[0]}/0/c2")
+    lit = "[...document.querySelectorAll('article.lit')].map(n => n.id)"
+    assert browser.run(lit) == ["t1", "t2"]
+    assert "credit call: fail" in texts(browser, "#c2")[0]
+
+    browser.click("#c1")
+    at(browser, f"#rollout/1/{TASKS[0]}/0/c1")
+    assert browser.run(lit) == ["t2"]
+    why = texts(browser, "#why")[0]
+    assert f"Because {TASKS[0]}." in why
+    assert "The second step did it." in why
+    assert HOSTILE in why
+
+    browser.run("history.back()")
+    at(browser, f"#rollout/1/{TASKS[0]}/0/c2")
+    assert browser.run(lit) == ["t1", "t2"]
+
+
+def test_bars_show_the_share_of_the_push(browser: Browser, page: str) -> None:
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/1")
+    at(browser, f"#rollout/1/{TASKS[0]}/1")
+    # The loser's two steps are pushed alike; the first is not cited, the closing turn is in no step.
+    assert texts(browser, "article .push") == ["50%", "50%"]
+    bars = "[...document.querySelectorAll('.strip i')].map(n => n.className)"
+    assert browser.run(bars) == ["minus uncited", "minus", "gap"]
+    assert browser.run("[...document.querySelectorAll('article')].map(n => n.className)") == [
+        "turn isuncited",
+        "turn",
+        "turn isgap",
+    ]
+    grey = "getComputedStyle(document.querySelector('.strip i.uncited')).backgroundColor"
+    assert browser.run(grey) == "rgb(154, 164, 175)"
+
+
+def test_reasoning_and_output_fold(browser: Browser, page: str) -> None:
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/0")
+    at(browser, f"#rollout/1/{TASKS[0]}/0")
+    fold = "document.querySelector('#t1 details.reasoning').open"
+    assert browser.run(fold) is True
+    browser.click("#t1 details.reasoning summary")
+    assert browser.run(fold) is False
+    assert texts(browser, "#t1 details.output pre") == [HOSTILE]
+
+
+def test_a_judge_call_shows_its_prompt_only_when_opened(browser: Browser, page: str) -> None:
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/0")
+    at(browser, f"#rollout/1/{TASKS[0]}/0")
+    assert texts(browser, ".call pre") == []
+    browser.click("#call1 summary")
+    browser.wait("document.querySelectorAll('#call1 pre').length === 2")
+    assert texts(browser, "#call1 pre")[0] == PROMPT
+    assert "judge/<b>model</b>" in texts(browser, "#call1 summary")[0]
+    assert "$0.0200" in texts(browser, "#call1 summary")[0]
+
+
+def test_a_link_leads_to_its_message(browser: Browser, page: str) -> None:
+    browser.goto(f"{page}#rollout/2/{TASKS[1]}/1/t3")
+    at(browser, f"#rollout/2/{TASKS[1]}/1/t3")
+    assert browser.run("document.querySelector('.target').id") == "t3"
+    browser.goto(f"{page}#group/2/{TASKS[1]}/call2")
+    at(browser, f"#group/2/{TASKS[1]}/call2")
+    assert browser.run("document.querySelector('#group #call2').open") is True
+
+
+def test_filters_narrow_the_list(browser: Browser) -> None:
+    browser.click("nav a[data-view=groups]")
+    at(browser, "#groups")
+    rows = "document.querySelectorAll('.list tbody tr').length"
+    browser.type("#filter-text", f"only {TASKS[1]}")
+    assert browser.run(rows) == 2
+    choose(browser, "#filter-step", "2")
+    assert browser.run(rows) == 1
+    assert texts(browser, "#count") == ["1 of 4 groups"]
+    choose(browser, "#filter-kind", "nosignal")
+    assert browser.run(rows) == 0
+
+
+def test_search_finds_messages_and_leads_to_them(browser: Browser) -> None:
+    browser.type("#query", "SHOW_TRANSACTIONS")
+    browser.enter()
+    browser.wait("document.getElementById('found-state')?.textContent.endsWith('found.')")
+    links = browser.run("[...document.querySelectorAll('.hits a')].map(n => n.getAttribute('href'))")
+    # Two prompts of each group and one message of each rollout.
+    assert len(links) == 4 * (2 + 2)
+    assert f"#rollout/2/{TASKS[1]}/1/t1" in links
+    browser.click(f".hits a[href='#rollout/2/{TASKS[1]}/1/t1']")
+    at(browser, f"#rollout/2/{TASKS[1]}/1/t1")
+    assert shown(browser) == ["rollout"]
+
+
+@pytest.mark.parametrize("place", ["#group/9/nothing", "#rollout/1/aaa1111_1/99", "#rollout/%E0%A4%A", "#%00"])
+def test_a_wrong_link_is_no_error(browser: Browser, page: str, place: str) -> None:
+    browser.goto(page + place)
+    browser.wait("!['#overview', undefined].includes(document.body.dataset.ready)")
+    assert len(shown(browser)) == 1

@@ -1,0 +1,169 @@
+"""The report page: what it holds, what it must not let through, and where it is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from draco_ray.errors import ConfigError
+from draco_ray.report.command import write
+from draco_ray.report.groups import pack, packed_groups, unpack
+from draco_ray.report.page import write_report
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_trajectory, small_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return small_run(tmp_path_factory.mktemp("report") / "small")
+
+
+@pytest.fixture(scope="module")
+def page(run: RunDirectory) -> str:
+    path = run.path / "report.html"
+    write_report(run, path)
+    return path.read_text(encoding="utf-8")
+
+
+def text(data: dict, numbers: list[int]) -> str:
+    return "\n".join(data["lines"][number] for number in numbers)
+
+
+def test_the_page_holds_every_group_and_an_index(page: str) -> None:
+    packed = re.findall(r'<script type="text/plain" id="(\w+)">([\w+/=]*)</script>', page)
+    assert [name for name, _ in packed] == ["g0", "g1", "g2", "g3", "index"]
+    index = unpack(packed[-1][1])
+    assert [(group["step"], group["task"]) for group in index["groups"]] == [(s, t) for s in (1, 2) for t in TASKS]
+    assert unpack(packed[2][1])["rollouts"][1]["share"]["reward"] == -1.0
+
+
+def test_nothing_in_the_page_is_loaded_from_elsewhere(page: str) -> None:
+    assert not re.findall(r"https?://|url\(|@import|<link(?! rel=\"icon\" href=\"data:,\")", page)
+    assert "default-src 'none'" in page
+
+
+def test_hostile_text_never_becomes_markup(page: str) -> None:
+    # Four groups, the index and the page's own script.
+    assert page.lower().count("</script") == page.lower().count("<script") == 6
+    assert "<img" not in page
+    assert "<i>" not in page
+    assert "Never &lt;i&gt;fails&lt;/i&gt;" in page
+    # The configuration is shown on the first page, escaped.
+    assert "&lt;/script&gt;&lt;script&gt;window.hacked = 1" in page
+
+
+def test_a_group_reads_back_with_its_texts_and_numbers(run: RunDirectory) -> None:
+    group = next(iter(packed_groups(run)))
+    data = unpack(group.data)
+    winner, loser = data["rollouts"]
+    first, second, closing = winner["turns"]
+    assert text(data, first["code"]) == CODE
+    assert text(data, first["before"]) == f"I look. {HOSTILE}"
+    assert text(data, first["output"]) == HOSTILE
+    assert (first["tokens"], second["tokens"], closing["tokens"]) == (2, 4, 1)
+    assert (first["push"], second["push"]) == (0.0, 1.0)
+    assert closing["step"] is None
+    assert "push" not in closing
+    assert [turn["push"] for turn in loser["turns"][:2]] == [0.5, 0.5]
+    assert [turn["cited"] for turn in loser["turns"][:2]] == [False, True]
+    assert winner["credit"]["1"] == {"verdict": -1, "steps": [1, 2], "explanation": ""}
+    assert loser["verdicts"]["0"] == [-1, HOSTILE, f"Because {TASKS[0]}."]
+    assert [call["phase"] for call in data["calls"]] == ["stage1", "union"]
+    assert text(data, winner["calls"][0]["prompt"]) == PROMPT
+    assert [criterion["survived"] for criterion in data["criteria"]] == [True, True, False]
+
+
+def test_a_line_that_a_prompt_repeats_is_kept_once(run: RunDirectory) -> None:
+    data = unpack(next(iter(packed_groups(run))).data)
+    assert len(data["lines"]) == len(set(data["lines"]))
+    assert data["lines"].count(CODE.split("\n")[0]) == 1
+
+
+def test_the_summary_is_what_the_list_filters_by(run: RunDirectory) -> None:
+    summary = next(iter(packed_groups(run))).summary
+    assert summary["signal"] is True
+    assert summary["dropped"] == [2]
+    assert summary["rollouts"][1] == [1, "turn_limit", -1.0, -0.7, True, "none"]
+    assert summary["dollars"] == pytest.approx(0.12)
+    assert summary["asked"].startswith(f"Do {TASKS[0]}.")
+
+
+def test_packing_keeps_any_text() -> None:
+    value = {"a": ["\u2028</script>", "☃ \ud7ff", None, 0.1], "b": {}}
+    assert unpack(pack(value)) == value
+    assert not set(pack(value)) & set("<>&\"'")
+
+
+def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "going", "{}\n"))
+    store.write("trajectories", 1, "a", rows.trajectory_rows(1, a_trajectory(1, TASKS[0], 0)))
+    store.write("steps", 1, "a", rows.step_rows(1, a_trajectory(1, TASKS[0], 0)))
+    (path,) = write([store.directory.path], figures=False, tables=False, out=None)
+    (group,) = packed_groups(store.directory)
+    assert group.summary["state"] == "under way"
+    assert group.summary["rollouts"] == [[0, "finished", None, None, None, None]]
+    assert "nothing recorded" in path.read_text(encoding="utf-8")
+
+
+def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
+    assert write([run.path], figures=False, tables=False, out=tmp_path / "deep" / "a.html") == [
+        tmp_path / "deep" / "a.html"
+    ]
+    figures = write([run.path], figures=True, tables=False, out=None)
+    assert {path.parent for path in figures} == {run.path / "figures"}
+    assert {path.stem for path in figures} >= {
+        "terminations",
+        "pass_rate",
+        "pass_rate_by_criterion",
+        "judge_cost_by_phase",
+    }
+    both = write([run.path], figures=True, tables=True, out=tmp_path / "both")
+    assert {path.suffix for path in both} == {".png", ".pdf", ".parquet", ".csv"}
+    assert not list(run.path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"directories": ["no-run"]}, "not a run directory"),
+        ({"directories": ["empty"]}, "no rows yet"),
+        ({"directories": ["small", "other"]}, "a report is about one run, not 2; add --figures or --tables"),
+        ({"directories": ["small", "copy/small"], "figures": True}, "two runs are called small"),
+        ({"directories": ["small"], "out": "small/config.yaml/x.html"}, "cannot be written"),
+    ],
+)
+def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path, arguments: dict, message: str) -> None:
+    small_run(tmp_path / "small", steps=1)
+    small_run(tmp_path / "other", steps=1)
+    (tmp_path / "copy").mkdir()
+    small_run(tmp_path / "copy" / "small", steps=1)
+    RunDirectory.create(tmp_path / "empty", "{}\n")
+    out = tmp_path / arguments["out"] if "out" in arguments else None
+    with pytest.raises(ConfigError, match=message) as error:
+        write(
+            [tmp_path / name for name in arguments["directories"]],
+            figures=arguments.get("figures", False),
+            tables=False,
+            out=out,
+        )
+    assert "\n" not in str(error.value)
+
+
+def test_several_runs_share_figures_and_keep_their_own(tmp_path: Path) -> None:
+    runs = [small_run(tmp_path / name, steps=1).path for name in ("one", "two")]
+    written = write(runs, figures=True, tables=False, out=tmp_path / "figures")
+    names = {path.stem for path in written}
+    assert names == {
+        "terminations-one",
+        "terminations-two",
+        "pass_rate_by_criterion-one",
+        "pass_rate_by_criterion-two",
+        "pass_rate",
+        "inert_share",
+        "judge_cost_by_phase",
+        "success",
+    }

@@ -1,0 +1,122 @@
+"""Charts put values where they belong, and every output format says the same."""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+
+import pytest
+from PIL import Image
+
+from draco_ray.report.charts import Series, compact, heat, heat_map, line_chart, percent, stacked_bars, timeline
+from draco_ray.report.drawing import Box, Dot, Drawing, Line, Text
+from draco_ray.report.output import shortened, text_width, to_pdf, to_png, to_svg
+
+
+def dots(drawing: Drawing) -> list[Dot]:
+    return [shape for shape in drawing.shapes if isinstance(shape, Dot)]
+
+
+def bars(drawing: Drawing) -> list[Box]:
+    return [shape for shape in drawing.shapes if isinstance(shape, Box) and shape.hint]
+
+
+def words(drawing: Drawing) -> list[str]:
+    return [shape.string for shape in drawing.shapes if isinstance(shape, Text)]
+
+
+def test_a_line_goes_up_when_values_do_and_breaks_where_there_is_none() -> None:
+    drawing = line_chart("t", [Series("a", [1, 2, 3, 4, 5], [0.0, 0.5, None, 0.5, 1.0])], bounds=(0, 1), number=percent)
+    heights = [dot.y for dot in dots(drawing)]
+    assert heights[0] > heights[1] == heights[2] > heights[3]
+    assert heights[0] - heights[1] == pytest.approx(heights[2] - heights[3])
+    colored = [shape for shape in drawing.shapes if isinstance(shape, Line) and shape.color.startswith("#")]
+    assert [len(line.points) for line in colored] == [2, 2]
+    assert dots(drawing)[1].hint == "a, step 2: 50%"
+
+
+def test_bars_stack_in_proportion() -> None:
+    drawing = stacked_bars("t", ["1", "2"], {"a": [1.0, 2.0], "b": [3.0, 0.0]})
+    one_a, one_b, two_a = bars(drawing)
+    assert one_b.height == pytest.approx(3 * one_a.height)
+    assert two_a.height == pytest.approx(2 * one_a.height)
+    assert one_b.y + one_b.height == pytest.approx(one_a.y)
+
+
+def test_many_steps_stay_inside_the_chart() -> None:
+    steps = list(range(1, 1001))
+    for drawing in (
+        line_chart("t", [Series("a", steps, [float(step) for step in steps])]),
+        stacked_bars("t", [str(step) for step in steps], {"a": [1.0] * 1000}),
+        heat_map("t", ["a"], [str(step) for step in steps], [[0.5] * 1000]),
+    ):
+        assert len(words(drawing)) < 60
+        for box in bars(drawing):
+            assert box.x >= 0
+            assert box.x + box.width <= drawing.width
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [-3.0, -1.0], [5.0, 5.0], [1e-9, 2e-9], [1e12, -1e12]])
+def test_an_axis_holds_its_values(values: list[float]) -> None:
+    drawing = line_chart("t", [Series("a", [1, 2], values)])
+    assert all(20 <= dot.y <= drawing.height - 25 for dot in dots(drawing))
+
+
+def test_no_data_is_said() -> None:
+    for drawing in (
+        line_chart("t", [Series("a", [], [])]),
+        line_chart("t", []),
+        stacked_bars("t", ["1"], {"a": [0.0]}),
+        stacked_bars("t", [], {}),
+        heat_map("t", [], [], []),
+        timeline("t", {}),
+    ):
+        assert "nothing recorded" in words(drawing)
+
+
+def test_overlapping_work_gets_tracks_of_its_own() -> None:
+    drawing = timeline("t", {"rollout": [(0, 4), (1, 3), (4, 5)]})
+    first, second, third = [shape for shape in drawing.shapes if isinstance(shape, Box)]
+    assert first.y != second.y
+    assert first.y == third.y
+    assert first.width == pytest.approx(2 * second.width)
+
+
+def test_colours_and_numbers() -> None:
+    assert heat(-1) == heat(0.0)
+    assert heat(0.5) == "#ecc46e"
+    assert [compact(value) for value in (1234567.0, 123456.0, 123.4, 0.5)] == ["1.2M", "123k", "123", "0.5"]
+
+
+def test_text_is_cut_to_fit() -> None:
+    assert shortened("short", 8, 100) == "short"
+    cut = shortened("a rather long criterion title", 8, 60)
+    assert cut.endswith("…")
+    assert text_width(cut, 8) <= 60
+
+
+def test_svg_escapes_what_it_writes() -> None:
+    drawing = heat_map("<t>", ["</svg><script>"], ["1"], [[0.5]])
+    svg = to_svg(drawing)
+    assert "<script" not in svg
+    assert "&lt;/svg&gt;&lt;script&gt;" in svg
+
+
+def test_pdf_offsets_and_text_are_right() -> None:
+    drawing = stacked_bars("Cost (50 %) \\ ü ☃", ["1"], {"a": [1.0]})
+    pdf = to_pdf(drawing)
+    table = int(re.search(rb"startxref\n(\d+)", pdf)[1])  # type: ignore[index]
+    assert pdf[table:].startswith(b"xref\n0 7\n")
+    for number, offset in enumerate(re.findall(rb"(\d{10}) 00000 n", pdf), start=1):
+        assert pdf[int(offset) :].startswith(b"%d 0 obj" % number)
+    stream = re.search(rb"/Length (\d+) .*?stream\n", pdf, re.DOTALL)
+    assert stream is not None
+    drawn = zlib.decompress(pdf[stream.end() : stream.end() + int(stream[1])]).decode("cp1252")
+    assert "(Cost \\(50 %\\) \\\\ ü ?) Tj" in drawn
+
+
+def test_png_is_as_large_as_asked_and_not_blank() -> None:
+    image = Image.open(io.BytesIO(to_png(stacked_bars("t", ["1"], {"a": [1.0]}), dots_per_inch=144)))
+    assert image.size == (640, 380)
+    assert len(image.getcolors(1 << 20) or []) > 5
