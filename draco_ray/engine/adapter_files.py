@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,25 +23,41 @@ WRAPPER = "ForConditionalGeneration"
 
 
 class AdapterFiles:
-    """One engine's adapter versions below ``<root>/<run>/<engine>``."""
+    """One engine's adapter versions below ``<root>/<run>/<engine>``.
+
+    The root is usually in memory (/dev/shm), so what a killed engine leaves there would cost memory until the machine
+    is started anew. A living engine therefore holds a lock on its directory, and every engine that starts removes the
+    directories that nobody holds.
+    """
 
     def __init__(self, root: Path, run: str, engine: str) -> None:
         self.directory = root / run / engine
+        self._root = root
+        self._held: int | None = None
         self._loads: Counter[int] = Counter()
 
-    def clear(self) -> None:
-        """Start empty: what a killed engine of the same name left behind goes.
+    def claim(self) -> None:
+        """Start with an empty directory of this engine's own.
 
-        Raises: EngineError when the directory cannot be written.
+        Raises: EngineError when it cannot be written or belongs to a living engine.
         """
-        self.remove()
         try:
-            self.directory.mkdir(parents=True)
+            self._root.mkdir(parents=True, exist_ok=True)
+            # One engine at a time: no other may sweep between making a directory and locking it.
+            with _locked(self._root):
+                self._sweep()
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._held = _try_lock(self.directory)
         except OSError as error:
             raise EngineError(
                 f"adapter directory {self.directory}: {error.strerror}; "
                 "set engine.adapter_directory to a folder this user can write"
             ) from error
+        if self._held is None:
+            raise EngineError(
+                f"adapter directory {self.directory}: another engine uses it; expected a run of its own; "
+                "set another run.name or end the other run"
+            )
 
     def write(self, adapter: Adapter, architectures: Sequence[str]) -> Path:
         """Write one version to a directory that no other version, nor another load of this one, has ever had.
@@ -64,11 +83,45 @@ class AdapterFiles:
 
     def remove(self) -> None:
         """Remove everything this engine wrote, and the run's directory when no other engine uses it."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        try:
-            self.directory.parent.rmdir()
-        except OSError:
-            return
+        if self._held is not None:
+            _remove(self.directory)
+            os.close(self._held)
+            self._held = None
+
+    def _sweep(self) -> None:
+        for directory in self._root.glob("*/*/"):
+            with contextlib.suppress(OSError):  # Another user's.
+                held = _try_lock(directory)
+                if held is not None:
+                    _remove(directory)
+                    os.close(held)
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.parent.rmdir()
+
+
+def _try_lock(directory: Path) -> int | None:
+    """Lock a directory until the descriptor is closed or this process ends; None if it is locked already."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def engine_tensor_name(name: str, architectures: Sequence[str]) -> str:

@@ -108,9 +108,13 @@ class VllmEngine:
         """
         check_model_directory(self._model.path)
         self._architectures = architectures(self._model.path)
-        self._files.clear()
+        self._files.claim()
         # Importing vLLM and waiting for its core takes seconds: not in the event loop.
-        await asyncio.to_thread(self._launch)
+        try:
+            await asyncio.to_thread(self._launch)
+        except BaseException:
+            self._files.remove()
+            raise
 
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None

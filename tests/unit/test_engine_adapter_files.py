@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +27,11 @@ def adapter(version: int, fill: float = 1.0) -> Adapter:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> AdapterFiles:
+def files(tmp_path: Path) -> Iterator[AdapterFiles]:
     files = AdapterFiles(tmp_path / "adapters", "run", "engine-0")
-    files.clear()
-    return files
+    files.claim()
+    yield files
+    files.remove()
 
 
 def test_a_version_reads_back_and_its_config_is_pefts(files: AdapterFiles) -> None:
@@ -55,26 +59,50 @@ def test_a_set_in_the_config_is_written_sorted(files: AdapterFiles) -> None:
     assert json.loads((path / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "v_proj"]
 
 
-def test_clearing_removes_what_a_killed_engine_left(files: AdapterFiles) -> None:
-    files.write(adapter(1), [])
-    AdapterFiles(files.directory.parents[1], "run", "engine-0").clear()
-    assert list(files.directory.iterdir()) == []
-
-
-def test_removing_leaves_other_engines_alone_and_the_last_takes_the_runs_directory(files: AdapterFiles) -> None:
-    other = AdapterFiles(files.directory.parents[1], "run", "engine-1")
-    other.clear()
+def test_what_a_killed_engine_left_goes_when_another_starts(tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom draco_ray.engine.adapter_files import AdapterFiles\n"
+        "files = AdapterFiles(Path(sys.argv[1]), 'killed-run', 'engine-0')\nfiles.claim()\n"
+        "(files.directory / 'v1').mkdir()\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(root)], check=False)
+    assert (root / "killed-run" / "engine-0" / "v1").is_dir()
+    files = AdapterFiles(root, "run", "engine-0")
+    files.claim()
+    assert [path.name for path in root.iterdir()] == ["run"]
     files.remove()
+
+
+def test_engines_leave_the_living_alone_and_the_last_one_takes_the_runs_directory(files: AdapterFiles) -> None:
+    path = files.write(adapter(1), [])
+    other = AdapterFiles(files.directory.parents[1], "run", "engine-1")
+    other.claim()
+    assert path.is_dir()
+    files.remove()
+    assert not files.directory.exists()
     assert other.directory.is_dir()
     other.remove()
     assert not other.directory.parent.exists()
     other.remove()
 
 
+def test_a_directory_can_be_claimed_once_until_it_is_removed(files: AdapterFiles) -> None:
+    twin = AdapterFiles(files.directory.parents[1], "run", "engine-0")
+    with pytest.raises(EngineError, match=r"run/engine-0: another engine uses it.*set another run.name"):
+        twin.claim()
+    twin.remove()
+    assert files.directory.is_dir()
+    files.remove()
+    twin.claim()
+    assert twin.directory.is_dir()
+    twin.remove()
+
+
 def test_a_directory_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EngineError, match=r"^adapter directory .*file/run/engine-0: .*engine.adapter_directory") as e:
-        AdapterFiles(tmp_path / "file", "run", "engine-0").clear()
+        AdapterFiles(tmp_path / "file", "run", "engine-0").claim()
     assert "\n" not in str(e.value)
 
 
