@@ -29,6 +29,8 @@ app.add_typer(starter, name="starter")
 prompts = typer.Typer(no_args_is_help=True, help="The judge's prompts.")
 app.add_typer(runs, name="runs")
 app.add_typer(prompts, name="prompts")
+rubric = typer.Typer(no_args_is_help=True, help="The static rubric of the settings without dynamic ones.")
+app.add_typer(rubric, name="rubric")
 
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
@@ -194,6 +196,32 @@ def prompts_render(
     from draco_ray.judging.example import render_phase
 
     typer.echo(render_phase(phase, project_file(folder)))
+
+
+@rubric.command(
+    name="author",
+    epilog="Then:  draco train CONFIG --setting static algorithm.static_rubric=FILE",
+)
+def rubric_author(
+    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="YAML file to write.")],
+    overrides: Overrides = None,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of the untrained policy per task.")] = 8,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many training tasks.")] = None,
+    min_applicability: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of rollouts a criterion must apply to.")
+    ] = 0.2,
+    min_discrimination: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of tasks whose rollouts a criterion must tell apart.")
+    ] = 0.02,
+) -> None:
+    """Author a static rubric from rollouts of the untrained policy: propose, reduce, measure, prune."""
+    from draco_ray.rubric_authoring.author import AuthoringSettings, author_rubric
+
+    settings = AuthoringSettings(
+        rollouts=rollouts, tasks=tasks, min_applicability=min_applicability, min_discrimination=min_discrimination
+    )
+    author_rubric(load_config(config, overrides or []), out, settings)
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:

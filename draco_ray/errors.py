@@ -5,6 +5,7 @@
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
     ├── JudgeUnavailable     a judge that cannot be reached or refuses us (the run stops, resumable)
+    ├── RubricError          no criterion is left when a static rubric is authored
     ├── ReplyError           a judge's reply that breaks its contract (asked once more, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
@@ -32,6 +33,10 @@ class EnvironmentCrashed(DracoError):
 
 class JudgeUnavailable(DracoError):
     """No judge call can succeed: unreachable, key refused, model unknown."""
+
+
+class RubricError(DracoError):
+    """Authoring a static rubric ended without a criterion."""
 
 
 class ReplyError(DracoError, ValueError):

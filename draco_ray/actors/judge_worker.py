@@ -85,6 +85,13 @@ class JudgeWorkerActor:
         return judged, _summary(Phase.UNION, task_id, None, judged, started)
 
     @ray.method(num_returns=2)
+    async def merge(self, name: str, prompt: str) -> tuple[Judged[Rubric], PhaseSummary]:
+        """Merge what ``prompt`` lists; ``name`` stands for group and task in the archive."""
+        started = time.time()
+        judged = await self._judge.merge(prompt, CallContext(group=name, task_id=name))
+        return judged, _summary(Phase.UNION, name, None, judged, started)
+
+    @ray.method(num_returns=2)
     async def score(
         self, trajectory: Trajectory, rubric: Judged[Rubric]
     ) -> tuple[Judged[tuple[ScoredCriterion, ...]], PhaseSummary]:

@@ -150,6 +150,11 @@ class JudgePool:
         )
         return Judgement(judged=judged, summary=await summary)
 
+    async def merge(self, name: str, prompt: str) -> Judgement:
+        """One set of criteria out of those that ``prompt`` lists, outside any group."""
+        judged, summary = self._union.merge.options(name=f"merge {name}").remote(name, prompt)
+        return Judgement(judged=judged, summary=await summary)
+
     async def score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
         """Verdicts of one rollout."""
         return await self._call(Phase.SCORE, _label(member), member.trajectory, rubric)

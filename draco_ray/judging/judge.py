@@ -106,12 +106,15 @@ class Judge:
         """
         if not candidates:
             return Judged(value=())
+        return await self.merge(union_prompt(self._prompts, prompt, candidates, trajectories), context)
+
+    async def merge(self, prompt: str, context: CallContext) -> Judged[Rubric]:
+        """One set of criteria out of the candidates that ``prompt`` lists: `union` with a prompt of the caller's."""
 
         def parse(text: str, last: bool) -> Parsed[Rubric]:
             return parse_criteria(text, limit=self._config.max_union_criteria, source="union", allow_empty=True)
 
-        filled = union_prompt(self._prompts, prompt, candidates, trajectories)
-        return await self._phase(Phase.UNION, filled, parse, context)
+        return await self._phase(Phase.UNION, prompt, parse, context)
 
     async def score(self, trajectory: Trajectory, rubric: Sequence[Criterion], context: CallContext) -> Judged[Scores]:
         """A verdict on every criterion, in the rubric's order; an empty rubric needs no call.

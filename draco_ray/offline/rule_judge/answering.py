@@ -56,7 +56,10 @@ def _add(prompt: JudgePrompt) -> list[dict[str, Any]]:
 
 
 def _merge(prompt: JudgePrompt) -> list[dict[str, Any]]:
-    """One criterion a rule, and only if it tells the runs apart: at least one of them fails it."""
+    """One criterion a rule, and only if it tells the runs apart: at least one of them fails it.
+
+    Where no runs are shown the drafts come from several tasks: every rule stays, in words that name no task.
+    """
     candidates: dict[str, Rubric] = {}
     for rubric in prompt.rubrics:
         rule = _rule_of(rubric)
@@ -66,7 +69,12 @@ def _merge(prompt: JudgePrompt) -> list[dict[str, Any]]:
     merged = []
     for rule in RULES:
         rubric_of_rule = candidates.get(rule.key)
-        if rubric_of_rule is None or not any(rule.judge(case).verdict is Verdict.FAIL for case in cases):
+        if rubric_of_rule is None:
+            continue
+        if not cases and rule.draft:
+            merged.append(rule.criterion(read_demands("")))
+            continue
+        if cases and not any(rule.judge(case).verdict is Verdict.FAIL for case in cases):
             continue
         merged.append(
             {

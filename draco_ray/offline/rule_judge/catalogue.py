@@ -39,11 +39,14 @@ class Rule:
     """Whether its verdict depends on what the task says."""
 
     def criterion(self, demands: Demands) -> dict[str, str]:
-        """Its criterion for a task, in the form the prompts ask for. Raises ValueError if it has none."""
+        """Its criterion for a task, in the form the prompts ask for; for no text, one that fits any task.
+
+        Raises ValueError if it has none.
+        """
         if self.draft is None:
             raise ValueError(f"rule {self.key} states no criterion")
         instruction = self.draft.instruction(demands)
-        if self.needs_task:
+        if self.needs_task and demands.text:
             instruction = f"{instruction} {TASK_MARK}{demands.text}"
         return {"title": self.draft.title, "description": self.draft.description, "evaluator_instruction": instruction}
 
@@ -63,10 +66,11 @@ def _plain(text: str) -> Instruction:
 def _source_instruction(demands: Demands) -> str:
     names = " and ".join(entry.name for entry in demands.lists) or "the list the task names"
     apis = ", ".join(sorted({api for entry in demands.lists for api in entry.apis}))
+    named = f"{names} ({apis})" if apis else names
     side = f" Of lists with two sides the {demands.direction} one is meant." if demands.direction else ""
     return (
         "Follow the answer, or the items that were changed, back to the call that returned them. Pass if they come "
-        f"from {names} ({apis}), not narrowed by anything the task does not say.{side} Fail if they come from another "
+        f"from {named}, not narrowed by anything the task does not say.{side} Fail if they come from another "
         "list or from none."
     )
 
@@ -107,7 +111,9 @@ def _content_instruction(demands: Demands) -> str:
 
 def _completion_instruction(demands: Demands) -> str:
     good, bad = ("it hands in an answer that comes from the data", "has no answer")
-    if not demands.question:
+    if not demands.text:
+        good, bad = "it hands in an answer just where the task asks for one", "has an answer where none is asked for"
+    elif not demands.question:
         good, bad = ("it has no answer and follows the change", "carries an answer")
     return (
         f"Look for a successful complete_task call after the work. Pass if {good}. Fail if it is missing, premature, "

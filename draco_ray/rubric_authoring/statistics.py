@@ -1,0 +1,86 @@
+"""How a criterion fares on the rollouts it is measured on, and which criteria stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from draco_ray.records import Criterion, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCriterion:
+    """A criterion with its verdicts, counted."""
+
+    criterion: Criterion
+    rollouts: int
+    """Scored rollouts."""
+    passed: int
+    failed: int
+    tasks: int
+    """Tasks with at least one scored rollout."""
+    discriminated: int
+    """Tasks of which some rollout passed and another failed it: where it moves the group's rewards apart."""
+
+    @property
+    def applicability(self) -> float:
+        """Share of rollouts with a verdict other than not applicable, 0 .. 1."""
+        return (self.passed + self.failed) / self.rollouts if self.rollouts else 0.0
+
+    @property
+    def failure_rate(self) -> float:
+        """Share of the applicable verdicts that are fails, 0 .. 1; 0 when none applies."""
+        applicable = self.passed + self.failed
+        return self.failed / applicable if applicable else 0.0
+
+    @property
+    def discrimination(self) -> float:
+        """Share of tasks whose rollouts it tells apart, 0 .. 1."""
+        return self.discriminated / self.tasks if self.tasks else 0.0
+
+
+def measure(
+    rubric: Sequence[Criterion], verdicts: Mapping[str, Sequence[Sequence[Verdict]]]
+) -> tuple[MeasuredCriterion, ...]:
+    """Count the verdicts on each criterion.
+
+    Args:
+        rubric: K criteria.
+        verdicts: task id -> for each scored rollout its K verdicts; rollouts without a usable score are left out.
+
+    Raises:
+        ValueError: a rollout does not have K verdicts.
+    """
+    scored = [verdicts_GK for verdicts_GK in verdicts.values() if verdicts_GK]
+    if any(len(verdicts_K) != len(rubric) for verdicts_GK in scored for verdicts_K in verdicts_GK):
+        raise ValueError(f"a rollout has not one verdict for each of the {len(rubric)} criteria")
+    measured = []
+    for index, criterion in enumerate(rubric):
+        columns = [[verdicts_K[index] for verdicts_K in verdicts_GK] for verdicts_GK in scored]
+        measured.append(
+            MeasuredCriterion(
+                criterion=criterion,
+                rollouts=sum(len(column) for column in columns),
+                passed=sum(column.count(Verdict.PASS) for column in columns),
+                failed=sum(column.count(Verdict.FAIL) for column in columns),
+                tasks=len(columns),
+                discriminated=sum({Verdict.PASS, Verdict.FAIL} <= set(column) for column in columns),
+            )
+        )
+    return tuple(measured)
+
+
+def prune(
+    measured: Sequence[MeasuredCriterion], *, min_applicability: float, min_discrimination: float
+) -> tuple[tuple[MeasuredCriterion, ...], tuple[MeasuredCriterion, ...]]:
+    """Part the criteria that apply and discriminate often enough from the rest.
+
+    Returns: (kept, pruned), each by falling failure rate, ties in the rubric's order.
+    """
+    ordered = sorted(measured, key=lambda each: -each.failure_rate)
+    kept = tuple(
+        each
+        for each in ordered
+        if each.applicability >= min_applicability and each.discrimination >= min_discrimination
+    )
+    return kept, tuple(each for each in ordered if each not in kept)
