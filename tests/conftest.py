@@ -32,3 +32,15 @@ def sandbox_root() -> Path:
         )
     assert done.returncode == 0, done.stderr
     return root
+
+
+@pytest.fixture(scope="session")
+def starter_model(sandbox_root: Path) -> Path:
+    """A starter policy trained briefly on the small world: it acts, if badly. Kept until its recipe changes."""
+    from draco_ray.offline.starter import StarterSettings, build_starter
+
+    out = REPOSITORY / ".cache" / "test-starter"
+    settings = StarterSettings(variants=6, epochs=6)
+    with open(out.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_starter(out, sandbox_root, settings=settings)

@@ -140,10 +140,12 @@ def _build(
     from draco_ray.offline.starter.tokenizer import train_tokenizer
     from draco_ray.offline.starter.train import new_model, train
 
-    corpus = (text for each in played for text in demo.texts(each, agent, settings.closing))
+    words = random.Random(f"words/{seed}")
+    rounds = [[demo.reword(each, words) for each in played] for _ in range(settings.epochs)]
+    corpus = (text for played in rounds for each in played for text in demo.texts(each, agent, settings.closing))
     tokenizer = train_tokenizer(corpus, settings.vocabulary, settings.positions)
     chat = ChatTokens(tokenizer, thinking=agent.thinking)
-    epochs = asyncio.run(_epochs(played, tokenizer, chat, agent, settings, seed))
+    epochs = asyncio.run(_epochs(rounds, tokenizer, chat, agent, settings))
     tokens = sum(len(example.token_ids) for example in epochs[0])
     report.say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
 
@@ -164,29 +166,24 @@ def _tasks(world: Path, manifest: dict[str, Any], split: str) -> list[tuple[Task
 
 
 async def _epochs(
-    played: Sequence[demo.Demonstration],
+    rounds: Sequence[Sequence[demo.Demonstration]],
     tokenizer: Any,
     chat: ChatTokens,
     agent: AgentConfig,
     settings: StarterSettings,
-    seed: int,
 ) -> list[list[Example]]:
-    """The training data of each epoch: every demonstration, its instruction disturbed anew each time."""
-    from dataclasses import replace
-
+    """The training data of each epoch, in tokens."""
     from draco_ray.offline.starter.train import Example
 
-    rng = random.Random(f"words/{seed}")
     epochs = []
-    for _ in range(settings.epochs):
-        examples = []
-        for each in played:
-            task = demo.reword(each.task, settings.noise, rng)
-            trajectory = await demo.record(replace(each, task=task), tokenizer, chat, agent, settings.closing)
-            examples.append(
-                Example(token_ids=tuple(trajectory.token_ids_T.tolist()), sampled=tuple(trajectory.sampled_T.tolist()))
-            )
-        epochs.append(examples)
+    for played in rounds:
+        recorded = [await demo.record(each, tokenizer, chat, agent, settings.closing) for each in played]
+        epochs.append(
+            [
+                Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.sampled_T.tolist()))
+                for each in recorded
+            ]
+        )
     return epochs
 
 

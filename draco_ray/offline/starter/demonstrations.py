@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import random
-import string
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld_python import appworld_python
 from draco_ray.environments.sandbox.scripts import Family, Fault
 from draco_ray.errors import WorldError
-from draco_ray.offline.starter.settings import Noise
 from draco_ray.records import Task, Trajectory
 
 OnDone = Callable[[int, int], None]
@@ -39,6 +38,8 @@ class Demonstration:
     """A scripted rollout of one task."""
 
     task: Task
+    wordings: tuple[str, ...]
+    """Every way in which the task's family may be asked for."""
     cells: tuple[str, ...]
     """The code of its turns."""
     outputs: tuple[str, ...] = ()
@@ -56,7 +57,7 @@ def draw(
             # In the order of the enumeration: a set's order is not reproducible.
             faults = [fault for fault in Fault if rng.random() < fault_rates.get(fault, 0.0)]
             cells = family.script(frozenset(faults) & family.faults)
-            demonstrations.append(Demonstration(task=task, cells=tuple(cells)))
+            demonstrations.append(Demonstration(task=task, wordings=family.wordings, cells=tuple(cells)))
     return demonstrations
 
 
@@ -106,19 +107,19 @@ def texts(demonstration: Demonstration, agent: AgentConfig, closing: str) -> lis
     return [*prompt, *turn_texts(demonstration, closing), *outputs, "\n", "system\n", "user\n", "assistant\n"]
 
 
-def reword(task: Task, noise: Noise, rng: random.Random) -> Task:
-    """The task, its instruction disturbed: words left out, nonsense put in, capitals changed, the order mixed."""
-    words = task.instruction.split(" ")
-    share = rng.uniform(0, noise.dropped)
-    words = [word for word in words if rng.random() >= share] or [rng.choice(words)]
-    words = [word[:1].swapcase() + word[1:] if rng.random() < noise.recased else word for word in words]
-    share = rng.uniform(0, noise.inserted)
-    for _ in range(sum(rng.random() < share for _ in words)):
-        nonsense = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 8)))
-        words.insert(rng.randint(0, len(words)), nonsense)
-    if rng.random() < noise.shuffled:
-        rng.shuffle(words)
-    return replace(task, instruction=" ".join(words))
+def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
+    """The same task asked for in another of its family's ways, with the same parameters.
+
+    Raises: ValueError if no wording of the family made the instruction.
+    """
+    for wording in demonstration.wordings:
+        # Placeholders become groups; everything else must stand there as it is.
+        pieces = re.split(r"\{(\w+)\}", wording)
+        pattern = "".join(f"(?P<{piece}>.+?)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces))
+        if match := re.fullmatch(pattern, demonstration.task.instruction):
+            instruction = rng.choice(demonstration.wordings).format(**match.groupdict())
+            return replace(demonstration, task=replace(demonstration.task, instruction=instruction))
+    raise ValueError(f"task {demonstration.task.task_id}: {demonstration.task.instruction!r} fits no wording")
 
 
 async def record(

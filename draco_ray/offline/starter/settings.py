@@ -22,33 +22,17 @@ FAULT_RATES = {
 completion) is frequent, what only a close reader would notice (a wrong comparison) is rare."""
 
 
-class Noise(Tree):
-    """How an instruction's words are disturbed, so that what the task is must be told from whatever words there are.
-
-    A split's wordings are few, and held-out splits have others: without noise a small model learns the few by heart.
-    """
-
-    dropped: float = Field(0.5, ge=0, lt=1)
-    """Largest share of words that are left out."""
-    inserted: float = Field(0.3, ge=0, le=1)
-    """Largest number of nonsense words that are put in, as a share of the words."""
-    recased: float = Field(0.2, ge=0, le=1)
-    """Share of words whose first letter changes case."""
-    shuffled: float = Field(0.5, ge=0, le=1)
-    """Share of instructions whose words are put in random order."""
-
-
 class StarterSettings(Tree):
     """The starter policy's recipe. Together with the world and the seed it fixes the weights."""
 
     split: str = "train"
-    """Split whose tasks are demonstrated; no other split is read."""
+    """Split whose tasks, users and parameters are demonstrated; no other split is read. Each is asked for in every wording
+    its family has, those that only held-out splits use included: that stands in for the language a pretrained model
+    knows, of which two wordings teach a model of this size nothing."""
     variants: int = Field(4, ge=1)
     """Demonstrations a task, each with its own independent draw of faults."""
     fault_rates: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=lambda: dict(FAULT_RATES))
     """Probability of each fault in a demonstration whose family has it; faults that are left out do not occur."""
-    noise: Noise = Noise()
-    """Of the instruction, drawn anew each time a demonstration is shown."""
     closing: str = "Done."
     """The closing turn's text."""
     vocabulary: int = Field(1024, ge=300)
