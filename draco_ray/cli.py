@@ -154,9 +154,7 @@ def runs_cost(directory: Annotated[Path, typer.Argument(help="A run directory.")
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="A run directory, or several to compare.")
-    ],
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR", help="A run directory, or several to compare.")],
     figures: Annotated[
         bool, typer.Option("--figures", help="Write the paper's figures as PNG and PDF instead.")
     ] = False,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.cli import main
 from draco_ray.errors import ConfigError
 from draco_ray.report.command import write
 from draco_ray.report.groups import pack, packed_groups, unpack
@@ -167,3 +168,12 @@ def test_several_runs_share_figures_and_keep_their_own(tmp_path: Path) -> None:
         "judge_cost_by_phase",
         "success",
     }
+
+
+def test_draco_report_prints_the_file(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(run.path), "--out", str(page)])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert page.stat().st_size > 10_000
