@@ -26,9 +26,9 @@ class StarterSettings(Tree):
     """The starter policy's recipe. Together with the world and the seed it fixes the weights."""
 
     split: str = "train"
-    """Split whose tasks, users and parameters are demonstrated; no other split is read. Each is asked for in every wording
-    its family has, those that only held-out splits use included: that stands in for the language a pretrained model
-    knows, of which two wordings teach a model of this size nothing."""
+    """Split whose tasks, users and parameters are demonstrated; no other split is read. Each is asked for in every
+    wording its family has, those that only held-out splits use included: that stands in for the language a pretrained
+    model knows, of which two wordings teach a model of this size nothing."""
     variants: int = Field(4, ge=1)
     """Demonstrations a task, each with its own independent draw of faults."""
     fault_rates: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=lambda: dict(FAULT_RATES))
