@@ -1,0 +1,111 @@
+"""The ablation's table from runs that are there already: what is trained again, and what each cell says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import dump_config
+from draco_ray.records import EpisodeEnd, Evaluation, JudgeCall, Phase
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+
+RUNS, STEPS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def job() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ablation", Path(__file__).parents[2] / "jobs" / "ablation.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def evaluations(solved: int) -> list[Evaluation]:
+    """Two scenarios of one task, three runs each: the first task fails, the second succeeds in ``solved`` runs."""
+    return [
+        Evaluation(
+            task_id=task,
+            run=run,
+            success=task == "b_1" and run < solved,
+            passed_tests=0,
+            total_tests=1,
+            turns=4,
+            ended=EpisodeEnd.FINISHED,
+        )
+        for task in ("a_1", "b_1")
+        for run in range(RUNS)
+    ]
+
+
+def call(tokens_in: int, tokens_out: int, requests: int = 1) -> JudgeCall:
+    return JudgeCall(
+        call_id="c",
+        phase=Phase.SCORE,
+        group="step1/a_1",
+        task_id="a_1",
+        rollout=0,
+        model="rule-judge",
+        prompt="p",
+        reply="r",
+        finish_reason="stop",
+        input_tokens=tokens_in,
+        cached_tokens=0,
+        output_tokens=tokens_out,
+        dollars=0.0,
+        started_at=0.0,
+        seconds=1.0,
+        requests=requests,
+    )
+
+
+def finished_run(root: Path, setting: str, seed: int, solved: int) -> None:
+    name = f"{setting}-seed{seed}-steps{STEPS}-runs{RUNS}"
+    store = RunStore(RunDirectory.create(root / name, dump_config(DracoConfig())))
+    for step, measured in ((0, evaluations(0)), (STEPS, evaluations(solved))):
+        store.write("evaluations", step, "dev", rows.evaluation_rows(step, "dev", measured))
+    # The second answer came from the durable cache: it was paid for once.
+    store.write("judge_calls", 1, "a_1", rows.call_rows(1, [call(600_000, 100_000), call(9, 9, requests=0)]))
+    words = [
+        f"seed={seed}",
+        f"train.steps={STEPS}",
+        f"train.evaluation_runs={RUNS}",
+        "train.evaluate_before_after=true",
+    ]
+    words += [f"run.root={root}", f"run.name={name}"]
+    (root / name / "ablation.yaml").write_text(yaml.safe_dump(words))
+
+
+def test_the_table_of_finished_runs(job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, solved in enumerate((3, 2)):
+        finished_run(tmp_path, "draco", seed, solved)
+        finished_run(tmp_path, "random", seed, 0)
+    job.main(steps=STEPS, seeds=2, settings="draco random", runs_per_task=RUNS, root=tmp_path, overrides=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "## 2 steps, 2 seeds, 2 tasks of dev x 3 runs"
+    table = {line.split(" | ")[0].strip("| "): line.strip("|").split(" | ")[1:] for line in lines if line[:2] == "| "}
+    assert list(table) == ["Setting", "before training", "draco", "random"]
+    # b_1 over the seeds: p^1 (3/3 + 2/3)/2, p^2 (1 + 1/3)/2, p^3 (1 + 0)/2; a_1 is 0 throughout.
+    assert [cell.split()[0] for cell in table["draco"][:6]] == ["41.7", "33.3", "25.0"] * 2
+    assert table["draco"][0] == "41.7 [0.0, 83.3]"
+    # 0.6M tokens in at $2.5 and 0.1M out at $15.
+    assert table["draco"][6:8] == ["4.0", "0.70M, $3.00"]
+    assert table["random"][-1].strip() == "-41.7 [-83.3, +0.0]"
+    assert [cell.split()[0] for cell in table["before training"][:6]] == ["0.0"] * 6
+
+
+@pytest.mark.slow
+def test_a_run_with_other_words_is_not_taken(job: ModuleType, tmp_path: Path) -> None:
+    finished_run(tmp_path, "draco", 0, 1)
+    with pytest.raises(SystemExit) as stopped:
+        # It is trained again under the same name, and `draco train` leaves an existing directory alone.
+        job.train(tmp_path, "draco", 0, STEPS, RUNS, ["train.prompts_per_step=0"])
+    assert "draco-seed0-steps2-runs3 failed with exit code 2" in str(stopped.value)
