@@ -23,6 +23,7 @@ from draco_ray.evaluation.intervals import clustered_bootstrap
 from draco_ray.records import EpisodeEnd, Evaluation
 
 RUNS = 3
+fuzz = settings(max_examples=50, deadline=None)
 
 
 def evaluation(task_id: str, run: int, success: bool) -> Evaluation:
@@ -49,6 +50,7 @@ def evaluations(table: dict[str, list[bool]]) -> list[Evaluation]:
     return [evaluation(task, run, success) for task, runs in table.items() for run, success in enumerate(runs)]
 
 
+@fuzz
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
 def test_both_estimators_count_the_subsets_of_the_runs(outcomes: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(outcomes)))
@@ -75,6 +77,7 @@ def test_impossible_counts_are_refused(c: int, n: int, k: int) -> None:
             estimator(c, n, k)
 
 
+@fuzz
 @given(tables, st.integers(1, RUNS))
 def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], k: int) -> None:
     subsets = list(combinations(range(RUNS), k))
@@ -89,6 +92,7 @@ def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], 
         assert scenarios[scenario] == pytest.approx(expected)
 
 
+@fuzz
 @given(tables)
 def test_at_one_they_are_the_plain_goals(table: dict[str, list[bool]]) -> None:
     listed = evaluations(table)
@@ -97,6 +101,7 @@ def test_at_one_they_are_the_plain_goals(table: dict[str, list[bool]]) -> None:
     assert task_values(listed, RUNS, 1) == task_values(listed, RUNS, 1, pass_at_k)
 
 
+@fuzz
 @given(tables, st.data())
 def test_consistency_falls_and_discovery_rises_with_k(table: dict[str, list[bool]], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, RUNS - 1))
@@ -127,7 +132,7 @@ def first_letter(key: str) -> str:
     return key[0]
 
 
-@settings(max_examples=30)
+@fuzz
 @given(st.dictionaries(st.text("abcde", min_size=2, max_size=3), st.floats(0, 1), min_size=1))
 def test_an_interval_holds_its_mean_and_stays_among_the_cluster_means(values: dict[str, float]) -> None:
     interval = clustered_bootstrap(values, first_letter, resamples=2000)

@@ -27,6 +27,7 @@ from draco_ray.rubric_authoring.reduction import (
 )
 from draco_ray.rubric_authoring.statistics import MeasuredCriterion, measure, prune
 
+fuzz = settings(max_examples=50, deadline=None)
 PASS, FAIL, NA = Verdict.PASS, Verdict.FAIL, Verdict.NOT_APPLICABLE
 
 
@@ -43,6 +44,7 @@ def criterion_set(name: str, size: int, task: str = "Count my notes.") -> Criter
 # --- reduction --------------------------------------------------------------------------------------------------------
 
 
+@fuzz
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=40), st.integers(1, 200))
 def test_every_level_of_the_reduction_is_whole_bounded_and_shorter(sizes: list[int], limit: int) -> None:
     sets = [criterion_set(str(index), size) for index, size in enumerate(sizes)]
@@ -128,7 +130,7 @@ def test_a_rollout_with_other_criteria_is_refused() -> None:
         one({"t_1": [[PASS, FAIL]]})
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     st.lists(st.lists(st.sampled_from([PASS, FAIL, NA]), min_size=5, max_size=5), min_size=1, max_size=12),
     st.floats(0, 1),
@@ -165,7 +167,7 @@ texts = st.lists(words, min_size=1, max_size=4).flatmap(
 )
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.lists(texts, min_size=1, max_size=4, unique_by=str.casefold), texts)
 def test_what_is_written_is_what_training_reads(
     tmp_path_factory: pytest.TempPathFactory, titles: list[str], text: str
