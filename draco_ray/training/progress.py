@@ -56,9 +56,10 @@ class StepProgress:
 
     def stop(self) -> None:
         """End the step's bar."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
+        # Forgotten first: an interrupt may come between any two lines, and then this runs again.
+        task, self._task = self._task, None
+        if task is not None:
+            self._progress.remove_task(task)
         self._progress.stop()
 
 
