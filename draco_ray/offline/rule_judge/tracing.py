@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -56,7 +57,10 @@ class _Tracer:
         self._nodes = 0
         error = failure(step.output)
         try:
-            tree = ast.parse(step.code)
+            with warnings.catch_warnings():
+                # What the compiler finds odd in a policy's code is nobody's news.
+                warnings.simplefilter("ignore")
+                tree = ast.parse(step.code)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
             self._trace.unparsable.add(step.number)
             self._trace.failed[step.number] = error or f"not valid Python: {str(problem)[:100]}"
