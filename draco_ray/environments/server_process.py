@@ -55,13 +55,16 @@ class ServerProcess:
 
     def __init__(
         self,
-        level: str,
+        template: TemplateProcess,
         directory: _Directory,
         process: psutil.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.level = level
+        self.level = template.level
+        self._tasks_can_fork = not template.system_calls_refused
+        self._members: list[psutil.Process] | None = None
+        """Everything below the outermost process, where that cannot have changed since it was looked for."""
         self._directory = directory
         self._process = process
         self._reader = reader
@@ -101,7 +104,7 @@ class ServerProcess:
             with their_control:
                 _fork(template, spec, their_control, directory.socket_path)
             pid = await _hello(control, config.start_timeout_seconds)
-            return cls(template.level, directory, psutil.Process(pid), *await asyncio.open_connection(sock=control))
+            return cls(template, directory, psutil.Process(pid), *await asyncio.open_connection(sock=control))
         except (OSError, EOFError, psutil.Error, TimeoutError) as error:
             control.close()
             reason = f"{type(error).__name__}: {error}; {last_line(directory.path)}"
@@ -119,6 +122,7 @@ class ServerProcess:
 
     async def order(self, do: str, task_id: str) -> dict[str, Any]:
         """Have the server do something. Raises EOFError when it is gone."""
+        self._members = None
         self._writer.write(json.dumps({"do": do, "task_id": task_id}).encode() + b"\n")
         await self._writer.drain()
         answer = await self._answers.get()
@@ -159,8 +163,11 @@ class ServerProcess:
 
     def usage(self) -> tuple[float, int]:
         """(resident MiB, processes) of everything below the outermost process, which only waits."""
+        if self._members is None or self._tasks_can_fork:
+            # To find children is to look at every process of the machine.
+            self._members = self._tree()[1:]
         memory, count = 0, 0
-        for process in self._tree()[1:]:
+        for process in self._members:
             with contextlib.suppress(psutil.Error):
                 memory += process.memory_info().rss
                 count += 1

@@ -67,6 +67,8 @@ class TemplateProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, directory: str, level: str) -> None:
         self.level = level
+        self.system_calls_refused = False
+        """Whether tasks are kept from starting processes, among others (`system_calls`)."""
         self.directory = directory
         """Private folder on the host, for the folders of slots; it goes with the template, or with a killed host."""
         self._process = process
@@ -116,7 +118,8 @@ class TemplateProcess:
                     raise EnvironmentCrashed(f"the process that loads AppWorld was killed (status {status})")
                 raise LevelUnavailable(complaint)
             ready = json.loads(message)
-            if not ready["system_calls_refused"]:
+            template.system_calls_refused = ready["system_calls_refused"]
+            if not template.system_calls_refused:
                 log.warning("this machine has no filter for system calls: model-written code can start processes")
             if ready["tasks_own_the_host"] and level == "rlimits":
                 log.warning(

@@ -257,8 +257,8 @@ class TestDisk:
                     file = posix.open(f"large{number}", posix.O_WRONLY | posix.O_CREAT)
                     for _ in range(20):
                         posix.write(file, b"x" * (1 << 20))
+                libc.usleep(5000000)
             attempt("fill", fill)
-            libc.usleep(3000000)
             """,
         )
         # Where scratch is a mount it is full; elsewhere the slot sees what is written and ends it.
