@@ -49,6 +49,9 @@ PROPOSING, MEASURING = 0, 1
 """Training steps under which the two halves are archived."""
 
 
+TABLE_WIDTH = 120
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthoringSettings:
     """What the paper states, and what it leaves open."""
@@ -96,7 +99,9 @@ def author_rubric(
         f"Static rubric authored by {judge.model} on {len(prompts)} tasks x {settings.rollouts} rollouts of "
         f"{Path(config.model.path).name}; {len(pruned)} criteria pruned (run {name}).",
     )
-    console.print(rubric_table(kept, pruned))
+    # Eighty columns, which a console without a terminal takes, would break titles over lines.
+    wide = console if console.is_terminal else Console(file=console.file, width=TABLE_WIDTH, highlight=False)
+    wide.print(rubric_table(kept, pruned))
     console.print(f"{len(kept)} criteria in {out}; every call and verdict is in {run.path}")
     return kept
 
@@ -238,13 +243,11 @@ class RubricAuthor:
     async def _measure(self, rubric: tuple[Criterion, ...], members: Sequence[Member]) -> tuple[MeasuredCriterion, ...]:
         """Score every rollout against the whole set."""
         reference = ray.put(Judged(value=rubric))
-        scores = await asyncio.gather(*(self._actors.judges.score(member, reference) for member in members))
+        scores = await asyncio.gather(*(self._score(member, reference) for member in members))
         verdicts: dict[str, list[Sequence[Verdict]]] = defaultdict(list)
         for member, score in zip(members, scores, strict=True):
-            task_id = member.summary.task_id
-            self._kept(task_id, score, MEASURING)
             if score.ok:
-                verdicts[task_id].append(await _verdicts.remote(score.judged))
+                verdicts[member.summary.task_id].append(await _verdicts.remote(score.judged))
         for task_id, scored in verdicts.items():
             row = {"state": "scored", "rollouts": len(scored), "lost": 0, "unscored": 0, "credit_failures": 0}
             self._actors.store.group.remote(MEASURING, task_id, reference, None, None, row | {"reason": None})
@@ -255,6 +258,9 @@ class RubricAuthor:
             MEASURING, {"step": MEASURING, "rollouts": len(members) - unscored, "criteria": len(rubric)}
         )
         return measure(rubric, verdicts)
+
+    async def _score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
+        return self._kept(member.summary.task_id, await self._actors.judges.score(member, rubric), MEASURING)
 
     def _kept(self, task_id: str, judgement: Judgement, step: int = PROPOSING) -> Judgement:
         summary = judgement.summary
