@@ -9,9 +9,8 @@ import asyncio
 import hashlib
 import importlib.metadata
 import json
-import os
 import random
-import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,23 +71,21 @@ def build_starter(
     manifest = _sandbox(world)
     recipe = _recipe(manifest, agent, settings, seed)
     if (out / RECIPE).is_file():
-        if json.loads((out / RECIPE).read_text(encoding="utf-8")) == recipe:
+        if (out / RECIPE).read_text(encoding="utf-8") == recipe:
             console.print(f"starter: {out} is up to date")
             return out
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and holds no {RECIPE}: not a starter policy, choose another folder")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.building-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir()
-        _build(aside, world, manifest, agent, settings, seed, _Report(console))
-        (aside / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        made, old = Path(folder) / "new", Path(folder) / "old"
+        made.mkdir()
+        _build(made, world, manifest, agent, settings, seed, _Report(console))
+        (made / RECIPE).write_text(recipe, encoding="utf-8")
+        if out.exists():
+            out.rename(old)
+        made.rename(out)
     return out
 
 
@@ -101,9 +98,9 @@ def _sandbox(world: Path) -> dict[str, Any]:
     return manifest
 
 
-def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int) -> dict[str, Any]:
+def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int) -> str:
     """Everything that decides the weights, short enough to keep and compare."""
-    return {
+    recipe = {
         "seed": seed,
         "settings": settings.model_dump(mode="json", exclude={"processes"}),
         "agent": agent.model_dump(mode="json"),
@@ -111,6 +108,7 @@ def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSetti
         "source": _source_digest(agent),
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
     }
+    return json.dumps(recipe, indent=1) + "\n"
 
 
 def _source_digest(agent: AgentConfig) -> str:
@@ -135,7 +133,9 @@ def _build(
         played = demo.execute(drawn, world, settings.processes, advance)
     report.say(f"{len(played)} demonstrations of {len(tasks)} tasks executed in AppWorld")
 
-    # Imported late: they take seconds, and an up-to-date model needs neither.
+    # Imported late: they take seconds, and an up-to-date model needs none of them.
+    from transformers.utils import logging
+
     from draco_ray.agent.chat import ChatTokens
     from draco_ray.offline.starter.tokenizer import train_tokenizer
     from draco_ray.offline.starter.train import new_model, train
@@ -153,6 +153,7 @@ def _build(
     with report.stage("training") as advance:
         loss = train(model, epochs, settings, seed, lambda done, total, _: advance(done, total))
     report.say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
+    logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 

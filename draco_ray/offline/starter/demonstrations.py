@@ -197,7 +197,7 @@ def _rehearse(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[t
             process.wait()
         if answered != len(jobs):
             complaints.seek(0)
-            last = (complaints.read().strip().splitlines() or ["no message"])[-1]
+            last = (complaints.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
             raise WorldError(
                 f"AppWorld stopped after {answered} of {len(jobs)} demonstrations: {last}; "
                 "check the world with `draco sandbox verify`"

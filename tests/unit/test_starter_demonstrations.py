@@ -1,0 +1,113 @@
+"""Demonstrations: draws of faults, wordings, and that the agent loop records them as it would a policy's episode."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from draco_ray.agent.chat import ChatTokens
+from draco_ray.agent.code_block import cut_output, extract_code
+from draco_ray.configuration import load_config
+from draco_ray.environments.sandbox.scripts import Fault, families
+from draco_ray.offline.starter import demonstrations as demo
+from draco_ray.offline.starter.settings import FAULT_RATES, StarterSettings
+from draco_ray.offline.starter.tokenizer import train_tokenizer
+from draco_ray.records import EpisodeEnd, Task
+
+AGENT = load_config("sandbox").agent
+FAMILY = families()["like_playlist_songs"]
+TASK = Task(
+    task_id="abc_1",
+    instruction=FAMILY.wordings[0].format(title="Road Trip"),
+    supervisor_first_name="Ann",
+    supervisor_last_name="Lee",
+    supervisor_email="ann@lee.example",
+    supervisor_phone_number="5551234",
+)
+
+
+def played(faults: frozenset[Fault] = frozenset(), output: str = "12\n") -> demo.Demonstration:
+    cells = tuple(FAMILY.script(faults))
+    return demo.Demonstration(task=TASK, wordings=FAMILY.wordings, cells=cells, outputs=(output,) * len(cells))
+
+
+def test_draws_follow_the_rates_and_the_seed() -> None:
+    tasks = [(TASK, FAMILY)]
+    drawn = demo.draw(tasks, 400, FAULT_RATES, seed=1)
+    assert drawn == demo.draw(tasks, 400, FAULT_RATES, seed=1) != demo.draw(tasks, 400, FAULT_RATES, seed=2)
+    unfinished = sum("complete_task" not in each.cells[-1] + each.cells[-2] for each in drawn) / 400
+    assert unfinished == pytest.approx(FAULT_RATES[Fault.NO_COMPLETION], abs=0.07)
+    clean = demo.draw(tasks, 3, {}, seed=1)
+    assert {each.cells for each in clean} == {tuple(FAMILY.script())}
+    certain = demo.draw(tasks, 3, {Fault.PRINT_SECRET: 1.0}, seed=1)
+    assert {each.cells for each in certain} == {tuple(FAMILY.script(frozenset({Fault.PRINT_SECRET})))}
+
+
+def test_faults_a_family_does_not_have_are_passed_over() -> None:
+    family = families()["playlist_of_likes"]
+    drawn = demo.draw([(TASK, family)], 2, {Fault.WRONG_FILTER: 1.0}, seed=0)
+    assert {each.cells for each in drawn} == {tuple(family.script())}
+
+
+def test_the_default_rates_leave_a_middling_success() -> None:
+    rates = StarterSettings().fault_rates
+    assert set(rates) == set(Fault)
+    for family in families().values():
+        flawless = np.prod([1 - rates[fault] for fault in family.fatal])
+        assert 0.3 < flawless < 0.7
+
+
+def test_rewording_keeps_the_parameters() -> None:
+    rng = random.Random(0)
+    seen = {demo.reword(played(), rng).task.instruction for _ in range(60)}
+    assert seen == {wording.format(title="Road Trip") for wording in FAMILY.wordings}
+    stranger = replace(played(), task=replace(TASK, instruction="Sing."))
+    with pytest.raises(ValueError, match="fits no wording"):
+        demo.reword(stranger, rng)
+
+
+@pytest.mark.parametrize("family", families().values(), ids=lambda family: family.name)
+def test_every_wording_can_be_reworded_into_every_other(family) -> None:  # type: ignore[no-untyped-def]
+    values = {"title": "Road Trip", "date": "2023-01-10", "limit": "85", "time": "12:30", "relation": "sibling"}
+    values |= {"message": "See you.", "tag": "home", "project": "Move", "extension": "txt", "stem": "songs_1"}
+    told = {wording.format(**values) for wording in family.wordings}
+    for instruction in told:
+        demonstration = replace(played(), task=replace(TASK, instruction=instruction), wordings=family.wordings)
+        rng = random.Random(0)
+        assert {demo.reword(demonstration, rng).task.instruction for _ in range(80)} == told
+
+
+async def test_the_agent_loop_records_a_demonstration_as_an_episode() -> None:
+    demonstration = played(frozenset({Fault.REPEAT_FAILING_CALL}), output="x" * 500 + "<|im_end|>")
+    tokenizer = train_tokenizer(demo.texts(demonstration, AGENT, "Done."), 600, 4096)
+    chat = ChatTokens(tokenizer, thinking=AGENT.thinking)
+    trajectory = await demo.record(demonstration, tokenizer, chat, AGENT, "Done.")
+    assert trajectory.ended is EpisodeEnd.FINISHED
+    assert tuple(turn.code for turn in trajectory.steps) == demonstration.cells
+    assert [turn.output for turn in trajectory.steps] == [
+        cut_output(output, AGENT.max_output_characters) for output in demonstration.outputs
+    ]
+    assert trajectory.turns[-1].text == "Done."
+    # Every sampled stretch is one turn and its end; a policy that samples it is understood in the same way.
+    for turn in trajectory.turns:
+        sampled = trajectory.token_ids_T[turn.first_token : turn.last_token].tolist()
+        assert trajectory.sampled_T[turn.first_token : turn.last_token].all()
+        assert sampled[-1] == chat.end_of_turn_id
+        assert len(sampled) <= AGENT.max_turn_tokens
+        assert extract_code(chat.text(sampled)) == turn.code
+    assert trajectory.sampled_T.sum() == sum(turn.last_token - turn.first_token for turn in trajectory.turns)
+    assert int((trajectory.token_ids_T[~trajectory.sampled_T] == chat.end_of_turn_id).sum()) == len(
+        trajectory.prompt
+    ) + len(trajectory.steps)
+
+
+async def test_an_episode_longer_than_the_agents_limit_ends_there() -> None:
+    demonstration = played()
+    tokenizer = train_tokenizer(demo.texts(demonstration, AGENT, "Done."), 600, 4096)
+    short = AGENT.model_copy(update={"max_turns": 3})
+    trajectory = await demo.record(demonstration, tokenizer, ChatTokens(tokenizer, thinking=False), short, "Done.")
+    assert trajectory.ended is EpisodeEnd.TURN_LIMIT
+    assert len(trajectory.turns) == 3
