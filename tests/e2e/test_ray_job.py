@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +29,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for(port: int, head: subprocess.Popen[bytes], log: Path) -> None:
+    """Until something listens on ``port``; a head that ends before is an error that shows what it said."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert head.poll() is None, log.read_text()
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"nothing listens on port {port}: {log.read_text()}")
+
+
 @pytest.mark.timeout(600)
 def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    # Ray's sockets lie in its folder, and the path of a socket must be short.
+    folder = Path(tempfile.mkdtemp(prefix="ray"))
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     gcs, dashboard = free_port(), free_port()
@@ -44,21 +61,16 @@ def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: 
     head = subprocess.Popen(
         [
             *(*RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4"),
-            *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={tmp_path / 'ray'}"),
+            *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={folder}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
             *("--resources", '{"judge": 8}', "--object-store-memory", str(200 << 20)),
         ],
         env={name: value for name, value in environment.items() if name != "RAY_ADDRESS"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=(tmp_path / "head.log").open("w"),
+        stderr=subprocess.STDOUT,
     )
     try:
-        wait = [
-            "bash",
-            "-c",
-            f"for i in $(seq 240); do (</dev/tcp/127.0.0.1/{dashboard}) 2>/dev/null && exit; sleep 0.5; done; exit 1",
-        ]
-        subprocess.run(wait, check=True)
+        wait_for(dashboard, head, tmp_path / "head.log")
         words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
         submitted = subprocess.run(
             [
@@ -76,6 +88,7 @@ def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: 
     finally:
         head.terminate()
         head.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
     run = RunDirectory.open(tmp_path / "job")
     assert run.table("trajectories").num_rows == PROMPTS * GROUP
     assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}
