@@ -1,7 +1,7 @@
 """Fuzz: trajectories made of our own structure stay inert text, and replies about criteria are whole or refused.
 
-The prompts are read back by `draco_ray.offline.rule_judge.reading`, which finds blocks by our delimiters alone: whatever
-a rollout could forge would change what it reads.
+The prompts are read back by `draco_ray.offline.rule_judge.reading`, which finds blocks by our delimiters alone:
+whatever a rollout could forge would change what it reads.
 """
 
 from __future__ import annotations
