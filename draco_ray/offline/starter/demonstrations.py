@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -49,16 +50,32 @@ class Demonstration:
 def draw(
     tasks: Sequence[tuple[Task, Family]], variants: int, fault_rates: Mapping[Fault, float], seed: int
 ) -> list[Demonstration]:
-    """``variants`` scripts of every task, each with an independent draw of its family's faults."""
+    """``variants`` scripts of every task, each with some of its family's faults.
+
+    Every fault is drawn on its own by systematic sampling, so each task has its rate of it up to one script. Were the
+    draws independent, a policy of this size would learn that some tasks are always left unfinished.
+    """
     rng = random.Random(f"starter/{seed}")
+    total = len(tasks) * variants
+    # In the order of the enumeration: a set's order is not reproducible.
+    drawn = {fault: _systematic(fault_rates.get(fault, 0.0), total, variants, rng) for fault in Fault}
     demonstrations = []
-    for task, family in tasks:
-        for _ in range(variants):
-            # In the order of the enumeration: a set's order is not reproducible.
-            faults = [fault for fault in Fault if rng.random() < fault_rates.get(fault, 0.0)]
-            cells = family.script(frozenset(faults) & family.faults)
-            demonstrations.append(Demonstration(task=task, wordings=family.wordings, cells=tuple(cells)))
+    for index in range(total):
+        task, family = tasks[index // variants]
+        faults = {fault for fault in family.faults if drawn[fault][index]}
+        cells = family.script(frozenset(faults))
+        demonstrations.append(Demonstration(task=task, wordings=family.wordings, cells=tuple(cells)))
     return demonstrations
+
+
+def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list[bool]:
+    """``total`` draws of which every ``block`` in a row hold ``rate`` of them, rounded up or down, at random places."""
+    start = rng.random()
+    draws = [math.floor((index + 1) * rate + start) > math.floor(index * rate + start) for index in range(total)]
+    shuffled: list[bool] = []
+    for first in range(0, total, block):
+        shuffled += rng.sample(draws[first : first + block], min(block, total - first))
+    return shuffled
 
 
 def execute(

@@ -46,13 +46,13 @@ class StarterSettings(Tree):
     """One that vLLM's CPU attention knows: 32, 64, 80, 96, 112, 128, ..."""
     positions: int = Field(4096, ge=128)
     """Longest sequence the model accepts, tokens."""
-    epochs: int = Field(6, ge=1)
+    epochs: int = Field(7, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     """Peak; linear warm-up, then cosine to a tenth of it."""
     warmup_fraction: float = Field(0.05, ge=0, le=1)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    batch_tokens: int = Field(2048, ge=64)
+    batch_tokens: int = Field(512, ge=64)
     """Padded tokens in one optimizer update."""
     threads: int = Field(1, ge=1)
     """PyTorch threads; part of the recipe because the order of sums decides the last bits of the weights."""
