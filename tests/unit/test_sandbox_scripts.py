@@ -83,9 +83,11 @@ def test_faults_show_in_the_shared_idioms(family: Family) -> None:
 
 
 @each_family
-def test_a_run_without_completion_is_a_prefix_of_the_reference(family: Family) -> None:
-    # `verify` relies on it: it evaluates the reference just before its last cell.
-    assert family.script(frozenset({Fault.NO_COMPLETION})) == family.script()[:-1]
+def test_a_run_without_completion_reports_where_the_reference_completes(family: Family) -> None:
+    # `verify` relies on it: it runs the report just before the reference's last cell.
+    *work, report = family.script(frozenset({Fault.NO_COMPLETION}))
+    assert work == family.script()[:-1]
+    assert [line.split("(")[0] for line in report.splitlines()] == ["# Report the result.", "print"]
 
 
 def test_login_cells_differ_only_in_the_app() -> None:

@@ -7,7 +7,7 @@ completing. Standard library only: both virtual environments import this module.
 
 >>> [cell.splitlines()[0] for cell in families()["longest_library_song"].script(frozenset({Fault.NO_COMPLETION}))]
 ['# Read the task and the accounts.', '# Log in to spotify.', '# Fetch all pages of the song library.', \
-'# Find the longest song.']
+'# Find the longest song.', '# Report the result.']
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fault(StrEnum):
     WRONG_FILTER = "wrong_filter"
     """Selects by a wrong condition."""
     NO_COMPLETION = "no_completion"
-    """Never calls complete_task."""
+    """Reports in a cell of its own that the work is done, and never calls complete_task."""
     PRINT_SECRET = "print_secret"
     """Prints a password; harmless to success."""
     REPEAT_FAILING_CALL = "repeat_failing_call"
@@ -184,7 +184,7 @@ class Family(ABC):
     def script(self, faults: Faults = frozenset()) -> list[str]:
         """The code cells of a rollout with the given faults; the reference solution without any.
 
-        NO_COMPLETION without other faults is a prefix of the reference solution.
+        NO_COMPLETION without other faults is the reference solution with a report in place of its last cell.
         Raises: ValueError if the family does not have one of the faults.
         """
         if unknown := faults - self.faults:
@@ -192,7 +192,11 @@ class Family(ABC):
         logins = [login_cell(app, secret=k == 0 and Fault.PRINT_SECRET in faults) for k, app in enumerate(self.apps)]
         cells = [ACCOUNTS_CELL, *logins, *self.steps(faults)]
         if Fault.NO_COMPLETION in faults:
-            return cells
+            # A cell, so that there is a step to blame: a turn without code is no step.
+            return [
+                *cells,
+                cell("Report the result.", "print(answer)" if self.answers else 'print("Everything is done.")'),
+            ]
         answer = "answer" if self.answers else "None"
         cells.append(cell("Complete the task.", f'apis.supervisor.complete_task(answer={answer}, status="success")'))
         if Fault.CONTINUE_AFTER_COMPLETION in faults:

@@ -138,9 +138,10 @@ class _Check:
         self.problems: list[str] = []
 
     def idle_and_reference(self) -> None:
-        """Doing nothing, then the reference, judged without and with its completion and with a cell too many."""
+        """Doing nothing; then the reference, judged with a report for its completion, with it, and with a cell too many."""
         *before, completion = self.family.script()
         after = self.family.script(frozenset({Fault.CONTINUE_AFTER_COMPLETION}))[-1]
+        report = self.family.script(frozenset({Fault.NO_COMPLETION}))[-1]
         with self._open() as world:
             tracker = self._evaluate(world)
             if tracker.success:
@@ -149,7 +150,7 @@ class _Check:
             wrong += [f["requirement"] for f in tracker.failures if f["label"] != "no_op_fail"]
             self.problems += [f"mislabelled requirement: {requirement}" for requirement in wrong]
             outputs = [world.execute(code) for code in before]
-            # The fault NO_COMPLETION is this prefix of the reference.
+            world.execute(report)
             if self._evaluate(world).success:
                 self.problems.append(f"the fault {Fault.NO_COMPLETION} passes")
             outputs.append(world.execute(completion))
