@@ -1,0 +1,248 @@
+"""A table of numbers in text, Markdown, CSV and LaTeX. Knows nothing of what the numbers mean."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.cells import cell_len
+
+NOTHING = "-"
+
+
+class TableFormat(StrEnum):
+    """Forms a table can be written in."""
+
+    TEXT = "text"
+    MARKDOWN = "markdown"
+    CSV = "csv"
+    LATEX = "latex"
+
+
+SUFFIXES = {
+    TableFormat.TEXT: ".txt",
+    TableFormat.MARKDOWN: ".md",
+    TableFormat.CSV: ".csv",
+    TableFormat.LATEX: ".tex",
+}
+
+
+class Shown(StrEnum):
+    """What stands beside a mean."""
+
+    NOTHING = "none"
+    STD = "std"
+    INTERVAL = "interval"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of numbers."""
+
+    path: tuple[str, ...]
+    """Its headers, outermost first."""
+    digits: int = 1
+    best: str | None = None
+    """``high`` or ``low``: which value is bold; None: none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One number, in the column's units."""
+
+    mean: float
+    std: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of cells under columns."""
+
+    name: str
+    """Part of file names and of the LaTeX label."""
+    title: str
+    row_header: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
+    notes: tuple[str, ...] = ()
+
+
+def render(table: Table, form: TableFormat, shown: Shown = Shown.NOTHING) -> str:
+    """The table as text that ends with a line break. CSV has every number, whatever ``shown`` says."""
+    return {
+        TableFormat.TEXT: _text,
+        TableFormat.MARKDOWN: _markdown,
+        TableFormat.CSV: _csv,
+        TableFormat.LATEX: _latex,
+    }[form](table, shown)
+
+
+def best_rows(table: Table, column: int) -> set[int]:
+    """Rows whose value, as it is shown, is the column's best; empty unless two rows at least can be compared."""
+    digits, best = table.columns[column].digits, table.columns[column].best
+    means = {
+        row: round(cell.mean, digits)
+        for row, (_, cells) in enumerate(table.rows)
+        if (cell := cells[column]) is not None
+    }
+    if best is None or len(means) < 2:
+        return set()
+    wanted = max(means.values()) if best == "high" else min(means.values())
+    return {row for row, mean in means.items() if mean == wanted}
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}"
+
+
+def _shown(cell: Cell | None, column: Column, shown: Shown) -> str:
+    if cell is None:
+        return NOTHING
+    text = _number(cell.mean, column.digits)
+    if shown is Shown.STD and cell.std is not None:
+        text += f" ±{_number(cell.std, column.digits)}"
+    if shown is Shown.INTERVAL and cell.low is not None and cell.high is not None:
+        text += f" [{_number(cell.low, column.digits)}, {_number(cell.high, column.digits)}]"
+    return text
+
+
+def _text(table: Table, shown: Shown) -> str:
+    depth = max((len(column.path) for column in table.columns), default=1)
+    grid = [
+        [table.row_header if level == depth - 1 else "", *(_header(column, level, depth) for column in table.columns)]
+        for level in range(depth)
+    ]
+    # An outer header is said once, above the first of its columns.
+    for level in range(depth - 1):
+        paths = [column.path[: level + 1] for column in table.columns]
+        for index in range(len(paths) - 1, 0, -1):
+            if paths[index] == paths[index - 1]:
+                grid[level][index + 1] = ""
+    grid += [
+        [label, *(_shown(cell, column, shown) for cell, column in zip(cells, table.columns, strict=True))]
+        for label, cells in table.rows
+    ]
+    # Outer headers may run over the columns beside them, so they do not widen their own.
+    widths = [max(cell_len(line[index]) for line in grid[depth - 1 :]) for index in range(len(grid[0]))]
+    lines = [table.title]
+    for number, line in enumerate(grid):
+        outer = number < depth - 1
+        lines.append(_outer_line(line, widths) if outer else _line(line, widths))
+        if number == depth - 1:
+            lines.append("-" * cell_len(lines[-1]))
+    return "\n".join([*lines, *table.notes]) + "\n"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cells[0] + " " * (widths[0] - cell_len(cells[0]))]
+    padded += [" " * (width - cell_len(cell)) + cell for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "  ".join(padded)
+
+
+def _outer_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    line, place = "", 0
+    for cell, width in zip(cells, widths, strict=True):
+        if cell:
+            line = line + " " * max(place - cell_len(line), 1 if line else 0) + cell
+        place += width + 2
+    return line
+
+
+def _header(column: Column, level: int, depth: int) -> str:
+    place = level - (depth - len(column.path))
+    return column.path[place] if place >= 0 else ""
+
+
+def _flat(column: Column) -> str:
+    return " ".join(part for part in column.path if part)
+
+
+def _markdown(table: Table, shown: Shown) -> str:
+    lines = [f"**{table.title}**", ""]
+    lines.append("| " + " | ".join([table.row_header, *map(_flat, table.columns)]) + " |")
+    lines.append("|---|" + "---:|" * len(table.columns))
+    for row, (label, cells) in enumerate(table.rows):
+        texts = []
+        for index, (cell, column) in enumerate(zip(cells, table.columns, strict=True)):
+            text = _shown(cell, column, shown)
+            texts.append(f"**{text}**" if row in best_rows(table, index) else text)
+        lines.append("| " + " | ".join([label.replace("|", "\\|"), *texts]) + " |")
+    lines += ["", *table.notes] if table.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _csv(table: Table, shown: Shown) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    header = [table.row_header]
+    for column in table.columns:
+        header += [_flat(column), *(f"{_flat(column)} {part}" for part in ("std", "low", "high"))]
+    writer.writerow(header)
+    for label, cells in table.rows:
+        row: list[str | float | None] = [label]
+        for cell in cells:
+            row += [None] * 4 if cell is None else [cell.mean, cell.std, cell.low, cell.high]
+        writer.writerow(row)
+    return out.getvalue()
+
+
+def _latex(table: Table, shown: Shown) -> str:
+    depth = max((len(column.path) for column in table.columns), default=1)
+    lines = [r"\begin{table*}[t]", r"\centering", rf"\begin{{tabular}}{{l{'c' * len(table.columns)}}}", r"\toprule"]
+    for level in range(depth):
+        paths = [column.path[: level + 1 - (depth - len(column.path))] for column in table.columns]
+        cells = [_escape(table.row_header) if level == depth - 1 else ""]
+        rules, place = [], 2
+        for path, run in itertools.groupby(paths):
+            span = len(list(run))
+            text = _escape(path[-1]) if path else ""
+            cells.append(text if span == 1 else rf"\multicolumn{{{span}}}{{c}}{{{text}}}")
+            if text and span > 1 and level < depth - 1:
+                rules.append(rf"\cmidrule(lr){{{place}-{place + span - 1}}}")
+            place += span
+        lines.append(" & ".join(cells) + r" \\")
+        if rules:
+            lines.append(" ".join(rules))
+    lines.append(r"\midrule")
+    for row, (label, row_cells) in enumerate(table.rows):
+        texts = [_escape(label)]
+        for index, (cell, column) in enumerate(zip(row_cells, table.columns, strict=True)):
+            texts.append(_latex_cell(cell, column, shown, bold=row in best_rows(table, index)))
+        lines.append(" & ".join(texts) + r" \\")
+    caption = " ".join(_escape(text) for text in (table.title + ".", *table.notes))
+    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{caption}}}"]
+    return "\n".join([*lines, rf"\label{{tab:{table.name}}}", r"\end{table*}"]) + "\n"
+
+
+def _latex_cell(cell: Cell | None, column: Column, shown: Shown, *, bold: bool) -> str:
+    if cell is None:
+        return "--"
+    text = _number(cell.mean, column.digits)
+    text = rf"\textbf{{{text}}}" if bold else text
+    if shown is Shown.STD and cell.std is not None:
+        text += rf"$_{{\pm {_number(cell.std, column.digits)}}}$"
+    if shown is Shown.INTERVAL and cell.low is not None and cell.high is not None:
+        text += f" [{_number(cell.low, column.digits)}, {_number(cell.high, column.digits)}]"
+    return text
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "τ": r"$\tau$",
+    **{character: "\\" + character for character in "&%$#_{}"},
+}
+
+
+def _escape(text: str) -> str:
+    # p^2 is what the paper writes as a power.
+    if text.startswith("p^") and text[2:].isdigit():
+        return f"$p^{text[2:]}$"
+    return "".join(_LATEX.get(character, character) for character in text)
