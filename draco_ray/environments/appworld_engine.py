@@ -16,6 +16,10 @@ from typing import Any
 EXPERIMENT = "slot"
 """AppWorld's name for the folder a task's state is saved in."""
 
+MAX_SAVED_BYTES = 16 << 20
+"""Of the files AppWorld saved of a task; what goes beyond is left out."""
+_SAVED = ("dbs", "logs", "misc", "version")
+
 _CUT = "\n[output cut at {limit} bytes]\n"
 
 
@@ -120,11 +124,38 @@ def serve(listener: socket.socket) -> None:
 
 
 def verdict(task_id: str) -> dict[str, Any]:
-    """AppWorld's evaluation of what a task's process saved: its report under ``verdict``, or why there is none."""
+    """AppWorld's evaluation of what a task's process saved: its report under ``verdict``, or why there is none.
+
+    With a verdict come the saved files, by name, under ``saved``.
+    """
     from appworld.evaluator import evaluate_task
 
     try:
         tracker = evaluate_task(task_id, EXPERIMENT, suppress_errors=True, save_report=False)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
-    return {"verdict": tracker.to_dict(stats_only=False)}
+    return {"verdict": tracker.to_dict(stats_only=False), "saved": saved_files(task_id)}
+
+
+def saved_files(task_id: str) -> dict[str, str]:
+    """What AppWorld saved of a task: name relative to the task's output folder -> content.
+
+    The task's process could write there: only plain files where AppWorld puts them are read, up to a size.
+    """
+    from appworld.common.path_store import path_store
+
+    root = os.path.join(path_store.experiment_outputs, EXPERIMENT, "tasks", task_id)
+    found: dict[str, str] = {}
+    left = MAX_SAVED_BYTES
+    for folder in _SAVED:
+        path = os.path.join(root, folder)
+        if os.path.islink(path) or not os.path.isdir(path):
+            continue
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if not entry.is_file(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_size > left:
+                continue
+            with open(entry.path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+                text = file.read(left)
+            left -= len(text)
+            found[f"{folder}/{entry.name}"] = text
+    return found

@@ -82,6 +82,13 @@ class AppWorldSlot:
         self._task: Task | None = None
         self._over = False
         self._tasks_played = 0
+        self._saved: dict[str, str] = {}
+
+    @property
+    def saved_files(self) -> dict[str, str]:
+        """What AppWorld saved of the task `evaluate` judged last: ``dbs/<app>.jsonl``, ``logs/...`` -> content. Names
+        are plain; the content is as the task's process left it, bytes that are no text as surrogates."""
+        return self._saved
 
     @property
     def task(self) -> Task:
@@ -152,9 +159,11 @@ class AppWorldSlot:
         if not self._load_ground_truth:
             raise WorldError(f"environment {self._name} was started without ground truth and cannot evaluate {task_id}")
         self._over = True
+        self._saved = {}
         answer = await self._order("evaluate", task_id)
         if "verdict" not in answer:
             raise WorldError(f"task {task_id} cannot be evaluated: {answer.get('error')}")
+        self._saved = dict(answer["saved"])
         verdict = answer["verdict"]
         return WorldVerdict(
             success=bool(verdict["success"]),

@@ -18,6 +18,7 @@ import psutil
 
 from draco_ray.config import EnvironmentConfig
 from draco_ray.environments import linux
+from draco_ray.environments.appworld_engine import MAX_SAVED_BYTES
 from draco_ray.environments.template_process import SCRATCH_MIB, TemplateProcess, last_line
 from draco_ray.environments.world_server import SlotSpec
 from draco_ray.errors import EnvironmentCrashed
@@ -31,6 +32,8 @@ _CPU_CELLS = 60
 """Cells that may use their whole time before the task's process has used up its processor time."""
 _WATCH_SECONDS = 0.25
 _GONE_SECONDS = 10.0
+_LONGEST_ANSWER = 6 * MAX_SAVED_BYTES + (8 << 20)
+"""Bytes of a line of the control socket: a verdict brings the saved files, and JSON may spell a byte with six."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -104,7 +107,8 @@ class ServerProcess:
             with their_control:
                 _fork(template, spec, their_control, directory.socket_path)
             pid = await _hello(control, config.start_timeout_seconds)
-            return cls(template, directory, psutil.Process(pid), *await asyncio.open_connection(sock=control))
+            streams = await asyncio.open_connection(sock=control, limit=_LONGEST_ANSWER)
+            return cls(template, directory, psutil.Process(pid), *streams)
         except (OSError, EOFError, psutil.Error, TimeoutError) as error:
             control.close()
             reason = f"{type(error).__name__}: {error}; {last_line(directory.path)}"

@@ -138,7 +138,7 @@ class _Check:
         self.problems: list[str] = []
 
     def idle_and_reference(self) -> None:
-        """Doing nothing; then the reference, judged with a report for its completion, with it, and with a cell too many."""
+        """Doing nothing; then the reference: with a report for its completion, with it, and with a cell too many."""
         *before, completion = self.family.script()
         after = self.family.script(frozenset({Fault.CONTINUE_AFTER_COMPLETION}))[-1]
         report = self.family.script(frozenset({Fault.NO_COMPLETION}))[-1]
