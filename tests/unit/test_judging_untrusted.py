@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from draco_ray.agent.code_block import extract_code
 from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import credit_prompt, score_prompt, stage2_prompt, union_prompt
@@ -64,8 +65,8 @@ def rollouts(draw: st.DrawFn) -> Trajectory:
     """A rollout whose reasoning, outputs and closing turn are made of our own structure."""
     turns = []
     for number in range(draw(st.integers(1, 3))):
-        code = f"print({number})"
-        text = f"{draw(hostile)}\n<code>\n{code}\n</code>"
+        text = f"{draw(hostile)}\n<code>\nprint({number})\n</code>"
+        code = extract_code(text)
         turns.append(Turn(text=text, code=code, output=draw(hostile), first_token=2, last_token=3))
     turns.append(Turn(text=draw(hostile), code=None, output=None, first_token=3, last_token=4))
     return replace(example_trajectory(), turns=tuple(turns))
