@@ -152,6 +152,18 @@ def runs_cost(directory: Annotated[Path, typer.Argument(help="A run directory.")
     show_cost(directory)
 
 
+@runs.command(name="timeline")
+def runs_timeline(
+    directory: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[int, typer.Option(min=1, help="A training step.")],
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+) -> None:
+    """Write what ran when in a step, for chrome://tracing or ui.perfetto.dev."""
+    from draco_ray.runs.timeline import write_timeline
+
+    typer.echo(f"{out}: {write_timeline(directory, step, out)} events")
+
+
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR", help="A run directory, or several to compare.")],

@@ -260,6 +260,8 @@ class RunConfig(Tree):
     root: Path = Path("runs")
     name: str | None = None
     """null: <setting>-<date>-<time>."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where each step's scalars go besides metrics.jsonl; wandb and mlflow are extras of the package."""
 
 
 class RayConfig(Tree):

@@ -9,6 +9,8 @@
     ├── ReplyError           a judge's reply that breaks its contract (asked once more, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
+    ├── ClusterError         Ray does not start, or a process of the run was lost for good
+    ├── StoreError           the run directory cannot be written
     └── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
 
 Every error takes exactly one argument, its message, so that it survives pickling between processes.
@@ -49,6 +51,14 @@ class EngineError(DracoError):
 
 class LearnerError(DracoError):
     """The learner cannot go on: a checkpoint it cannot use, or workers that keep dying."""
+
+
+class ClusterError(DracoError):
+    """Ray does not start, or a process of the run was lost more often than it is replaced."""
+
+
+class StoreError(DracoError):
+    """The run directory cannot be written: a full disk, or no permission."""
 
 
 class CanaryFailed(DracoError):

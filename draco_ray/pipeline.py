@@ -24,6 +24,7 @@ import ray
 from draco_ray.actors.messages import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 from draco_ray.actors.pools import Judgement, JudgePool, Member, RolloutPool
 from draco_ray.config import AlgorithmConfig
+from draco_ray.observability.logs import working_on
 from draco_ray.records import Criterion, Judged, Message
 
 
@@ -91,6 +92,7 @@ class Pipeline:
 
     async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
         """Take one group from its task to a reference to its training samples; None if the group failed."""
+        working_on(group.name)
         stage1 = asyncio.create_task(self._stage1(group)) if self._dynamic else None
         try:
             members = await _gather(self._member(group, rollout, stage1) for rollout in range(self._config.group_size))
@@ -118,6 +120,7 @@ class Pipeline:
         self, group: Group, rollout: int, stage1: asyncio.Task[Judgement] | None
     ) -> tuple[Member, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
+        working_on(group.name, rollout)
         member = await self._rollouts.run(
             group.task_id, group.name, rollout, step=group.step, priority=group.index * self._config.group_size
         )

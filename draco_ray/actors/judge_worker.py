@@ -13,6 +13,7 @@ from draco_ray.actors.messages import PhaseSummary
 from draco_ray.actors.policy_engine import EngineClient
 from draco_ray.config import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import (
     Attribution,
     Criterion,
@@ -41,6 +42,7 @@ class JudgeWorkerActor:
     def __init__(self, config: JudgeConfig, policy: Policy) -> None:
         from draco_ray.judging.judge import build_judge, build_self_judge
 
+        start_run_log()
         self._judge: Judge = (
             build_self_judge(config, policy.samplers, policy.model_path)
             if config.self_judge.enabled
@@ -56,6 +58,7 @@ class JudgeWorkerActor:
         self, group: str, task_id: str, prompt: tuple[Message, ...]
     ) -> tuple[Judged[Rubric], PhaseSummary]:
         """Criteria from the instruction alone."""
+        working_on(group)
         started = time.time()
         judged = await self._judge.stage1(prompt, CallContext(group=group, task_id=task_id))
         return judged, _summary(Phase.STAGE1, task_id, None, judged, started)
@@ -63,6 +66,7 @@ class JudgeWorkerActor:
     @ray.method(num_returns=2)
     async def stage2(self, trajectory: Trajectory, existing: Judged[Rubric]) -> tuple[Judged[Rubric], PhaseSummary]:
         """Criteria that this rollout reveals; a failed stage1 counts as no existing criteria."""
+        working_on(trajectory.group, trajectory.rollout)
         started = time.time()
         judged = await self._judge.stage2(trajectory, existing.value or (), _context(trajectory))
         return judged, _summary(Phase.STAGE2, trajectory.task_id, trajectory.rollout, judged, started)
@@ -77,6 +81,7 @@ class JudgeWorkerActor:
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
     ) -> tuple[Judged[Rubric], PhaseSummary]:
         """One rubric for the group from every proposal; nothing proposed is an empty rubric without a call."""
+        working_on(group)
         started = time.time()
         judged_proposals = [await proposal for proposal in proposals]
         candidates = [criterion for judged in judged_proposals for criterion in judged.value or ()]
@@ -96,6 +101,7 @@ class JudgeWorkerActor:
         self, trajectory: Trajectory, rubric: Judged[Rubric]
     ) -> tuple[Judged[tuple[ScoredCriterion, ...]], PhaseSummary]:
         """A verdict per criterion."""
+        working_on(trajectory.group, trajectory.rollout)
         started = time.time()
         judged = await self._judge.score(trajectory, rubric.value or (), _context(trajectory))
         verdicts = [score.verdict for score in judged.value or ()]
@@ -111,6 +117,7 @@ class JudgeWorkerActor:
         criteria: tuple[int, ...] | None,
     ) -> tuple[Judged[tuple[Attribution, ...]], PhaseSummary]:
         """The steps responsible for each verdict, or for those of ``criteria``."""
+        working_on(trajectory.group, trajectory.rollout)
         started = time.time()
         judged = await self._judge.credit(
             trajectory, rubric.value or (), scores.value or (), _context(trajectory), criteria

@@ -9,6 +9,7 @@ import ray
 
 from draco_ray.config import EngineConfig, ModelConfig
 from draco_ray.engine.sampler import Sample
+from draco_ray.observability.logs import start_run_log
 from draco_ray.records import Adapter
 
 
@@ -28,6 +29,7 @@ class PolicyEngineActor:
     ) -> None:
         from draco_ray.engine.vllm_engine import VllmEngine
 
+        start_run_log()
         self._engine = VllmEngine(
             config, model, max_model_len=max_model_len, lora_rank=lora_rank, seed=seed, name=name, run_name=run_name
         )

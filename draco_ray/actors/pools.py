@@ -105,6 +105,16 @@ class RolloutPool:
         self.lost += 1
         return None
 
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait for a slot."""
+        return self._slots.waiting
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts that hold a slot."""
+        return sum(self._load)
+
     async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
         worker = await self._slots.acquire(priority)
         engine = self._load.index(min(self._load))

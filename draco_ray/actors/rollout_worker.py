@@ -15,6 +15,7 @@ from draco_ray.actors.messages import RolloutSummary
 from draco_ray.config import AgentConfig, EnvironmentConfig
 from draco_ray.engine.sampler import Sampler
 from draco_ray.errors import EnvironmentCrashed
+from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Trajectory
 
 
@@ -53,6 +54,7 @@ class RolloutWorkerActor:
         from draco_ray.agent.code_agent import CodeAgent
         from draco_ray.environments.appworld_slot import AppWorldSlot
 
+        start_run_log()
         chat = ChatTokens(AutoTokenizer.from_pretrained(model_path), thinking=agent.thinking)
         self._agents = [CodeAgent(sampler, chat, agent) for sampler in samplers]
         self._load_ground_truth = load_ground_truth
@@ -72,6 +74,7 @@ class RolloutWorkerActor:
 
         Returns: the trajectory (for the object store), its summary, and AppWorld's verdict where it may be asked.
         """
+        working_on(request.group, request.rollout)
         slot = await self._free.get()
         started = time.time()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from typing import Any
@@ -10,6 +11,10 @@ import ray
 
 from draco_ray.config import DracoConfig
 from draco_ray.errors import ConfigError
+from draco_ray.training.preflight import check_resources
+
+FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
+"""Variables that reach the workers of a cluster that was started elsewhere."""
 
 LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
@@ -28,7 +33,9 @@ def connect(config: DracoConfig) -> dict[str, Any]:
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR
+            )
         else:
             # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
             os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
@@ -43,22 +50,15 @@ def connect(config: DracoConfig) -> dict[str, Any]:
     except ConnectionError as error:
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {error}") from None
     resources: dict[str, Any] = ray.cluster_resources()
-    _check(config, resources)
+    check_resources(config, resources, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     return resources
 
 
-def _check(config: DracoConfig, resources: dict[str, Any]) -> None:
-    if resources.get("judge", 0) < config.judge.workers + 1:
-        raise ConfigError(
-            f"the Ray cluster offers {resources.get('judge', 0):g} of the custom resource 'judge'; judge.workers="
-            f"{config.judge.workers} and the union need {config.judge.workers + 1}: start a node with "
-            """--resources='{"judge": 16}'"""
-        )
-    gpus = (
-        config.engine.engines * config.engine.gpus_per_engine + config.learner.workers * config.learner.gpus_per_worker
-    )
-    if gpus > resources.get("GPU", 0):
-        raise ConfigError(
-            f"engines and learner need {gpus:g} GPUs, the Ray cluster has {resources.get('GPU', 0):g}: lower "
-            "engine.engines, engine.gpus_per_engine or learner.gpus_per_worker (0 runs on the CPU)"
-        )
+def _forwarded() -> dict[str, Any]:
+    """Variables of this process for the workers of a cluster; those that the submitted job sets itself reach them anyway.
+
+    Ray refuses a variable that both name.
+    """
+    submitted = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    already = submitted.get("env_vars") or {}
+    return {"env_vars": {name: os.environ[name] for name in FORWARDED if name in os.environ and name not in already}}

@@ -25,6 +25,7 @@ from draco_ray.errors import DracoError
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import connect
+from draco_ray.training.preflight import check_session
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
@@ -123,7 +124,11 @@ class Actors:
             judge: what `open_judge` gave, with a reply cache.
             run: where the run store writes.
             name: of the run, part of the actors' names.
+
+        Raises:
+            ConfigError, ClusterError: the cluster cannot carry the run (`draco_ray.training.preflight`).
         """
+        check_session(config, run.path)
         self._config = config
         self._name = name
         self._ready = False

@@ -23,6 +23,8 @@ from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_compl
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.learner.group import LearnerGroup
 from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.observability.logs import start_run_log, stop_run_log
+from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Criterion, Evaluation, Message
 from draco_ray.runs.directory import RunDirectory
@@ -30,6 +32,7 @@ from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.order import TaskOrder
+from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import StepProgress, step_line
 from draco_ray.training.session import (
     Actors,
@@ -61,6 +64,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
     console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+    start_run_log(run.path)
     with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config):
         asyncio.run(Trainer(config, judge, prompts, order, run, name, console).run())
     return run.path
@@ -119,23 +123,27 @@ class Trainer:
 
     async def _start(self) -> None:
         config = self._config
+        self._observer = RunObserver(config, self._run.path)
         self._actors = Actors(config, self._judge, self._run, self._name)
         self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
         self._advantages = start_advantage_computer(config.algorithm, self._name)
         await asyncio.gather(self._actors.start(), self._learner.start())
+        self._pool = self._actors.pool(self._actors.workers)
+        self._observer.watch_pools(self._pool, self._actors.judges)
         self._pipeline = Pipeline(
             config.algorithm,
-            self._actors.pool(self._actors.workers),
+            self._pool,
             self._actors.judges,
             self._advantages,
             self._actors.store,
             static_rubric=self._static_rubric(),
             seed=config.seed,
-            watch=self._progress.update,
+            watch=self._watch,
         )
 
     async def _step(self, step: int) -> dict[str, Any]:
         config = self._config
+        check_disk(config, self._run.path)
         started = time.time()
         groups = [
             Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
@@ -163,8 +171,13 @@ class Trainer:
             "seconds": time.time() - started,
         }
         await self._actors.store.spans.remote(step, "spans", step_spans(groups))
+        self._observer.step(metrics)
         await self._actors.store.finish_step.remote(step, metrics)
         return metrics
+
+    def _watch(self, group: Group) -> None:
+        self._progress.update(group)
+        self._observer.group(group)
 
     async def _learn(
         self, groups: Sequence[Group], work: Sequence[asyncio.Task[Any]]
@@ -256,6 +269,9 @@ class Trainer:
 
     async def _stop(self) -> None:
         """End the processes; also what a failed start left."""
+        if hasattr(self, "_observer"):
+            self._observer.close()
+        stop_run_log()
         if hasattr(self, "_actors"):
             await self._actors.stop()
         if hasattr(self, "_learner"):

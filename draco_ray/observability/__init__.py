@@ -1,0 +1,1 @@
+"""Watching a run: Ray metrics and their Grafana dashboard, experiment trackers, structured logs."""

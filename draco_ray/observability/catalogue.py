@@ -1,0 +1,109 @@
+"""Every metric a run exports, in one table: what `metrics` records, Prometheus scrapes and the dashboard queries.
+
+Ray puts ``ray_`` before the names. Counters end in ``_total`` because Prometheus would add it otherwise. Every metric
+carries the tag ``run``; rates are shares in [0, 1], times seconds, costs dollars.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+RAY_PREFIX = "ray_"
+
+LATENCY_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0]
+"""Bucket bounds of every latency: a cached judge reply takes milliseconds, a long rollout most of an hour."""
+
+
+class Kind(StrEnum):
+    """How Prometheus reads a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; ``tags`` without ``run``, which all have."""
+
+    name: str
+    kind: Kind
+    description: str
+    tags: tuple[str, ...] = ()
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names under which Prometheus knows it."""
+        exported = RAY_PREFIX + self.name
+        if self.kind is Kind.HISTOGRAM:
+            return (f"{exported}_bucket", f"{exported}_sum", f"{exported}_count")
+        return (exported,)
+
+
+# What waits and what runs, read from the pools every few seconds.
+ROLLOUTS_WAITING = Metric("draco_rollouts_waiting", Kind.GAUGE, "Rollouts that wait for an environment slot.")
+ROLLOUTS_IN_FLIGHT = Metric("draco_rollouts_in_flight", Kind.GAUGE, "Rollouts that hold an environment slot.")
+JUDGE_IN_FLIGHT = Metric("draco_judge_phases_in_flight", Kind.GAUGE, "Judge phases handed to judge workers.")
+
+# What happened, recorded as it does.
+ROLLOUTS = Metric("draco_rollouts_total", Kind.COUNTER, "Finished rollouts by how they ended.", ("ended",))
+ROLLOUT_SECONDS = Metric("draco_rollout_seconds", Kind.HISTOGRAM, "Duration of a finished rollout.")
+SAMPLED_TOKENS = Metric("draco_sampled_tokens_total", Kind.COUNTER, "Tokens the policy sampled.")
+JUDGE_PHASES = Metric(
+    "draco_judge_phases_total", Kind.COUNTER, "Finished judge phases; outcome is ok or failed.", ("phase", "outcome")
+)
+JUDGE_SECONDS = Metric("draco_judge_phase_seconds", Kind.HISTOGRAM, "Duration of a judge phase.", ("phase",))
+JUDGE_REQUESTS = Metric(
+    "draco_judge_requests_total", Kind.COUNTER, "Requests sent to the judge, repeats included.", ("phase",)
+)
+JUDGE_TOKENS = Metric(
+    "draco_judge_tokens_total", Kind.COUNTER, "Judge tokens; kind is input, cached_input or output.", ("phase", "kind")
+)
+JUDGE_DOLLARS = Metric("draco_judge_dollars_total", Kind.COUNTER, "Dollars spent on judging.", ("phase",))
+
+EVENTS = (
+    ROLLOUTS_WAITING,
+    ROLLOUTS_IN_FLIGHT,
+    JUDGE_IN_FLIGHT,
+    ROLLOUTS,
+    ROLLOUT_SECONDS,
+    SAMPLED_TOKENS,
+    JUDGE_PHASES,
+    JUDGE_SECONDS,
+    JUDGE_REQUESTS,
+    JUDGE_TOKENS,
+    JUDGE_DOLLARS,
+)
+
+STEP_GAUGES = {
+    "step": Metric("draco_step", Kind.GAUGE, "Finished training steps."),
+    "reward": Metric("draco_reward", Kind.GAUGE, "Mean reward of the last step."),
+    "pass_rate": Metric("draco_pass_rate", Kind.GAUGE, "Share of applicable verdicts that pass."),
+    "inert_share": Metric(
+        "draco_inert_share", Kind.GAUGE, "Share of rollouts whose credit is the same for every step."
+    ),
+    "quality_spread": Metric("draco_quality_spread", Kind.GAUGE, "Mean standard deviation of the step quality."),
+    "groups_with_signal": Metric(
+        "draco_groups_with_signal", Kind.GAUGE, "Groups of the last step with unequal rewards."
+    ),
+    "groups_failed": Metric("draco_groups_failed", Kind.GAUGE, "Groups of the last step that were dropped."),
+    "rollouts_lost": Metric("draco_rollouts_lost", Kind.GAUGE, "Rollouts of the last step that never finished."),
+    "kl": Metric("draco_kl", Kind.GAUGE, "k3 estimate against the base model, nats a token."),
+    "entropy": Metric("draco_entropy", Kind.GAUGE, "Entropy of the policy, nats a token."),
+    "grad_norm": Metric("draco_grad_norm", Kind.GAUGE, "Largest gradient norm of the step, before clipping."),
+    "clip_fraction": Metric("draco_clip_fraction", Kind.GAUGE, "Share of tokens whose importance ratio was clipped."),
+    "policy_loss": Metric("draco_policy_loss", Kind.GAUGE, "Policy loss of the step."),
+    "canary_gap": Metric("draco_canary_gap", Kind.GAUGE, "Mean engine - learner log-prob gap after the sync, nats."),
+    "judge_hidden_share": Metric(
+        "draco_judge_hidden_share", Kind.GAUGE, "Overlap: share of judging time behind generation."
+    ),
+    "seconds": Metric("draco_step_seconds", Kind.GAUGE, "Duration of the last step."),
+    "seconds_generation": Metric("draco_generation_seconds", Kind.GAUGE, "Time in which some rollout ran."),
+    "seconds_judging": Metric("draco_judging_seconds", Kind.GAUGE, "Time in which some judge phase ran."),
+    "seconds_learning": Metric("draco_learning_seconds", Kind.GAUGE, "Time the driver waited for the learner."),
+    "seconds_sync": Metric("draco_adapter_sync_seconds", Kind.GAUGE, "Adapter to the engines, canary and checkpoint."),
+}
+"""Key in ``metrics.jsonl`` -> the gauge set from it when a step ends; a null sets nothing."""
+
+CATALOGUE = (*EVENTS, *STEP_GAUGES.values())

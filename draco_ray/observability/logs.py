@@ -1,0 +1,120 @@
+"""Structured logs: one JSON object a line in the run directory, each with run, step, task and rollout.
+
+Every process of a run calls `start_run_log`: the driver with the run directory, the actors with nothing (the driver's
+environment variable reaches them). Each process appends to a file of its own, so no line is torn and no lock is needed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "DRACO_RUN_DIRECTORY"
+FOLDER = "logs"
+LOGGER = "draco_ray"
+"""Only this package's loggers: what vLLM, Ray and LiteLLM say is in Ray's own logs."""
+
+
+class Where(NamedTuple):
+    """What the current task of the event loop works on; None where it does not apply."""
+
+    step: int | None = None
+    task: str | None = None
+    rollout: int | None = None
+
+
+_where: contextvars.ContextVar[Where] = contextvars.ContextVar("draco_ray_where", default=Where())
+
+
+def working_on(group: str, rollout: int | None = None) -> None:
+    """Say what this task of the event loop works on from here on; tasks it starts inherit it.
+
+    Args:
+        group: ``step<n>/<task>`` or ``evaluation<n>/<task>``; any other text counts as a task's name.
+        rollout: 0-based index in the group.
+    """
+    match = re.fullmatch(r"(?:step|evaluation)(\d+)/(.+)", group)
+    step, task = (int(match[1]), match[2]) if match else (None, group)
+    _where.set(Where(step, task, rollout))
+
+
+def start_run_log(run: Path | None = None) -> None:
+    """Send this process's logs to ``<run>/logs/<actor's name, or driver>.jsonl``; without a run nothing happens.
+
+    Args:
+        run: the run directory; None takes DRACO_RUN_DIRECTORY. Giving it sets the variable for processes started
+            from here on.
+    """
+    if run is not None:
+        os.environ[VARIABLE] = str(run)
+    named = os.environ.get(VARIABLE)
+    if not named or not Path(named).is_dir():
+        return
+    stop_run_log()
+    process = _process_name()
+    folder = Path(named) / FOLDER
+    folder.mkdir(exist_ok=True)
+    handler = _RunLogHandler(folder / f"{process}.jsonl", encoding="utf-8")
+    handler.setFormatter(JsonFormatter(Path(named).name, process))
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    if logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)
+
+
+def _process_name() -> str:
+    """The actor's name without its run, or ``driver``."""
+    import ray
+
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
+        return "driver"
+    return str(ray.get_runtime_context().get_actor_name()).split("@")[0]
+
+
+def stop_run_log() -> None:
+    """Close this process's log."""
+    logger = logging.getLogger(LOGGER)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _RunLogHandler)]:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+class _RunLogHandler(logging.FileHandler):
+    """A file handler that `stop_run_log` recognises."""
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON; the keys are the same in every line."""
+
+    def __init__(self, run: str, process: str) -> None:
+        super().__init__()
+        self._run = run
+        self._process = process
+        self._host = socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Keys: time (UTC), level, run, step, task, rollout, process, host, pid, logger, message, error."""
+        where = _where.get()
+        milliseconds = f"{int(record.msecs):03d}"
+        line = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{milliseconds}Z",
+            "level": record.levelname.lower(),
+            "run": self._run,
+            "step": getattr(record, "step", where.step),
+            "task": getattr(record, "task", where.task),
+            "rollout": getattr(record, "rollout", where.rollout),
+            "process": self._process,
+            "host": self._host,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "error": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,126 @@
+"""Experiment trackers: every finished step's metrics as scalars for TensorBoard (default), W&B or MLflow.
+
+TensorBoard event files come from ``tensorboardX``, which Ray Train brings along; looking at them needs the
+``tensorboard`` package, which this project does not install. W&B and MLflow are extras and read their address and key
+from their own environment variables.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from draco_ray.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """Where scalars go."""
+
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Keep the scalars of one training step."""
+
+    def close(self) -> None:
+        """Write what is buffered."""
+
+
+def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a metrics line, nested keys joined by ``/``; nulls, texts and lists are left out."""
+    flat: dict[str, float] = {}
+    for key, value in line.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= scalars(value, f"{name}/")
+        elif isinstance(value, int | float):
+            flat[name] = float(value)
+    return flat
+
+
+def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) -> dict[str, Tracker]:
+    """The trackers of ``run.trackers``, by name.
+
+    Args:
+        names: of ``tensorboard``, ``wandb``, ``mlflow``.
+        run: the run directory; its name is the tracked run's name.
+        config: the resolved configuration, shown beside the curves.
+    Raises:
+        ConfigError: a tracker's package is not installed, or it cannot be reached.
+    """
+    return {name: TRACKERS[name](run, config) for name in names}
+
+
+class TensorBoard:
+    """Event files in the run directory's ``tensorboard`` folder."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        package = _package("tensorboardX", "tensorboard")
+        self._writer = package.SummaryWriter(str(run / "tensorboard"))
+
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
+        """See `Tracker.step`."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases; the project is WANDB_PROJECT, the key WANDB_API_KEY."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        package = _package("wandb", "wandb")
+        try:
+            self._run = package.init(name=run.name, dir=str(run), config=dict(config), resume="allow", id=run.name)
+        except Exception as error:
+            raise ConfigError(f"run.trackers: wandb: {_first_line(error)}; set WANDB_API_KEY or leave it out") from None
+
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
+        """See `Tracker.step`."""
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow; the server is MLFLOW_TRACKING_URI, the experiment MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        self._package = _package("mlflow", "mlflow")
+        try:
+            self._package.start_run(run_name=run.name)
+            self._package.log_dict(dict(config), "config.yaml")
+        except Exception as error:
+            raise ConfigError(
+                f"run.trackers: mlflow: {_first_line(error)}; set MLFLOW_TRACKING_URI or leave it out"
+            ) from None
+
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
+        """See `Tracker.step`."""
+        self._package.log_metrics(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._package.end_run()
+
+
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+def _package(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(
+            f"run.trackers names {extra}, but the package {module} is not installed: pip install 'draco-ray[{extra}]', "
+            "or leave it out of run.trackers"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

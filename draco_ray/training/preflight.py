@@ -1,0 +1,262 @@
+"""Is this cluster able to carry the run? Asked once, before anything is loaded, and answered in one line.
+
+What is checked: GPUs, CPUs and the ``judge`` resource of the whole cluster; that one node holds a whole engine; object
+store and disk against an upper estimate of a training step; that every node sees the run directory, the data and the
+model under the same path. Nodes that an autoscaler adds later cannot be checked: they must be made like the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from draco_ray.config import DracoConfig
+from draco_ray.errors import ClusterError, ConfigError, StoreError
+
+PROBE_SECONDS = 120.0
+"""Time a node has to start a process and look at the run directory."""
+
+TRAJECTORY_BYTES = 21
+"""Of one token of a trajectory: id, log-prob and step at 4 bytes, the mask at 1, its text (the code twice) at 8."""
+SAMPLE_BYTES = 13
+"""Of one token of a training sample: id, log-prob and advantage at 4 bytes, the mask at 1."""
+PROMPT_BYTES = 4
+"""Of one trajectory token in a judge prompt, which is archived with the reply."""
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """Upper estimate of what one training step makes, every rollout at its full length; bytes."""
+
+    rollouts: int
+    trajectories: int
+    samples: int
+    judge_calls: int
+    adapter: int
+    """0 where the model's shape is not known here."""
+
+    @property
+    def object_store(self) -> int:
+        """All of it in memory, and the adapter twice: the learner's and the engines' copy."""
+        return self.trajectories + self.samples + self.judge_calls + 2 * self.adapter
+
+    @property
+    def disk(self) -> int:
+        """Tables before compression, and a checkpoint: the adapter and two moments of the optimizer."""
+        return self.trajectories + self.judge_calls + 3 * self.adapter
+
+
+def step_size(config: DracoConfig) -> StepSize:
+    """Estimate a training step of this configuration."""
+    agent, algorithm = config.agent, config.algorithm
+    rollouts = config.train.prompts_per_step * algorithm.group_size
+    tokens = rollouts * (agent.max_prompt_length + agent.max_response_length)
+    # Each trajectory is shown to stage2, union, the scoring votes and credit.
+    shown = 3 + config.judge.score_votes if algorithm.reward == "rubric" else 0
+    return StepSize(
+        rollouts=rollouts,
+        trajectories=tokens * TRAJECTORY_BYTES,
+        samples=tokens * SAMPLE_BYTES,
+        judge_calls=tokens * shown * PROMPT_BYTES,
+        adapter=adapter_bytes(config.model.path, config.learner.lora_rank),
+    )
+
+
+def adapter_bytes(model_path: str, rank: int) -> int:
+    """Size of a float32 LoRA adapter on the attention and MLP matrices; 0 if the model's ``config.json`` is not here."""
+    shape = _model_shape(model_path)
+    if shape is None:
+        return 0
+    hidden, intermediate, layers = shape
+    return layers * rank * (4 * 2 * hidden + 3 * (hidden + intermediate)) * FLOAT32_BYTES
+
+
+def check_session(config: DracoConfig, run: Path) -> None:
+    """Check what a run needs beyond the resources that `check_resources` compares: room, and shared folders.
+
+    Raises:
+        ClusterError: the object stores are too small, or a node does not see the run directory, the data or the model.
+        StoreError: the run directory cannot be written, or its disk is full.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    check_object_store(config, sum(node["Resources"].get("object_store_memory", 0) for node in nodes))
+    check_writable(run)
+    check_disk(config, run)
+    if len(nodes) > 1:
+        check_shared(config, run, nodes)
+
+
+def check_resources(
+    config: DracoConfig, cluster: Mapping[str, float], nodes: Sequence[Mapping[str, float]] | None = None
+) -> None:
+    """Compare what the actors ask for with what the cluster and its largest node have.
+
+    Raises:
+        ConfigError: too few of a resource.
+    """
+    judge = config.judge.workers + 1
+    if cluster.get("judge", 0) < judge:
+        raise ConfigError(
+            f"the Ray cluster offers {cluster.get('judge', 0):g} of the custom resource 'judge'; judge.workers="
+            f"{config.judge.workers} and the union need {judge}: start a node with "
+            """--resources='{"judge": 16}'"""
+        )
+    engine, learner, environment = config.engine, config.learner, config.environment
+    gpus = engine.engines * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
+    if gpus > cluster.get("GPU", 0):
+        raise ConfigError(
+            f"engines and learner need {gpus:g} GPUs, the Ray cluster has {cluster.get('GPU', 0):g}: lower "
+            "engine.engines, engine.gpus_per_engine or learner.gpus_per_worker (0 runs on the CPU)"
+        )
+    largest = max((node.get("GPU", 0) for node in nodes or ()), default=engine.gpus_per_engine)
+    if engine.gpus_per_engine > largest:
+        raise ConfigError(
+            f"engine.gpus_per_engine={engine.gpus_per_engine:g}, but no node of the Ray cluster has more than "
+            f"{largest:g} GPUs: lower it and engine.tensor_parallel, or add a larger node"
+        )
+    workers = -(-environment.slots // environment.slots_per_worker)
+    # The evaluation's workers run beside those that train.
+    sets = 2 if config.train.evaluate_before_after else 1
+    cpus = (
+        sets * workers * environment.cpus_per_worker
+        + engine.engines * engine.cpus_per_engine
+        + learner.workers * learner.cpus_per_worker
+    )
+    if cpus > cluster.get("CPU", 0):
+        raise ConfigError(
+            f"{sets * workers} rollout workers, {engine.engines} engines and {learner.workers} learner workers need "
+            f"{cpus:g} CPUs, the Ray cluster has {cluster.get('CPU', 0):g}: lower environment.slots or "
+            "environment.cpus_per_worker, or add a node"
+        )
+
+
+def check_object_store(config: DracoConfig, available: float) -> None:
+    """Compare the cluster's object stores, ``available`` bytes together, with a step's estimate.
+
+    Raises:
+        ClusterError: too small; Ray would spill to disk and slow the step down.
+    """
+    size = step_size(config)
+    if size.object_store > available:
+        raise ClusterError(
+            f"the object stores of the Ray cluster hold {_gib(available)}, a step of {size.rollouts} rollouts may need "
+            f"{_gib(size.object_store)} (trajectories {_gib(size.trajectories)}, samples {_gib(size.samples)}, judge "
+            f"calls {_gib(size.judge_calls)}, adapter twice {_gib(2 * size.adapter)}): start Ray with a larger "
+            "--object-store-memory (ray.object_store_mib where it starts here) or lower train.prompts_per_step"
+        )
+
+
+def check_writable(run: Path) -> None:
+    """Write and read back a file of the run directory.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    probe = run / f".probe-{secrets.token_hex(4)}"
+    try:
+        probe.write_text("probe", encoding="utf-8")
+        probe.unlink()
+    except OSError as error:
+        raise StoreError(
+            f"run directory {run} cannot be written: {error.strerror}; set run.root to a folder this user owns"
+        ) from None
+
+
+def check_disk(config: DracoConfig, run: Path) -> None:
+    """Is there room for one more training step? Asked before each, so that a full disk stops the run between steps.
+
+    Raises:
+        StoreError: less is free than a step may write.
+    """
+    needed, free = step_size(config).disk, shutil.disk_usage(run).free
+    if free < needed:
+        raise StoreError(
+            f"run directory {run}: {_gib(free)} free on its disk, a training step may write {_gib(needed)}: free "
+            "space there, or set run.root"
+        )
+
+
+def check_shared(config: DracoConfig, run: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Let a task on every node look for the run directory, the data and the model, and write to the first.
+
+    Raises:
+        ClusterError: the first node that does not see them under the same path, or does not answer.
+    """
+    marker = run / f".shared-{secrets.token_hex(4)}"
+    marker.write_text(marker.name, encoding="utf-8")
+    data = [config.data.root.resolve()]
+    paths = [str(path) for path in [*data, Path(config.model.path)] if path.is_absolute() and path.is_dir()]
+    probe = ray.remote(probe_node)
+    answers = {
+        probe.options(
+            name=f"probe {node['NodeManagerAddress']}",
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        ).remote(str(marker), paths): node
+        for node in nodes
+    }
+    try:
+        done, late = ray.wait(list(answers), num_returns=len(answers), timeout=PROBE_SECONDS)
+        for answer in [*done, *late]:
+            node = f"node {answers[answer]['NodeManagerAddress']}"
+            if answer in late:
+                raise ClusterError(f"{node} started no process within {PROBE_SECONDS:.0f}s: look at it in `ray status`")
+            problem, written = ray.get(answer)
+            if problem is not None:
+                raise ClusterError(f"{node}: {problem}; every node must see it under this path: use a shared folder")
+            if not Path(written).exists():
+                raise ClusterError(
+                    f"{node}: has a run directory {run} of its own; set run.root to a folder that all nodes share"
+                )
+    finally:
+        for leftover in run.glob(f"{marker.name}*"):
+            leftover.unlink(missing_ok=True)
+
+
+def probe_node(marker: str, paths: Sequence[str]) -> tuple[str | None, str]:
+    """Runs on each node: what is missing there (or None), and the file it wrote beside ``marker``."""
+    written = f"{marker}-{secrets.token_hex(4)}"
+    for path in paths:
+        if not os.path.exists(path):
+            return f"no {path}", written
+    try:
+        if Path(marker).read_text(encoding="utf-8") != Path(marker).name:
+            return f"another run directory {Path(marker).parent}", written
+        Path(written).touch()
+    except FileNotFoundError:
+        return f"no run directory {Path(marker).parent}", written
+    except OSError as error:
+        return f"run directory {Path(marker).parent} cannot be written: {error.strerror}", written
+    return None, written
+
+
+def _model_shape(model_path: str) -> tuple[int, int, int] | None:
+    """Hidden size, MLP size and layers, from a model directory or the hub's local cache."""
+    file: Any = Path(model_path) / "config.json"
+    if not Path(model_path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(model_path, "config.json")
+    if not isinstance(file, str | Path) or not Path(file).is_file():
+        return None
+    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    # Multimodal wrappers nest the language model's shape.
+    config = config.get("text_config", config)
+    try:
+        return int(config["hidden_size"]), int(config["intermediate_size"]), int(config["num_hidden_layers"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
