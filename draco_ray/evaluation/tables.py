@@ -229,8 +229,7 @@ def termination_table(settings: Settings) -> Table:
     for label, splits in settings.items():
         cells: list[Cell | None] = []
         for split in titles:
-            for mode in EpisodeEnd:
-                cells.append(Cell(100 * splits[split].ended[mode]) if split in splits else None)
+            cells += [Cell(100 * splits[split].ended[mode]) if split in splits else None for mode in EpisodeEnd]
         rows.append((label, tuple(cells)))
     return Table(
         name="terminations",
@@ -327,8 +326,8 @@ def _compare(one: SplitResult, other: SplitResult, split: str) -> Comparison:
     only_one, only_other = (len(a.task_success.keys() - b.task_success.keys()) for a, b in ((one, other), (other, one)))
     if only_one or only_other:
         raise ConfigError(
-            f"{one.label} and {other.label} on {split} are not paired: {only_one} tasks only in the first, {only_other} "
-            f"only in the second; {_PAIRED}; evaluate both on the whole split"
+            f"{one.label} and {other.label} on {split} are not paired: {only_one} tasks only in the first, "
+            f"{only_other} only in the second; {_PAIRED}; evaluate both on the whole split"
         )
     if one.plan.world != other.plan.world:
         raise ConfigError(
