@@ -1,0 +1,147 @@
+"""What a run tells its watchers, through a real Ray: Prometheus' view of the metrics, event files, log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+
+from draco_ray.actors.messages import PhaseSummary
+from draco_ray.config import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES, Kind
+from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
+from draco_ray.observability.observer import RunObserver
+from draco_ray.pipeline import Group, GroupState
+from draco_ray.records import EpisodeEnd, Phase
+from tests.unit.test_training_metrics import a_phase, a_rollout
+
+pytestmark = pytest.mark.slow
+
+SCRAPE_SECONDS = 60
+"""Ray pushes metrics to its agent every few seconds; the test waits for them, not for a time."""
+
+
+class Queue:
+    """A pool's queues as the observer reads them."""
+
+    waiting, in_flight = 3, 5
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run = tmp_path_factory.mktemp("runs") / "watched"
+    run.mkdir()
+    start_run_log(run)
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
+    yield run
+    ray.shutdown()
+    stop_run_log()
+
+
+def a_group() -> Group:
+    group = Group(step=3, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
+    group.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 0, 40, EpisodeEnd.TURN_LIMIT)]
+    phases: list[PhaseSummary] = [a_phase(phase, 0, 2) for phase in Phase]
+    group.phases = [*phases, a_phase(Phase.SCORE, 0, 1, error="cannot be parsed", rollout=1)]
+    return group
+
+
+def scraped() -> dict[str, float]:
+    """Series with labels -> value, as Prometheus would read this node."""
+    (node,) = ray.nodes()
+    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=30).text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ray_draco_")]
+    return {series: float(value) for series, value in lines}
+
+
+def value(series: dict[str, float], name: str, **tags: str) -> float:
+    """The one series of that name with those tags."""
+    found = [
+        number
+        for key, number in series.items()
+        if key.startswith(name + "{") and all(f'{tag}="{text}"' in key for tag, text in tags.items())
+    ]
+    (only,) = found
+    return only
+
+
+async def test_prometheus_sees_every_metric_of_the_catalogue(run_directory: Path) -> None:
+    observer = RunObserver(DracoConfig(), run_directory)
+    observer.watch_pools(Queue(), Queue())  # type: ignore[arg-type]
+    group = a_group()
+    observer.group(group)
+    observer.group(group)
+    line = {key: 0.5 for key in STEP_GAUGES} | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}
+    observer.step(line)
+    observer.step(line | {"kl": 0.25})
+    wanted = {metric.series[0] for metric in CATALOGUE}
+    series: dict[str, float] = {}
+    deadline = time.monotonic() + SCRAPE_SECONDS
+    while time.monotonic() < deadline and not wanted <= {key.split("{")[0] for key in series}:
+        await asyncio.sleep(1)
+        series = scraped()
+    observer.close()
+    names = {key.split("{")[0] for key in series}
+    assert wanted - names == set()
+    assert {name for metric in CATALOGUE if metric.kind is Kind.HISTOGRAM for name in metric.series} <= names
+    # A group that is told of twice counts once.
+    assert value(series, "ray_draco_rollouts_total", ended="turn_limit", run="watched") == 1
+    assert value(series, "ray_draco_judge_phases_total", phase="score", outcome="ok") == 1
+    assert value(series, "ray_draco_judge_phases_total", phase="score", outcome="failed") == 1
+    assert value(series, "ray_draco_judge_tokens_total", phase="union", kind="input") == 90
+    assert value(series, "ray_draco_judge_tokens_total", phase="union", kind="cached_input") == 10
+    assert value(series, "ray_draco_judge_dollars_total", phase="credit") == pytest.approx(0.25)
+    assert value(series, "ray_draco_rollout_seconds_count") == 2
+    assert value(series, "ray_draco_kl", run="watched") == 0.25
+    assert value(series, "ray_draco_rollouts_waiting") == 3
+    assert value(series, "ray_draco_rollouts_in_flight") == 5
+
+    (events,) = (run_directory / "tensorboard").iterdir()
+    written = events.read_bytes()
+    assert b"reward" in written
+    assert b"judge/score/dollars" in written
+
+
+def test_every_log_line_says_run_step_task_and_rollout(run_directory: Path) -> None:
+    @ray.remote(num_cpus=0)
+    class Talker:
+        def __init__(self) -> None:
+            start_run_log()
+
+        async def work(self, group: str, rollout: int) -> None:
+            working_on(group, rollout)
+            # The other call runs here, in a context of its own.
+            await asyncio.sleep(0.2)
+            logging.getLogger("draco_ray.talker").info("worked on %s", group)
+
+    actor = Talker.options(name="Talker-0@watched").remote()  # type: ignore[attr-defined]
+    ray.get([actor.work.remote("step3/t_1", 4), actor.work.remote("evaluation0/t_2", 1)])
+    logging.getLogger("draco_ray.driver").warning("no task")
+    logging.getLogger("elsewhere").warning("not ours")
+    files = {path.name: path for path in (run_directory / "logs").iterdir()}
+    assert set(files) == {"Talker-0.jsonl", "driver.jsonl"}
+    talked = [json.loads(text) for text in files["Talker-0.jsonl"].read_text().splitlines()]
+    assert {(entry["step"], entry["task"], entry["rollout"]) for entry in talked} == {(3, "t_1", 4), (0, "t_2", 1)}
+    assert all(entry["message"].endswith(entry["task"]) for entry in talked)
+    driver = [json.loads(text) for text in files["driver.jsonl"].read_text().splitlines()]
+    assert driver[-1]["message"] == "no task"
+    assert {"run", "step", "task", "rollout", "level", "time", "process"} <= set.intersection(
+        *map(set, driver + talked)
+    )
+    assert all(entry["run"] == "watched" for entry in driver + talked)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", driver[-1]["time"])
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(run_directory: Path) -> None:
+    config = DracoConfig.model_validate({"run": {"trackers": ["wandb"]}})
+    with pytest.raises(ConfigError, match=r"^run.trackers names wandb, .*pip install 'draco-ray\[wandb\]'.*$"):
+        RunObserver(config, run_directory)
