@@ -211,6 +211,101 @@ def prompts_render(
 @rubric.command(
     name="author",
     epilog="Then:  draco train CONFIG --setting static algorithm.static_rubric=FILE",
+@app.command(
+    epilog="Try:  draco evaluate --policy starter --split dev --runs 3 data.eval_tasks=4      "
+    "draco evaluate --run runs/NAME --last-epochs 3      draco evaluate --policy litellm:openai/gpt-5.4 --split "
+    "test_normal --runs 1"
+)
+def evaluate(
+    overrides: Overrides = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            help="A model directory or hub name, a run (its last checkpoint), a checkpoint or adapter, starter, or an "
+            "API model as litellm:MODEL.",
+        ),
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run, for the options below.")] = None,
+    last_epochs: Annotated[
+        int | None, typer.Option(min=1, help="With --run: the mean over its last so many epoch checkpoints [3].")
+    ] = None,
+    train_curve: Annotated[
+        bool, typer.Option("--train-curve", help="With --run: success on the training split by checkpoint.")
+    ] = False,
+    every: Annotated[int, typer.Option(min=1, help="With --train-curve: every so many training steps.")] = 1,
+    benchmark: Annotated[str, typer.Option(help="appworld.")] = "appworld",
+    split: Annotated[str | None, typer.Option(help="AppWorld's dataset; else data.eval_split.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Independent rollouts per task.")] = 3,
+    config: Annotated[
+        str | None,
+        typer.Option(help="A preset, a YAML file or a run; else the run's own, sandbox for starter, or the defaults."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Evaluation directory; one that is there is gone on with.")] = None,
+    label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
+    api_base: Annotated[str | None, typer.Option(help="API model: its endpoint.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="API model: the variable that holds its key, else <PROVIDER>_API_KEY.")
+    ] = None,
+    api_temperature: Annotated[float | None, typer.Option(help="API model: else the provider's default.")] = None,
+) -> None:
+    """Measure a policy by AppWorld's own evaluator; the same command again goes on where it was interrupted."""
+    from draco_ray.errors import ConfigError
+    from draco_ray.evaluation.command import EvaluateOptions
+    from draco_ray.evaluation.command import evaluate as run_evaluation
+
+    if benchmark != "appworld":
+        raise ConfigError(f"--benchmark {benchmark!r}: unknown here; expected appworld")
+    options = EvaluateOptions(
+        policy=policy,
+        run=run,
+        last_epochs=last_epochs,
+        train_curve=train_curve,
+        every=every,
+        split=split,
+        runs=runs,
+        config=config,
+        overrides=overrides or [],
+        out=out,
+        label=label,
+        api_base=api_base,
+        api_key_env=api_key_env,
+        api_temperature=api_temperature,
+    )
+    run_evaluation(options, STARTER_MODEL)
+
+
+@app.command(
+    epilog="Try:  draco tables Base=evaluations/base DRACO=evaluations/draco --against Base --table main --show std"
+)
+def tables(
+    directories: Annotated[
+        list[str], typer.Argument(metavar="[LABEL=]DIR", help="Evaluation directories; equal labels make one row.")
+    ],
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            help="main, efficiency, difficulty, frontier, self-judge, consistency, cost or terminations; may be "
+            "repeated; all unless told.",
+        ),
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="text, markdown, csv or latex.")] = "text",
+    show: Annotated[str, typer.Option(help="Beside each mean: none, std or interval.")] = "none",
+    against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write every table to, in every format.")] = None,
+) -> None:
+    """Print evaluated settings side by side as the paper's tables."""
+    from draco_ray.errors import ConfigError
+    from draco_ray.evaluation.command import print_tables
+    from draco_ray.evaluation.rendering import Shown, TableFormat
+
+    for name, value, known in (("--format", form, TableFormat), ("--show", show, Shown)):
+        if value not in set(known):
+            raise ConfigError(f"{name} {value!r}: expected one of {', '.join(known)}")
+    print_tables(directories, tables=table or [], form=TableFormat(form), shown=Shown(show), against=against, out=out)
+
+
 )
 def rubric_author(
     config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
