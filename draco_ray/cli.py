@@ -185,32 +185,6 @@ def report(
         typer.echo(path)
 
 
-@prompts.command(name="import")
-def prompts_import(
-    source: Annotated[Path, typer.Argument(help="The paper's LaTeX source.")],
-    out: Annotated[Path, typer.Option(help="Folder for the prompt files; give it to judge.prompts.")],
-) -> None:
-    """Extract the paper's own prompts from its source, verbatim, into the file names this project uses."""
-    from draco_ray.judging.importer import import_prompts
-
-    for path in import_prompts(source, out):
-        typer.echo(path)
-
-
-@prompts.command(name="render", epilog="Try:  draco prompts render score      draco prompts render credit --set DIR")
-def prompts_render(
-    phase: Annotated[Phase, typer.Argument(help="The judge's job.")],
-    folder: Annotated[Path, typer.Option("--set", help="Folder of the prompt set.")] = Path("prompts/judge"),
-) -> None:
-    """Show what a judge would see, on a small invented group of rollouts."""
-    from draco_ray.judging.example import render_phase
-
-    typer.echo(render_phase(phase, project_file(folder)))
-
-
-@rubric.command(
-    name="author",
-    epilog="Then:  draco train CONFIG --setting static algorithm.static_rubric=FILE",
 @app.command(
     epilog="Try:  draco evaluate --policy starter --split dev --runs 3 data.eval_tasks=4      "
     "draco evaluate --run runs/NAME --last-epochs 3      draco evaluate --policy litellm:openai/gpt-5.4 --split "
@@ -306,6 +280,32 @@ def tables(
     print_tables(directories, tables=table or [], form=TableFormat(form), shown=Shown(show), against=against, out=out)
 
 
+@prompts.command(name="import")
+def prompts_import(
+    source: Annotated[Path, typer.Argument(help="The paper's LaTeX source.")],
+    out: Annotated[Path, typer.Option(help="Folder for the prompt files; give it to judge.prompts.")],
+) -> None:
+    """Extract the paper's own prompts from its source, verbatim, into the file names this project uses."""
+    from draco_ray.judging.importer import import_prompts
+
+    for path in import_prompts(source, out):
+        typer.echo(path)
+
+
+@prompts.command(name="render", epilog="Try:  draco prompts render score      draco prompts render credit --set DIR")
+def prompts_render(
+    phase: Annotated[Phase, typer.Argument(help="The judge's job.")],
+    folder: Annotated[Path, typer.Option("--set", help="Folder of the prompt set.")] = Path("prompts/judge"),
+) -> None:
+    """Show what a judge would see, on a small invented group of rollouts."""
+    from draco_ray.judging.example import render_phase
+
+    typer.echo(render_phase(phase, project_file(folder)))
+
+
+@rubric.command(
+    name="author",
+    epilog="Then:  draco train CONFIG --setting static algorithm.static_rubric=FILE",
 )
 def rubric_author(
     config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
