@@ -13,6 +13,7 @@ import typer
 
 from draco_ray.configuration import dotted_keys, load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
+from draco_ray.evaluation.tau_bench.command import tau
 from draco_ray.records import Phase
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.add_typer(runs, name="runs")
 app.add_typer(prompts, name="prompts")
 rubric = typer.Typer(no_args_is_help=True, help="The static rubric of the settings without dynamic ones.")
 app.add_typer(rubric, name="rubric")
+app.add_typer(tau, name="tau")
 
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")

@@ -254,6 +254,95 @@ class TrainConfig(Tree):
     """Independent rollouts per task of that evaluation."""
 
 
+class TauModelConfig(Tree):
+    """A model that tau2 reaches through LiteLLM."""
+
+    model: str = "openai/gpt-5.4"
+    """LiteLLM model name, provider prefix included."""
+    api_base: str | None = None
+    """Endpoint; null is the provider's own. Of agent and user simulator only with openai/ and hosted_vllm/ models."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; providers but openai/ and hosted_vllm/ need LiteLLM's own name."""
+    temperature: float | None = Field(0.0, ge=0)
+    """null leaves it out of the request."""
+
+
+class TauEmbedderConfig(Tree):
+    """The embedding model behind dense retrieval (alltools-qwen)."""
+
+    model: str = "qwen/qwen3-embedding-8b"
+    """Name the endpoint knows it by."""
+    api_base: str = "https://openrouter.ai/api/v1"
+    api_key_env: str = "OPENROUTER_API_KEY"
+
+
+class TauServerConfig(Tree):
+    """vLLM's OpenAI-compatible server for the policy; GPUs, memory and sequences are those of `engine`."""
+
+    port: int | None = Field(None, ge=1, le=65535)
+    """On 127.0.0.1; null takes a free one."""
+    max_model_len: int = Field(131072, ge=1024)
+    """Tokens of prompt and reply (appendix "Serving configuration")."""
+    native_context: int | None = Field(None, ge=1024)
+    """Tokens the model was trained for; YaRN extends it to max_model_len. null reads a local model's config.json."""
+    tool_call_parser: str | None = None
+    """vLLM's name of the format in which the model calls tools; null derives it for Qwen models."""
+    reasoning_parser: str | None = None
+    """vLLM's name of the format of its thinking; null derives it for Qwen models."""
+    start_timeout_seconds: float = Field(1800.0, gt=0)
+
+
+class TauBenchConfig(Tree):
+    """τ-bench banking, run by tau2-bench in an environment of its own (docs/tau_bench.md)."""
+
+    tau2_python: str | None = None
+    """Python that can import tau2; null: TAU2_PYTHON, else .venv/bin/python of tau2_home."""
+    tau2_home: Path | None = None
+    """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
+    tau2_version: str = "1.0.1"
+    """Grading changed between versions: another one is refused."""
+    retrieval: Literal[
+        "alltools-qwen",
+        "qwen_embeddings",
+        "qwen_embeddings_grep",
+        "terminal_use",
+        "bm25",
+        "bm25_grep",
+        "grep_only",
+        "full_kb",
+        "golden_retrieval",
+        "no_knowledge",
+    ] = "alltools-qwen"
+    """tau2's retrieval configuration; the default is the paper's all-tools setting with Qwen embeddings."""
+    tasks: tuple[str, ...] | None = None
+    """Only these task ids, for a trial; null is the full split of 97, which the paper's figures are over."""
+    trials: int = Field(3, ge=1)
+    """Episodes per task: n of pass^k."""
+    max_turns: int = Field(100, ge=1)
+    """Agent turns; tau2 counts two steps a turn."""
+    seed: int = 300
+    concurrency: int = Field(8, ge=1)
+    """Episodes at one time."""
+    episode_retries: int = Field(3, ge=0)
+    """Times tau2 runs an episode again that ended in an exception."""
+    episode_timeout_seconds: float | None = Field(None, gt=0)
+    """Wall clock of one episode, which then failed."""
+    stall_timeout_seconds: float = Field(3600.0, gt=0)
+    """Time without a finished episode after which tau2's process is ended and started again."""
+    restarts: int = Field(3, ge=0)
+    """Times tau2's process is started again after it died or stalled; finished episodes are kept."""
+    embeddings_cache: Path = Path(".cache/tau2_embeddings")
+    """Folder of the documents' embeddings."""
+    agent: TauModelConfig = TauModelConfig()
+    """The policy when it is an API model; of a policy that is served here only the temperature is used."""
+    user: TauModelConfig = TauModelConfig()
+    """The user simulator."""
+    judge: TauModelConfig = TauModelConfig()
+    """Of natural-language assertions, which decide one task."""
+    embedder: TauEmbedderConfig = TauEmbedderConfig()
+    server: TauServerConfig = TauServerConfig()
+
+
 class RunConfig(Tree):
     """The run directory."""
 
@@ -290,5 +379,6 @@ class DracoConfig(Tree):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     train: TrainConfig = TrainConfig()
+    tau_bench: TauBenchConfig = TauBenchConfig()
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()

@@ -11,7 +11,8 @@
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
-    └── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
+    ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
+    └── TauBenchError        τ-bench cannot be run, or its results cannot be read
 
 Every error takes exactly one argument, its message, so that it survives pickling between processes.
 """
@@ -63,3 +64,7 @@ class StoreError(DracoError):
 
 class CanaryFailed(DracoError):
     """After a weight sync the engine does not sample from what the learner trained."""
+
+
+class TauBenchError(DracoError):
+    """tau2-bench cannot be run as configured, its process failed for good, or its result files cannot be read."""

@@ -1,0 +1,123 @@
+"""Child processes that print into a file without keys and never outlive this one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+MASK = "***"
+SHORTEST_KEY = 6
+"""Characters; masking something shorter would tear text apart without hiding anything."""
+END_SECONDS = 15.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Scrubber:
+    """Masks keys in text that others write: a provider's error may quote the key it refused."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = sorted({key for key in keys if len(key) >= SHORTEST_KEY}, key=len, reverse=True)
+
+    def text(self, text: str) -> str:
+        """``text`` with every key masked."""
+        for key in self._keys:
+            text = text.replace(key, MASK)
+        return text
+
+    def file(self, path: Path) -> None:
+        """Mask keys in a file; one that holds none is not written."""
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if (masked := self.text(text)) != text:
+            partial = path.with_name(f".{path.name}.masked")
+            partial.write_text(masked, encoding="utf-8")
+            partial.replace(path)
+
+
+class Child:
+    """A process in a group of its own; what it prints is appended to a log, masked."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        scrubber: Scrubber,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            folder: working directory; None is this process's.
+        """
+        self.last_line = ""
+        """The last line it printed that is not empty."""
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform.startswith("linux") else None,
+        )
+        self._reader = threading.Thread(target=self._copy, args=(log, scrubber), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and that of its group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end at most so long; returns the exit code, None if it still runs."""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        # What is left in the pipe is on its way; a grandchild that holds the pipe open must not hold us.
+        self._reader.join(END_SECONDS)
+        return code
+
+    def end(self) -> None:
+        """End it and everything it started: politely, then not. Safe to call twice."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+            if number == signal.SIGTERM:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_SECONDS)
+        self._process.wait()
+        self._reader.join(END_SECONDS)
+
+    def _copy(self, log: Path, scrubber: Scrubber) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout, log.open("a", encoding="utf-8") as file:
+            for line in self._process.stdout:
+                masked = scrubber.text(line)
+                file.write(masked)
+                file.flush()
+                self.last_line = masked.strip() or self.last_line
+
+
+# Found now: nothing may be imported between fork and exec.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

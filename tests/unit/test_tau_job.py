@@ -1,0 +1,259 @@
+"""What tau2's process and the policy's server are told: no key in a word or a file, the right flags, one-line refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from draco_ray.config import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.evaluation.tau_bench import job as jobs
+from draco_ray.evaluation.tau_bench.policy import TauPolicy, find_policy, write_served_adapter
+from draco_ray.evaluation.tau_bench.process import Scrubber
+from draco_ray.evaluation.tau_bench.server import Endpoint, free_port, serve_command, serve_environment
+from draco_ray.evaluation.tau_bench.tau2 import Tau2
+
+KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
+SERVED = Endpoint("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")
+POLICY = TauPolicy(name="step00100", model="Qwen/Qwen3.6-27B", adapter=Path("adapter"), rank=16)
+
+
+def config(**tau: Any) -> DracoConfig:
+    return DracoConfig.model_validate({"tau_bench": tau})
+
+
+@pytest.fixture
+def tau2(tmp_path: Path) -> Tau2:
+    (tmp_path / "home" / "data").mkdir(parents=True)
+    return Tau2(
+        python="python", home=tmp_path / "home", version="1.0.1", commit="a2c0247", tasks=("task_001", "task_002")
+    )
+
+
+def value_after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def model_directory(folder: Path, architecture: str = "Qwen2ForCausalLM", **description: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **description}))
+    save_file({"weight": np.zeros(1, dtype=np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def adapter_directory(folder: Path, rank: Any = 16) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    tensors = {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": np.ones((2, 2), dtype=np.float32)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path) -> None:
+    job = jobs.tau2_job(config().tau_bench, tau2, POLICY, SERVED, tmp_path, unreadable=["secret"])
+    assert (job["trials"], job["max_steps"], job["seed"]) == (3, 200, 300)
+    assert job["retrieval"] == "alltools-qwen"
+    assert job["agent"] == {"model": "hosted_vllm/policy", "args": {"temperature": 0.0}}
+    assert job["user"]["model"] == job["judge"]["model"] == "openai/gpt-5.4"
+    text = json.dumps(job)
+    assert not [key for key in (*KEYS.values(), SERVED.key) if key in text]
+
+
+def test_keys_and_endpoints_are_in_the_environment(
+    tau2: Tau2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for tau2")
+    tau = config(user={"api_base": "http://user/v1"}).tau_bench
+    environment = jobs.tau2_environment(tau, tau2, POLICY, SERVED, KEYS, tmp_path)
+    assert environment["OPENAI_API_KEY"] == KEYS["user simulator"]
+    assert environment["OPENAI_API_BASE"] == "http://user/v1"
+    assert environment["HOSTED_VLLM_API_BASE"] == SERVED.api_base
+    assert environment["HOSTED_VLLM_API_KEY"] == SERVED.key
+    assert environment[jobs.JUDGE_KEY] == KEYS["judge"]
+    assert environment[jobs.EMBEDDER_KEY] == KEYS["embedder"]
+    assert environment["TAU2_DATA_DIR"] == str(tau2.data)
+    assert environment["TMPDIR"] == str(tmp_path)
+    assert "127.0.0.1" in environment["NO_PROXY"].split(",")
+    assert not environment.keys() & {"OPENAI_BASE_URL", "AWS_SECRET_ACCESS_KEY"}
+
+
+def test_an_api_policy_brings_its_own_key(tau2: Tau2, tmp_path: Path) -> None:
+    policy = find_policy("litellm:anthropic/claude", DracoConfig())
+    tau = config(agent={"api_key_env": "ANTHROPIC_API_KEY"}).tau_bench
+    environment = jobs.tau2_environment(tau, tau2, policy, None, {**KEYS, "agent": "sk-agent-0"}, tmp_path)
+    assert environment["ANTHROPIC_API_KEY"] == "sk-agent-0"
+    assert "HOSTED_VLLM_API_KEY" not in environment
+    assert jobs.tau2_job(tau, tau2, policy, None, tmp_path, unreadable=[])["agent"]["model"] == "anthropic/claude"
+
+
+def test_one_variable_cannot_serve_two_roles(tau2: Tau2, tmp_path: Path) -> None:
+    policy = find_policy("litellm:openai/gpt", DracoConfig())
+    with pytest.raises(ConfigError, match="agent and user simulator need different OPENAI_API_KEY"):
+        jobs.tau2_environment(config().tau_bench, tau2, policy, None, {**KEYS, "agent": "another"}, tmp_path)
+
+
+def test_an_endpoint_the_provider_would_not_hear_of_is_refused(tau2: Tau2, tmp_path: Path) -> None:
+    tau = config(user={"model": "anthropic/claude", "api_base": "http://here"}).tau_bench
+    with pytest.raises(ConfigError, match="tau_bench.user.api_base: cannot be told to provider 'anthropic'"):
+        jobs.tau2_environment(tau, tau2, POLICY, SERVED, KEYS, tmp_path)
+
+
+def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER_KEY", "x")
+    monkeypatch.setenv("EMPTY_KEY", "")
+    tau = config(user={"api_key_env": "USER_KEY"}, judge={"api_key_env": "EMPTY_KEY"}).tau_bench
+    with pytest.raises(ConfigError, match="judge: no key in the environment variable EMPTY_KEY"):
+        jobs.read_keys(tau, POLICY)
+
+
+def test_only_dense_retrieval_needs_the_embedders_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    assert jobs.read_keys(config(retrieval="bm25").tau_bench, POLICY).keys() == {"user simulator", "judge"}
+    with pytest.raises(ConfigError, match="embedder: no key .* OPENROUTER_API_KEY"):
+        jobs.read_keys(config().tau_bench, POLICY)
+
+
+def test_a_task_that_does_not_exist_is_refused(tau2: Tau2) -> None:
+    assert jobs.task_ids(config(tasks=["task_002"]).tau_bench, tau2) == ("task_002",)
+    with pytest.raises(ConfigError, match="'task_999' is no task"):
+        jobs.task_ids(config(tasks=["task_999"]).tau_bench, tau2)
+
+
+def test_embeddings_of_another_model_are_kept_apart(tau2: Tau2, tmp_path: Path) -> None:
+    folders = {
+        jobs.tau2_job(config(embedder=each).tau_bench, tau2, POLICY, SERVED, tmp_path, unreadable=[])["embeddings_cache"]
+        for each in ({}, {"model": "other"}, {"api_base": "http://other/v1"})
+    }
+    assert len(folders) == 3
+
+
+def test_qwen36_is_served_with_its_own_formats() -> None:
+    words = serve_command(DracoConfig(), POLICY, 8123, Path("folder/adapter"))
+    assert words[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "Qwen/Qwen3.6-27B"]
+    assert value_after(words, "--host") == "127.0.0.1"
+    assert "--enable-auto-tool-choice" in words
+    assert value_after(words, "--tool-call-parser") == "qwen3_coder"
+    assert value_after(words, "--reasoning-parser") == "qwen3"
+    assert json.loads(value_after(words, "--default-chat-template-kwargs")) == {"enable_thinking": True}
+    assert value_after(words, "--max-model-len") == "131072"
+    assert "--hf-overrides" not in words
+    assert json.loads(value_after(words, "--lora-modules")) == {"name": "policy", "path": "folder/adapter"}
+    assert value_after(words, "--max-lora-rank") == "16"
+    assert value_after(words, "--served-model-name") == "base"
+
+
+def test_qwen25_is_served_with_yarn_and_without_thinking() -> None:
+    settings = DracoConfig.model_validate(
+        {"agent": {"thinking": False}, "tau_bench": {"server": {"native_context": 32768}}}
+    )
+    policy = TauPolicy(name="base", model="Qwen/Qwen2.5-32B-Instruct")
+    words = serve_command(settings, policy, 8123, None)
+    assert value_after(words, "--tool-call-parser") == "hermes"
+    assert not {"--reasoning-parser", "--default-chat-template-kwargs", "--enable-lora"} & set(words)
+    assert json.loads(value_after(words, "--hf-overrides"))["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    }
+    assert value_after(words, "--served-model-name") == "policy"
+
+
+def test_a_local_model_says_itself_how_long_it_is(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "m", model_type="qwen2", max_position_embeddings=65536, rope_theta=5e6)
+    words = serve_command(DracoConfig(), find_policy(str(model), DracoConfig()), 8123, None)
+    rope = json.loads(value_after(words, "--hf-overrides"))["rope_parameters"]
+    assert (rope["factor"], rope["rope_theta"], rope["original_max_position_embeddings"]) == (2.0, 5e6, 65536)
+
+
+def test_an_unknown_tool_format_is_refused_unless_it_is_named() -> None:
+    policy = TauPolicy(name="base", model="some/Model-7B")
+    with pytest.raises(ConfigError, match="no tool-call format is known for some/Model-7B"):
+        serve_command(DracoConfig(), policy, 8123, None)
+    words = serve_command(config(server={"tool_call_parser": "llama3_json"}), policy, 8123, None)
+    assert value_after(words, "--tool-call-parser") == "llama3_json"
+
+
+def test_the_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-user")
+    monkeypatch.setenv("HF_HOME", "models")
+    environment = serve_environment(DracoConfig(), "own-key", ["OPENAI_API_KEY", "OPENROUTER_API_KEY"])
+    assert environment["VLLM_API_KEY"] == "own-key"
+    assert environment["HF_HOME"] == "models"
+    assert "OPENAI_API_KEY" not in environment
+    assert "own-key" not in " ".join(serve_command(DracoConfig(), POLICY, 8123, None))
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1: .*in use.*tau_bench.server.port"):
+            free_port(port)
+    assert free_port(port) == port
+
+
+def test_policies(tmp_path: Path) -> None:
+    base = model_directory(tmp_path / "base")
+    settings = DracoConfig.model_validate({"model": {"path": str(base)}})
+    checkpoint = adapter_directory(tmp_path / "checkpoints" / "step00100", rank=8)
+    found = find_policy(str(checkpoint), settings)
+    assert (found.name, found.model, found.adapter, found.rank) == ("step00100", str(base), checkpoint, 8)
+    assert found.digest == find_policy(str(checkpoint), settings).digest
+    assert find_policy("base", settings).model == str(base)
+    assert find_policy(str(base), DracoConfig()).adapter is None
+    assert find_policy("litellm:openai/gpt-5.4", settings).api
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda folder: None, "expected a folder with adapter_config.json"),
+        (lambda folder: adapter_directory(folder, rank="many"), "has rank 'many'"),
+        (lambda folder: (adapter_directory(folder) / "adapter_model.safetensors").unlink(), "cannot be read"),
+        (lambda folder: (model_directory(folder) / "tokenizer.json").unlink(), "no tokenizer"),
+    ],
+)
+def test_an_unusable_policy_directory_is_one_line(tmp_path: Path, prepare: Any, reason: str) -> None:
+    settings = DracoConfig.model_validate({"model": {"path": str(model_directory(tmp_path / "base"))}})
+    prepare(tmp_path / "policy")
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        find_policy(str(tmp_path / "policy"), settings)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_adapter_is_served_under_the_names_vllm_looks_for(tmp_path: Path) -> None:
+    """Of a text model inside a wrapper vLLM would pass over the learner's names without a word."""
+    base = model_directory(tmp_path / "base", architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
+    settings = DracoConfig.model_validate({"model": {"path": str(base)}})
+    policy = find_policy(str(adapter_directory(tmp_path / "step00001")), settings)
+    folder = write_served_adapter(policy, tmp_path / "copy")
+    assert list(load_file(folder / "adapter_model.safetensors")) == [
+        "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
+    ]
+    assert json.loads((folder / "adapter_config.json").read_text()) == {"r": 16}
+
+
+def test_keys_are_masked_wherever_they_are_quoted(tmp_path: Path) -> None:
+    scrubber = Scrubber(["sk-0123456789", "sk-0123456789-longer", "", "x"])
+    assert scrubber.text("no sk-0123456789-longer, no sk-0123456789, x") == "no ***, no ***, x"
+    file = tmp_path / "results.json"
+    file.write_text('{"error": "incorrect key sk-0123456789"}')
+    scrubber.file(file)
+    assert json.loads(file.read_text()) == {"error": "incorrect key ***"}
+    before = os.stat(file).st_mtime_ns
+    scrubber.file(file)
+    assert os.stat(file).st_mtime_ns == before
