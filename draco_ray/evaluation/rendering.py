@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rich.cells import cell_len
@@ -37,6 +37,13 @@ class Shown(StrEnum):
     NOTHING = "none"
     STD = "std"
     INTERVAL = "interval"
+
+
+LEGENDS = {
+    Shown.NOTHING: "",
+    Shown.STD: "±: sample standard deviation across checkpoints; across runs where there is one checkpoint.",
+    Shown.INTERVAL: "[low, high]: 95 % bootstrap interval over scenarios.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,21 @@ class Table:
 
 def render(table: Table, form: TableFormat, shown: Shown = Shown.NOTHING) -> str:
     """The table as text that ends with a line break. CSV has every number, whatever ``shown`` says."""
+    if shown in _beside(table):
+        table = replace(table, notes=(*table.notes, LEGENDS[shown]))
     return {
         TableFormat.TEXT: _text,
         TableFormat.MARKDOWN: _markdown,
         TableFormat.CSV: _csv,
         TableFormat.LATEX: _latex,
     }[form](table, shown)
+
+
+def _beside(table: Table) -> set[Shown]:
+    """What at least one of the cells has beside its mean."""
+    cells = [cell for _, row in table.rows for cell in row if cell is not None]
+    found = {Shown.STD} if any(cell.std is not None for cell in cells) else set()
+    return found | ({Shown.INTERVAL} if any(cell.low is not None for cell in cells) else set())
 
 
 def best_rows(table: Table, column: int) -> set[int]:

@@ -23,6 +23,7 @@ SPLITS = {
     ("appworld", "test_challenge"): "AppWorld TC",
     ("appworld", "train"): "AppWorld train",
     ("appworld", "dev"): "AppWorld dev",
+    ("tau-banking", "full"): "τ-bench",
 }
 DIFFICULTIES = {1: "Easy", 2: "Medium", 3: "Hard"}
 _PAIRED = "a comparison needs the same tasks in both settings"
