@@ -212,7 +212,7 @@ def _latex(table: Table, shown: Shown) -> str:
     depth = max((len(column.path) for column in table.columns), default=1)
     lines = [r"\begin{table*}[t]", r"\centering", rf"\begin{{tabular}}{{l{'c' * len(table.columns)}}}", r"\toprule"]
     for level in range(depth):
-        paths = [column.path[: level + 1 - (depth - len(column.path))] for column in table.columns]
+        paths = [column.path[: max(level + 1 - (depth - len(column.path)), 0)] for column in table.columns]
         cells = [_escape(table.row_header) if level == depth - 1 else ""]
         rules, place = [], 2
         for path, run in itertools.groupby(paths):

@@ -78,10 +78,10 @@ def test_holm_is_the_closed_test_by_bonferroni(p_values: list[float]) -> None:
 
 def test_the_difference_is_of_means_and_needs_the_same_tasks() -> None:
     one = {f"{s}_{n}": float((s + n) % 2) for s in range(8) for n in (1, 2)}
-    other = {task: 0.25 for task in one}
+    other = dict.fromkeys(one, 0.25)
     interval, p_value = paired_difference(one, other, scenario_of)
     assert interval.mean == pytest.approx(0.25)
     assert interval.low <= 0.25 <= interval.high
     assert 0 < p_value <= 1
     with pytest.raises(ValueError, match="1 tasks are in one of the two only"):
-        paired_difference(one, {task: 0.0 for task in list(one)[1:]}, scenario_of)
+        paired_difference(one, dict.fromkeys(list(one)[1:], 0.0), scenario_of)

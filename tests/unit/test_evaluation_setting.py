@@ -22,7 +22,7 @@ def solved(results: list[RolloutResult], task: str, run: int) -> bool:
 
 
 def brute(results: list[RolloutResult], groups: list[list[str]], k: int, joint: bool) -> float:
-    """Mean over groups and over all k-subsets of runs: all (pass^k) or any (pass@k) of the runs solve the whole group."""
+    """Mean over groups and k-subsets of runs: all (pass^k) or any (pass@k) of the runs solve the whole group."""
     combine = all if joint else any
     values = [
         combine(all(solved(results, task, run) for task in group) for run in runs)
@@ -62,7 +62,9 @@ def test_one_checkpoint_has_its_spread_across_runs_where_a_run_has_a_value() -> 
     assert result.tgc[0].std == pytest.approx(stdev(per_run))
     assert result.tgc[1].std is None
     assert result.sgc[2].std is None
-    turns = [[r.evaluation.turns for r in results if r.evaluation.run == run and r.evaluation.turns] for run in range(3)]
+    turns = [
+        [r.evaluation.turns for r in results if r.evaluation.run == run and r.evaluation.turns] for run in range(3)
+    ]
     assert result.turns.std == pytest.approx(stdev([mean(of_one) for of_one in turns]))
     once = aggregate(a_plan(runs=1), [[r for r in results if r.evaluation.run == 0]])
     assert once.tgc[0].std is None

@@ -1,0 +1,109 @@
+"""What --policy and --run may name, and which checkpoints the protocol takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from draco_ray.configuration import dump_config, load_config
+from draco_ray.errors import ConfigError
+from draco_ray.evaluation.policies import (
+    deciding_settings,
+    every_checkpoint,
+    find_policy,
+    last_epochs,
+    load_adapter,
+    lora_rank,
+)
+
+
+def a_run(path: Path, steps: list[int]) -> Path:
+    """A run directory with adapters after those steps."""
+    path.mkdir()
+    (path / "config.yaml").write_text(dump_config(load_config("sandbox", setting="no-credit")), encoding="utf-8")
+    for step in steps:
+        an_adapter(path / "checkpoints" / f"step{step:05d}", step)
+    return path
+
+
+def an_adapter(path: Path, value: int) -> Path:
+    path.mkdir(parents=True)
+    config = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": "owner/model"}
+    (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({"a.lora_B.weight": np.full((2, 4), value, dtype=np.float32)}, path / "adapter_model.safetensors")
+    return path
+
+
+def test_each_kind_of_policy_is_found(tmp_path: Path) -> None:
+    starter = tmp_path / "starter"
+    starter.mkdir()
+    (starter / "config.json").write_text("{}", encoding="utf-8")
+    found = find_policy("starter", starter)
+    assert (found.config, found.model, found.checkpoints[0].adapter) == ("sandbox", str(starter), None)
+    model = find_policy(str(starter), tmp_path / "none")
+    assert (model.label, model.model, model.config) == ("starter", str(starter), None)
+    api = find_policy("litellm:openrouter/moonshotai/kimi-k2", starter)
+    assert (api.api_model, api.label) == ("openrouter/moonshotai/kimi-k2", "kimi-k2")
+    assert "/" not in api.checkpoints[0].name
+    hub = find_policy("Qwen/Qwen3.6-27B", starter)
+    assert (hub.model, hub.label) == ("Qwen/Qwen3.6-27B", "Qwen3.6-27B")
+
+
+def test_a_run_is_its_last_checkpoint_and_a_checkpoint_knows_its_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", [2, 10])
+    last = find_policy(str(run), tmp_path)
+    assert [checkpoint.version for checkpoint in last.checkpoints] == [10]
+    assert (last.label, last.config) == ("no-credit", str(run))
+    one = find_policy(str(run / "checkpoints" / "step00002"), tmp_path)
+    assert [checkpoint.version for checkpoint in one.checkpoints] == [2]
+    assert one.config == str(run)
+    alone = find_policy(str(an_adapter(tmp_path / "alone", 3)), tmp_path)
+    assert (alone.model, alone.config) == ("owner/model", None)
+    adapter = load_adapter(one.checkpoints[0])
+    assert adapter.version == 2
+    assert np.all(adapter.tensors["a.lora_B.weight"] == 2)
+    assert lora_rank(one.checkpoints[0]) == 4
+
+
+@pytest.mark.parametrize("name", ["nowhere", "litellm:", "starter", "./a/b/c"])
+def test_what_is_nothing_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        find_policy(name, tmp_path / "no-starter")
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ConfigError, match="no checkpoint yet"):
+        find_policy(str(a_run(tmp_path / "run", [])), tmp_path)
+
+
+def test_the_protocol_takes_the_ends_of_the_last_epochs(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", list(range(1, 18)))
+    policy = last_epochs(run, 3, 5)
+    assert [checkpoint.version for checkpoint in policy.checkpoints] == [5, 10, 15]
+    assert [checkpoint.version for checkpoint in last_epochs(run, 1, 17).checkpoints] == [17]
+    with pytest.raises(ConfigError, match="3 whole epochs of 5 steps have a checkpoint, --last-epochs asks for 4"):
+        last_epochs(run, 4, 5)
+    sparse = a_run(tmp_path / "sparse", [4, 10, 15])
+    with pytest.raises(ConfigError, match="no checkpoint after step 5"):
+        last_epochs(sparse, 3, 5)
+
+
+def test_the_curve_begins_untrained_and_ends_with_the_last(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", [1, 2, 3, 4, 5])
+    policy = every_checkpoint(run, 2)
+    assert [checkpoint.version for checkpoint in policy.checkpoints] == [0, 2, 4, 5]
+    assert policy.checkpoints[0].adapter is None
+
+
+def test_other_weights_are_another_evaluation_but_other_slots_are_not(tmp_path: Path) -> None:
+    policy = find_policy(str(a_run(tmp_path / "run", [1])), tmp_path)
+    config = load_config("sandbox")
+    before = deciding_settings(config, policy)
+    assert deciding_settings(load_config("sandbox", ["environment.slots=3", "ray.dashboard=false"]), policy) == before
+    assert deciding_settings(load_config("sandbox", ["agent.max_turns=3"]), policy) != before
+    adapter = policy.checkpoints[0].adapter
+    assert adapter is not None
+    save_file({"a.lora_B.weight": np.ones((2, 4), dtype=np.float32) / 2}, adapter / "adapter_model.safetensors")
+    assert deciding_settings(config, policy) != before

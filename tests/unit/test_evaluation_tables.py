@@ -1,0 +1,216 @@
+"""The paper's tables from invented evaluations: shapes, numbers, formats, and comparisons that are refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from draco_ray.errors import ConfigError
+from draco_ray.evaluation.command import curve_table, print_tables
+from draco_ray.evaluation.comparison import holm
+from draco_ray.evaluation.rendering import Cell, Column, Shown, Table, TableFormat, best_rows, render
+from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.evaluation.tables import (
+    TABLES,
+    compare,
+    comparison_table,
+    difficulty_table,
+    efficiency_table,
+    frontier_table,
+    main_table,
+    read_settings,
+)
+from tests.support.evaluations import TASKS, a_plan, write_evaluation
+
+SMALL = Table(
+    name="small",
+    title="A 50% test & more",
+    row_header="Setting",
+    columns=(Column(("TN", "TGC", "p^1"), best="high"), Column(("TN", "TGC", "p^2")), Column(("Turns",), best="low")),
+    rows=(
+        ("Base_1", (Cell(61.24, 1.06, 50, 70.25), None, Cell(9.0))),
+        ("DRACO", (Cell(61.21), Cell(1234.5), Cell(8.5, 0.5))),
+    ),
+    notes=("A note.",),
+)
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> list[str]:
+    """Two settings on the normal split, one of them on τ-bench as well."""
+    draco = write_evaluation(tmp_path / "draco", a_plan(measurements=("step00005", "step00010")), 1, 0.8)
+    base = write_evaluation(tmp_path / "base", a_plan(label="Base"), 2, 0.5)
+    bank = a_plan(
+        benchmark="tau-banking",
+        split="full",
+        scenarios=False,
+        tasks={f"task_{n:03}": None for n in range(9)},
+        world="t",
+    )
+    return [f"Base={base}", str(draco), str(write_evaluation(tmp_path / "bank", bank, 3, 0.3))]
+
+
+def headers(table: Table) -> list[str]:
+    return [" ".join(part for part in column.path if part) for column in table.columns]
+
+
+def test_the_main_table_has_the_papers_columns_and_averages_whole_rows_only(directories: list[str]) -> None:
+    settings = read_settings(directories)
+    table = main_table(settings)
+    assert headers(table) == [
+        *(f"AppWorld TN {metric} p^{k}" for metric in ("TGC", "SGC") for k in (1, 2, 3)),
+        *(f"τ-bench SR p^{k}" for k in (1, 2, 3)),
+        *(f"Average p^{k}" for k in (1, 2, 3)),
+    ]
+    (base_label, base), (draco_label, draco) = table.rows
+    assert (base_label, draco_label) == ("Base", "draco")
+    assert base[6:] == (None,) * 6
+    for k in range(3):
+        columns = [draco[k], draco[3 + k], draco[6 + k]]
+        average = draco[9 + k]
+        assert average is not None
+        assert average.mean == pytest.approx(sum(cell.mean for cell in columns if cell) / 3)
+    tgc = settings["draco"]["AppWorld TN"].tgc[2]
+    assert draco[2] is not None
+    assert draco[2].mean == pytest.approx(100 * tgc.mean)
+    assert draco[2].std == pytest.approx(100 * (tgc.std or 0))
+
+
+def test_the_other_tables_say_turns_difficulty_and_cost(directories: list[str]) -> None:
+    settings = read_settings(directories)
+    efficiency = efficiency_table(settings)
+    assert headers(efficiency) == ["AppWorld TN", "τ-bench", "Avg."]
+    assert efficiency.rows[0][1][1:] == (None, None)
+    difficulty = difficulty_table(settings)
+    sizes = {level: sum(each == level for each in TASKS.values()) for level in (1, 2, 3)}
+    assert headers(difficulty)[:4] == [
+        f"AppWorld TN Easy ({sizes[1]}) TGC",
+        f"AppWorld TN Easy ({sizes[1]}) SGC",
+        f"AppWorld TN Medium ({sizes[2]}) TGC",
+        f"AppWorld TN Medium ({sizes[2]}) SGC",
+    ]
+    frontier = frontier_table(settings)
+    dollars, per_task = frontier.rows[0][1][2], frontier.rows[0][1][3]
+    assert dollars is not None
+    assert per_task is not None
+    assert dollars.mean == pytest.approx(0.25 * len(TASKS))
+    assert per_task.mean == pytest.approx(0.25)
+    for make in TABLES.values():
+        for form in TableFormat:
+            for shown in Shown:
+                assert render(make(settings), form, shown).endswith("\n")
+
+
+def test_text_aligns_and_says_an_outer_header_once() -> None:
+    lines = render(SMALL, TableFormat.TEXT).splitlines()
+    assert lines[0] == "A 50% test & more"
+    assert lines[1].split() == ["TN"]
+    assert lines[3].split() == ["Setting", "p^1", "p^2", "Turns"]
+    assert lines[5].split() == ["Base_1", "61.2", "-", "9.0"]
+    assert lines[6].split() == ["DRACO", "61.2", "1,234.5", "8.5"]
+    assert len(lines[3]) == len(lines[5]) == len(lines[6])
+    shown = render(SMALL, TableFormat.TEXT, Shown.INTERVAL)
+    assert "61.2 [50.0, 70.2]" in shown
+    assert "bootstrap interval" in shown
+
+
+def test_markdown_marks_the_best_and_ties_are_both_best() -> None:
+    assert best_rows(SMALL, 0) == {0, 1}
+    assert best_rows(SMALL, 1) == set()
+    assert best_rows(SMALL, 2) == {1}
+    text = render(SMALL, TableFormat.MARKDOWN, Shown.STD)
+    assert "| Base_1 | **61.2 ±1.1** | - | 9.0 |" in text
+    assert "| DRACO | **61.2** | 1,234.5 | **8.5 ±0.5** |" in text
+
+
+def test_csv_has_every_number_unrounded() -> None:
+    rows = list(csv.DictReader(io.StringIO(render(SMALL, TableFormat.CSV))))
+    assert rows[0]["TN TGC p^1"] == "61.24"
+    assert rows[0]["TN TGC p^1 high"] == "70.25"
+    assert rows[0]["TN TGC p^2"] == ""
+    assert rows[1]["Turns std"] == "0.5"
+
+
+def test_latex_is_escaped_and_spans_headers() -> None:
+    text = render(SMALL, TableFormat.LATEX, Shown.STD)
+    assert r"\multicolumn{2}{c}{TN}" in text
+    assert r"\cmidrule(lr){2-3}" in text
+    assert r"Base\_1 & \textbf{61.2}$_{\pm 1.1}$ & -- & 9.0 \\" in text
+    assert r"Setting & $p^1$ & $p^2$ & Turns \\" in text
+    assert r"\caption{A 50\% test \& more. A note." in text
+    body = text.split(r"\toprule")[1].split(r"\bottomrule")[0]
+    spans = [
+        sum(int(span) for span in re.findall(r"multicolumn\{(\d)\}", line)) or 1
+        for line in body.splitlines()
+        if line.endswith(r"\\")
+    ]
+    ands = [line.count("&") for line in body.splitlines() if line.endswith(r"\\")]
+    # A span of n stands for n cells.
+    assert [many + span - 1 for many, span in zip(ands, spans, strict=True)] == [3] * 5
+
+
+def test_a_setting_is_compared_with_the_baseline_on_every_common_split(directories: list[str], tmp_path: Path) -> None:
+    third = write_evaluation(tmp_path / "third", a_plan(label="third"), 9, 0.65)
+    settings = read_settings([*directories, str(third)])
+    found = compare(settings, "Base")
+    assert [(each.one, each.other, each.split) for each in found] == [
+        ("draco", "Base", "AppWorld TN"),
+        ("third", "Base", "AppWorld TN"),
+    ]
+    assert [each.adjusted_p for each in found] == pytest.approx(holm([each.p_value for each in found]))
+    draco, base = settings["draco"]["AppWorld TN"], settings["Base"]["AppWorld TN"]
+    assert found[0].difference.mean == pytest.approx(draco.tgc[0].mean - base.tgc[0].mean)
+    assert (found[0].tasks, found[0].clusters) == (24, 8)
+    assert len(comparison_table(found).rows) == 2
+
+
+def test_what_is_not_paired_is_refused_with_the_reason(tmp_path: Path) -> None:
+    base = str(write_evaluation(tmp_path / "base", a_plan(label="Base")))
+    fewer = {task: level for task, level in TASKS.items() if task != "a_1"}
+    for changes, words in (
+        ({"tasks": fewer}, "0 tasks only in the first, 1 only in the second"),
+        ({"world": "another"}, "two generated worlds"),
+        ({"split": "test_challenge"}, "no split in common"),
+    ):
+        other = write_evaluation(tmp_path / words.replace(" ", "_"), a_plan(label="other", **changes))
+        with pytest.raises(ConfigError, match=words) as refusal:
+            compare(read_settings([base, str(other)]), "Base")
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(ConfigError, match="no such setting"):
+        compare(read_settings([base]), "Bass")
+
+
+def test_directories_that_cannot_be_a_table_are_refused(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", a_plan())
+    with pytest.raises(ConfigError, match="give it another label"):
+        read_settings([str(base), f"draco={base}"])
+    EvaluationDirectory.begin(tmp_path / "begun", a_plan())
+    with pytest.raises(ConfigError, match="0 of 72 rollouts are there"):
+        read_settings([str(tmp_path / "begun")])
+    with pytest.raises(ConfigError, match="not an evaluation directory"):
+        read_settings([str(tmp_path / "nothing")])
+
+
+def test_tables_are_written_in_every_format(directories: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "tables"
+    print_tables(directories[:2], tables=["main"], form=TableFormat.TEXT, shown=Shown.STD, against="Base", out=out)
+    assert {path.name for path in out.iterdir()} == {
+        f"{name}.{suffix}" for name in ("main", "comparison") for suffix in ("txt", "md", "csv", "tex")
+    }
+    with pytest.raises(ConfigError, match="--table 'mean'|--table mean"):
+        print_tables(directories, tables=["mean"], form=TableFormat.TEXT, shown=Shown.STD, against=None, out=None)
+
+
+def test_a_curve_has_a_row_a_checkpoint(tmp_path: Path) -> None:
+    plan = a_plan(split="train", measurements=("step00000", "step00010"), runs=1)
+    directory = EvaluationDirectory.open(write_evaluation(tmp_path, plan))
+    table = curve_table(directory)
+    assert [label for label, _ in table.rows] == ["0", "10"]
+    results = directory.results("step00010")
+    cell = table.rows[1][1][0]
+    assert cell is not None
+    assert cell.mean == pytest.approx(100 * sum(each.evaluation.success for each in results) / len(results))
