@@ -30,7 +30,8 @@ class Where(NamedTuple):
     rollout: int | None = None
 
 
-_where: contextvars.ContextVar[Where] = contextvars.ContextVar("draco_ray_where", default=Where())
+_NOWHERE = Where()
+_where: contextvars.ContextVar[Where] = contextvars.ContextVar("draco_ray_where", default=_NOWHERE)
 
 
 def working_on(group: str, rollout: int | None = None) -> None:

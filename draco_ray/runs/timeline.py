@@ -1,7 +1,8 @@
 """What ran when in a training step, as a Chrome trace (`draco runs timeline`).
 
-The format is that of ``ray timeline``: a JSON list of complete events that chrome://tracing and Perfetto read. Each task
-of the step is a process, each rollout in it a row; what belongs to the whole group (stage1, union) has a row of its own.
+The format is that of ``ray timeline``: a JSON list of complete events that chrome://tracing and Perfetto read. Each
+task of the step is a process, each rollout in it a row; what belongs to the whole group (stage1, union) has a row of
+its own.
 """
 
 from __future__ import annotations

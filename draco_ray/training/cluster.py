@@ -55,7 +55,7 @@ def connect(config: DracoConfig) -> dict[str, Any]:
 
 
 def _forwarded() -> dict[str, Any]:
-    """Variables of this process for the workers of a cluster; those that the submitted job sets itself reach them anyway.
+    """Variables of this process for a cluster's workers; those that the submitted job sets itself reach them anyway.
 
     Ray refuses a variable that both name.
     """

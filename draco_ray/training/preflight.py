@@ -73,7 +73,7 @@ def step_size(config: DracoConfig) -> StepSize:
 
 
 def adapter_bytes(model_path: str, rank: int) -> int:
-    """Size of a float32 LoRA adapter on the attention and MLP matrices; 0 if the model's ``config.json`` is not here."""
+    """Size of a float32 LoRA adapter on attention and MLP matrices; 0 if the model's ``config.json`` is not here."""
     shape = _model_shape(model_path)
     if shape is None:
         return 0

@@ -80,7 +80,7 @@ async def test_prometheus_sees_every_metric_of_the_catalogue(run_directory: Path
     group = a_group()
     observer.group(group)
     observer.group(group)
-    line = {key: 0.5 for key in STEP_GAUGES} | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}
+    line = dict.fromkeys(STEP_GAUGES, 0.5) | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}
     observer.step(line)
     observer.step(line | {"kl": 0.25})
     wanted = {metric.series[0] for metric in CATALOGUE}

@@ -1,0 +1,139 @@
+"""What a cluster that cannot carry the run is told: one line, with the number that is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import load_config
+from draco_ray.errors import ClusterError, ConfigError, StoreError
+from draco_ray.training.preflight import (
+    adapter_bytes,
+    check_disk,
+    check_object_store,
+    check_resources,
+    check_writable,
+    probe_node,
+    step_size,
+)
+
+BIG = {"CPU": 200.0, "GPU": 8.0, "judge": 16.0}
+
+
+@pytest.fixture
+def paper() -> DracoConfig:
+    return load_config("qwen3.6-27b")
+
+
+def refusal(config: DracoConfig, cluster: dict[str, float], nodes: list[dict[str, float]] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_resources(config, cluster, nodes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_cluster_with_enough_passes(paper: DracoConfig) -> None:
+    check_resources(paper, BIG, [BIG])
+
+
+def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
+    line = refusal(paper, BIG | {"judge": 0.0})
+    assert "offers 0 of the custom resource 'judge'" in line
+    assert "--resources='{\"judge\": 16}'" in line
+
+
+def test_too_few_gpus(paper: DracoConfig) -> None:
+    assert "need 8 GPUs, the Ray cluster has 7" in refusal(paper, BIG | {"GPU": 7.0})
+
+
+def test_an_engine_must_fit_one_node(paper: DracoConfig) -> None:
+    line = refusal(paper, BIG, [{"GPU": 1.0}] * 8)
+    assert "engine.gpus_per_engine=2" in line
+    assert "more than 1 GPUs" in line
+
+
+def test_too_few_cpus_counts_the_evaluation_workers_too(paper: DracoConfig) -> None:
+    # 48 slots, 2 engines, 4 learner workers, one CPU each.
+    check_resources(paper, BIG | {"CPU": 54.0})
+    assert "need 54 CPUs, the Ray cluster has 53" in refusal(paper, BIG | {"CPU": 53.0})
+    evaluating = load_config("qwen3.6-27b", ["train.evaluate_before_after=true"])
+    assert "96 rollout workers" in refusal(evaluating, BIG | {"CPU": 101.0})
+    check_resources(evaluating, BIG | {"CPU": 102.0})
+
+
+def test_the_estimate_grows_with_what_a_step_makes(paper: DracoConfig) -> None:
+    size = step_size(paper)
+    tokens = 16 * 6 * (4096 + 24576)
+    assert size.rollouts == 96
+    assert size.trajectories == 21 * tokens
+    # Shown to stage2, union, score and credit, four bytes a token each.
+    assert size.judge_calls == 4 * 4 * tokens
+    assert step_size(load_config("qwen3.6-27b", ["judge.score_votes=3"])).judge_calls == 6 * 4 * tokens
+    assert step_size(load_config("qwen3.6-27b", setting="outcome")).judge_calls == 0
+
+
+def test_the_adapter_is_counted_from_the_models_shape(tmp_path: Path) -> None:
+    shape = {"hidden_size": 100, "intermediate_size": 300, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": shape}))
+    # Four square matrices and three between hidden and MLP size, two low-rank factors each, float32.
+    assert adapter_bytes(str(tmp_path), rank=16) == 2 * 16 * (4 * 200 + 3 * 400) * 4
+    (tmp_path / "config.json").write_text("{}")
+    assert adapter_bytes(str(tmp_path), rank=16) == 0
+    assert adapter_bytes("nobody/no-such-model", rank=16) == 0
+
+
+def test_an_object_store_too_small_states_the_estimate(paper: DracoConfig) -> None:
+    needed = step_size(paper).object_store
+    check_object_store(paper, needed)
+    with pytest.raises(ClusterError, match=r"hold 0\.08 GiB, a step of 96 rollouts may need 0\.13 GiB .*trajectories"):
+        check_object_store(paper, 80 << 20)
+
+
+def test_the_sandbox_fits_the_smallest_object_store() -> None:
+    check_object_store(load_config("sandbox"), 80 << 20)
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    check_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StoreError, match=r"gone cannot be written: No such file or directory; set run.root"):
+        check_writable(tmp_path / "gone")
+    with pytest.raises(StoreError, match="cannot be written"):
+        check_writable(Path("/proc"))
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_full_disk_says_what_a_step_needs(
+    tmp_path: Path, paper: DracoConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_disk(load_config("sandbox"), tmp_path)
+    needed = step_size(paper).disk
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - needed + 1, needed - 1))
+    with pytest.raises(StoreError, match=r"0\.09 GiB free on its disk, a training step may write 0\.09 GiB"):
+        check_disk(paper, tmp_path)
+
+
+def test_a_node_looks_for_the_run_directory_the_data_and_the_model(tmp_path: Path) -> None:
+    marker = tmp_path / ".shared-abc"
+    marker.write_text(marker.name)
+    problem, written = probe_node(str(marker), [str(tmp_path)])
+    assert problem is None
+    assert Path(written).exists()
+    assert probe_node(str(marker), ["/no/such/model"])[0] == "no /no/such/model"
+    missing: tuple[Any, ...] = probe_node(str(tmp_path / "elsewhere" / ".shared-abc"), [])
+    assert missing[0] == f"no run directory {tmp_path / 'elsewhere'}"
+    if os.geteuid() != 0:
+        tmp_path.chmod(0o500)
+        assert "cannot be written" in str(probe_node(str(marker), [])[0])
+        tmp_path.chmod(0o700)
