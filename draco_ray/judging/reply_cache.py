@@ -26,7 +26,14 @@ class ReplyCache:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Paid answers are not evicted; a run's worth of text is small beside its adapters.
-        self._answers = diskcache.Cache(str(folder), eviction_policy="none", size_limit=2**40)
+        # Judge workers on several nodes share the folder: SQLite's write-ahead log and memory maps work on one host only.
+        self._answers = diskcache.Cache(
+            str(folder),
+            eviction_policy="none",
+            size_limit=2**40,
+            sqlite_journal_mode="delete",
+            sqlite_mmap_size=0,
+        )
 
     async def get(self, key: str) -> dict[str, object] | None:
         """The stored answer, if there is one."""
