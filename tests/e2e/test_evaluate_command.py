@@ -1,0 +1,182 @@
+"""`draco evaluate` as a user runs it: interrupted and gone on with, read by AppWorld, on checkpoints, on an API."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draco_ray.config import EnvironmentConfig
+from draco_ray.configuration import dump_config, load_config
+from draco_ray.environments.appworld_python import appworld_python
+from draco_ray.environments.appworld_slot import AppWorldSlot
+from draco_ray.environments.data_root import load_split
+from draco_ray.evaluation.appworld_outputs import DATASET, AppWorldOutputs
+from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.learner.learner import Learner
+from tests.support.command import draco, start_draco
+from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
+from tests.support.worlds import Tasks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TASKS, RUNS = 3, 2
+
+
+def arguments(world: Path, out: Path, *more: str) -> list[str]:
+    """An evaluation small enough for a test."""
+    return [
+        "evaluate",
+        *more,
+        "--out",
+        str(out),
+        f"data.root={world}",
+        f"data.eval_tasks={TASKS}",
+        "environment.slots=1",
+        "environment.slots_per_worker=1",
+        "environment.cpus_per_worker=0.25",
+        "ray.dashboard=false",
+    ]
+
+
+def appworld_evaluate(root: Path, experiment: str) -> dict[str, object]:
+    """What AppWorld's own command says of an experiment."""
+    done = subprocess.run(
+        [appworld_python(None), "-m", "appworld.cli", "evaluate", experiment, DATASET, "--root", str(root)],
+        env={"PATH": os.environ["PATH"], "HOME": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = root / "experiments" / "outputs" / experiment / "evaluations" / f"{DATASET}.json"
+    found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
+    return found
+
+
+def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
+    sandbox_root: Path, starter_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "evaluation"
+    policy = ["--policy", str(starter_model), "--config", "sandbox", "--split", "dev", "--runs", str(RUNS)]
+    command = arguments(sandbox_root, out, *policy)
+    process = start_draco(command)
+    lines = out / "results" / "base.jsonl"
+    while not lines.is_file() or b"\n" not in lines.read_bytes():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stdout + stderr
+    (finished,) = re.findall(r"stopped; (\d) of 6 rollouts are in", stdout)
+    assert 1 <= int(finished) < TASKS * RUNS
+    kept = lines.read_bytes()
+    half = draco("tables", str(out))
+    assert half.returncode == 2
+    assert f"{finished} of 6 rollouts are there" in half.stderr
+
+    changed = draco(*command, "agent.max_turns=3")
+    assert changed.returncode == 2
+    assert changed.stderr.count("\n") == 1
+    assert "agent.max_turns was 12, this command says 3" in changed.stderr
+
+    resumed = draco(*command, timeout=500)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"{finished} of 6 rollouts are there already" in resumed.stdout
+    assert lines.read_bytes().startswith(kept)
+    directory = EvaluationDirectory.open(out)
+    results = directory.complete_results()["base"]
+    assert len(results) == TASKS * RUNS
+    assert all(result.usage.output_tokens > 0 for result in results)
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    rate = sum(result.evaluation.success for result in results) / len(results)
+    assert summary["tgc"][0]["mean"] == pytest.approx(rate)
+
+    for run in range(RUNS):
+        theirs = appworld_evaluate(out / "appworld", f"base-run{run + 1}")
+        individual = theirs["individual"]
+        assert isinstance(individual, dict)
+        ours = {r.evaluation.task_id: r.evaluation for r in results if r.evaluation.run == run}
+        assert {task: verdict["success"] for task, verdict in individual.items()} == {
+            task: evaluation.success for task, evaluation in ours.items()
+        }
+        assert {task: verdict["difficulty"] for task, verdict in individual.items()} == directory.plan.tasks
+
+    again = draco(*command)
+    assert again.returncode == 0
+    assert "6 of 6 rollouts are there already" in again.stdout
+
+
+async def test_solved_and_lost_rollouts_are_what_appworld_says_of_their_files(
+    sandbox_root: Path, tmp_path: Path
+) -> None:
+    tasks = Tasks(sandbox_root)
+    solved, lost = tasks.next(), tasks.next()
+    outputs = AppWorldOutputs(tmp_path, sandbox_root, [solved, lost])
+    slot = AppWorldSlot(EnvironmentConfig(), sandbox_root, load_ground_truth=True, name="test")
+    try:
+        await slot.open(solved)
+        for cell in tasks.solution(solved):
+            await slot.execute(cell)
+        assert (await slot.evaluate()).success
+        outputs.write("step00001", 0, solved, slot.saved_files)
+    finally:
+        await slot.stop()
+    outputs.write("step00001", 0, lost, {})
+    individual = appworld_evaluate(tmp_path, "step00001-run1")["individual"]
+    assert isinstance(individual, dict)
+    assert {task: verdict["success"] for task, verdict in individual.items()} == {solved: True, lost: False}
+
+
+def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
+    sandbox_root: Path, starter_model: Path, tmp_path: Path
+) -> None:
+    prompts = len(load_split(sandbox_root, "train")) // 2
+    overrides = [f"data.root={sandbox_root}", f"model.path={starter_model}", f"train.prompts_per_step={prompts}"]
+    config = load_config("sandbox", overrides)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    learner = Learner(config.model, config.learner, seed=0, device="cpu")
+    random = np.random.default_rng(0)
+    for step in (1, 2, 3, 4):
+        learner.save(run / "checkpoints" / f"step{step:05d}")
+        for name, parameter in learner.policy.peft.named_parameters():
+            if "lora_B" in name:
+                parameter.data += float(random.normal(0, 0.05))
+    command = arguments(sandbox_root, tmp_path / "out", "--run", str(run), "--last-epochs", "2", "--split", "dev")
+    done = draco(*command, "--runs", "1", "data.eval_tasks=1", timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    directory = EvaluationDirectory.open(tmp_path / "out")
+    assert directory.plan.measurements == ("step00002", "step00004")
+    assert directory.finished() == 2
+    assert "each of 2 checkpoints" in done.stdout
+
+
+def test_an_api_model_is_measured_with_its_cost(sandbox_root: Path, tmp_path: Path) -> None:
+    script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
+    with ScriptedJudgeServer(*script) as server:
+        command = arguments(sandbox_root, tmp_path / "out", "--policy", "litellm:openai/scripted", "--runs", "1")
+        done = draco(
+            *command,
+            "--api-base",
+            server.base,
+            "--split",
+            "dev",
+            "data.eval_tasks=2",
+            "judge.prices={scripted: {input: 10.0, output: 100.0}}",
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    results = EvaluationDirectory.open(tmp_path / "out").complete_results()["openai_scripted"]
+    assert [result.evaluation.success for result in results] == [False, False]
+    # The first task has a turn of code and a closing one, the other the closing one: 100 tokens in and 10 out each.
+    assert sorted(result.usage.calls for result in results) == [1, 2]
+    assert sum(result.usage.dollars or 0 for result in results) == pytest.approx(3 * (100 * 10 + 10 * 100) / 1e6)
