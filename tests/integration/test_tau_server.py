@@ -1,0 +1,88 @@
+"""The policy behind a real `vllm serve` process: a tiny model with an adapter, on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from draco_ray.config import DracoConfig, LearnerConfig, ModelConfig
+from draco_ray.errors import TauBenchError
+from draco_ray.evaluation.tau_bench import server
+from draco_ray.evaluation.tau_bench.policy import TauPolicy, served_policy
+from draco_ray.evaluation.tau_bench.server import served
+from draco_ray.learner.learner import Learner
+from tests.support.tiny_model import build_tiny_model
+
+pytestmark = pytest.mark.slow
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_user", "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}},
+}
+
+
+def configure(model: Path) -> DracoConfig:
+    return DracoConfig.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "agent": {"thinking": False},
+            "engine": {"gpus_per_engine": 0, "cpus_per_engine": 1, "kv_cache_gib": 0.1, "max_num_seqs": 4},
+            "tau_bench": {"server": {"max_model_len": 1024}},
+        }
+    )
+
+
+def processes_serving(folder: Path) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
+
+
+@pytest.mark.timeout(600)
+def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    learner = Learner(
+        ModelConfig(path=str(model), dtype="float32"),
+        LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16, gradient_checkpointing=False),
+        seed=0,
+    )
+    learner.save(tmp_path / "step00001")
+    policy = served_policy("step00001", str(model), tmp_path / "step00001")
+    log = tmp_path / "server.log"
+    with served(configure(model), policy, log, tmp_path, ["OPENAI_API_KEY"]) as endpoint:
+        assert endpoint.model == "hosted_vllm/policy"
+        names = httpx.get(f"{endpoint.api_base}/models", headers={"Authorization": f"Bearer {endpoint.key}"})
+        assert {each["id"]: each["parent"] for each in names.json()["data"]} == {"base": None, "policy": "base"}
+        request = {
+            "model": "policy",
+            "messages": [{"role": "user", "content": "Who am I?"}],
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "temperature": 0.0,
+            "max_tokens": 8,
+        }
+        url = f"{endpoint.api_base}/chat/completions"
+        assert httpx.post(url, json=request).status_code == 401
+        answer = httpx.post(url, json=request, headers={"Authorization": f"Bearer {endpoint.key}"}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] > 0
+        running = processes_serving(model)
+        assert running
+        assert not [each for each in running if endpoint.key in " ".join(each.cmdline())]
+    assert processes_serving(model) == []
+    assert endpoint.key not in log.read_text()
+
+
+def test_a_server_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SERVER", "no_such_module")
+    model = build_tiny_model(tmp_path / "model")
+    policy = TauPolicy(name="base", model=str(model))
+    config = configure(model)
+    with (
+        pytest.raises(TauBenchError, match="vLLM's server ended with exit code 1; .*server.log") as refusal,
+        served(config, policy, tmp_path / "server.log", tmp_path, []),
+    ):
+        pass
+    assert "\n" not in str(refusal.value)
+    assert "no_such_module" in (tmp_path / "server.log").read_text()

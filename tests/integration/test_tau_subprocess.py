@@ -1,0 +1,260 @@
+"""The whole way through tau2's process, with a stand-in for tau2-bench under this Python and an API policy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draco_ray.config import DracoConfig
+from draco_ray.errors import ConfigError, TauBenchError
+from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.evaluation.setting import read_split
+from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
+from draco_ray.evaluation.tau_bench.policy import api_policy
+from draco_ray.evaluation.tau_bench.tau2 import find_tau2
+from draco_ray.evaluation.tau_bench.tau2_runner import ADJUSTED
+from tests.support.command import draco
+from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
+
+pytestmark = pytest.mark.slow
+
+SECRETS = {
+    "OPENAI_API_KEY": "sk-user-0123456789",
+    "TAU_JUDGE_KEY": "sk-judge-0123456789",
+    "OPENROUTER_API_KEY": "sk-embed-0123456789",
+    "UNRELATED_TOKEN": "token-0123456789",
+}
+AGENT = "openai_AGENT"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keys in the environment, the shell tool's programs on PATH, temporary files in a folder of the test's own."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(write_shell_programs(tmp_path / "bin")), prepend=":")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    return tmp_path
+
+
+def configure(machine: Path, script: dict[str, Any] | None = None, **tau: Any) -> DracoConfig:
+    settings = {
+        "tau2_python": str(write_python(machine / "python")),
+        "tau2_home": str(write_home(machine / "home", script)),
+        "judge": {"model": "openai/JUDGE", "api_base": "http://judge/v1", "api_key_env": "TAU_JUDGE_KEY"},
+        "user": {"api_base": "http://user/v1"},
+        "agent": {"api_base": "http://user/v1"},
+        "embedder": {"api_base": "http://embedder/v1"},
+        "embeddings_cache": str(machine / "embeddings"),
+        "tasks": TASKS[:2],
+        "trials": 2,
+        **tau,
+    }
+    return DracoConfig.model_validate({"tau_bench": settings})
+
+
+def evaluate(config: DracoConfig, out: Path, **options: Any) -> EvaluationDirectory:
+    return evaluate_tau(config, [api_policy("openai/AGENT")], out, **options)
+
+
+def starts(machine: Path) -> int:
+    return len(list((machine / "home" / "data").glob("start_*")))
+
+
+def failures(out: Path) -> Mapping[str, int]:
+    found: dict[str, int] = json.loads((out / "summary.json").read_text())["measurements"][AGENT]["failures"]
+    return found
+
+
+def contents(folder: Path) -> dict[Path, str]:
+    return {path: path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_full_split_with_what_tau2_lost(machine: Path) -> None:
+    """97 tasks: one unsolved, one always an infrastructure error."""
+    script = {"rewards": {TASKS[0]: [1.0, 0.0, 1.0], TASKS[1]: [0.0, 0.0, 0.0]}, "errors": [TASKS[2]]}
+    config = configure(machine, script, tasks=None, trials=3)
+    out = machine / "out"
+    result = read_split(evaluate(config, out, label="DRACO"))
+    assert (result.label, len(result.plan.tasks), result.plan.split) == ("DRACO", 97, "full")
+    assert [rate.mean for rate in result.tgc] == pytest.approx([(94 + share) / 97 for share in (2 / 3, 1 / 3, 0)])
+    assert [rate.mean for rate in result.tgc_at] == pytest.approx([(94 + share) / 97 for share in (2 / 3, 1, 1)])
+    assert result.turns.mean == 2.0
+    assert failures(out) == {"DB": 4, "infrastructure_error (RuntimeError)": 3}
+    assert starts(machine) == 1
+    assert list((machine / "tmp").iterdir()) == []
+
+
+def test_what_tau2_is_told(machine: Path) -> None:
+    out = machine / "out"
+    evaluate(configure(machine), out)
+    probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
+    assert probe["config"]["max_steps"] == 200
+    assert probe["config"]["auto_resume"] is True
+    assert probe["config"]["llm_agent"] == "openai/AGENT"
+    assert probe["judge"] == {"model": "openai/JUDGE", "api_base": "http://judge/v1", "keyed": True}
+    assert probe["embedder"] == {"model": "qwen/qwen3-embedding-8b", "base_url": "http://embedder/v1"}
+    assert Path(probe["cache"]).parent == machine / "embeddings"
+    summary = json.loads((out / "summary.json").read_text())["measurements"][AGENT]
+    assert summary["costs"]["judge"]["input_tokens"] == 100
+
+
+def test_keys_are_in_no_file_and_no_argument(machine: Path) -> None:
+    """Although tau2 prints one and keeps another in a result file, as a provider's error might make it."""
+    out = machine / "out"
+    evaluate(configure(machine, {"quote": "OPENAI_API_KEY"}), out)
+    assert "incorrect key ***" in (out / "tau2" / AGENT / "runner.log").read_text()
+    probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
+    assert not {"UNRELATED_TOKEN", "TAU_JUDGE_KEY"} & set(probe["variables"])
+    written = {**contents(out), **contents(machine / "embeddings"), **contents(machine / "tmp")}
+    leaks = [path for path, text in written.items() if any(secret in text for secret in SECRETS.values())]
+    assert leaks == []
+    assert not [word for word in probe["arguments"] if any(secret in word for secret in SECRETS.values())]
+
+
+def test_the_agents_shell_sees_no_keys_and_no_solutions(machine: Path) -> None:
+    out = machine / "out"
+    (machine / "home").mkdir()
+    (machine / "home" / ".env").write_text("OPENAI_API_KEY=sk-another")
+    evaluate(configure(machine), out)
+    probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
+    names = {line.partition("=")[0] for line in probe["shell"] if "=" in line}
+    assert names <= {"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
+    assert probe["denied"] == ["~/.ssh", str(machine / "home" / "data"), str(machine / "home" / ".env"), str(out)]
+    # Temporary files and the working directory are private, and gone.
+    assert Path(probe["tmp"]).parent == machine / "tmp"
+    assert probe["folder"] == probe["tmp"]
+    assert not Path(probe["tmp"]).exists()
+
+
+def test_a_crash_is_survived(machine: Path) -> None:
+    out = machine / "out"
+    assert read_split(evaluate(configure(machine, {"crash": [1, 2]}), out)).tgc[0].mean == 1.0
+    assert starts(machine) == 3
+
+
+def test_a_stalled_process_is_ended_and_started_again(machine: Path) -> None:
+    out = machine / "out"
+    config = configure(machine, {"hang": [1]}, stall_timeout_seconds=3.0)
+    assert read_split(evaluate(config, out)).tgc[0].mean == 1.0
+    assert starts(machine) == 2
+
+
+def test_what_was_finished_is_kept_and_gone_on_with(machine: Path) -> None:
+    out = machine / "out"
+    config = configure(machine, {"crash": [1, 1]}, restarts=1)
+    with pytest.raises(TauBenchError, match="ended with exit code 9, 2 times in all; 2 of 4 episodes are kept"):
+        evaluate(config, out)
+    kept = contents(out / "tau2" / AGENT / "simulations")
+    with pytest.raises(ConfigError, match="0 of 4 rollouts are there"):
+        read_split(EvaluationDirectory.open(out))
+    assert read_split(evaluate(config, out)).tgc[0].mean == 1.0
+    assert kept.items() <= contents(out / "tau2" / AGENT / "simulations").items()
+    evaluate(config, out)
+    assert starts(machine) == 3  # nothing was left to run
+
+
+def test_infrastructure_errors_are_run_again_when_asked_for(machine: Path) -> None:
+    out = machine / "out"
+    config = configure(machine, {"errors": [TASKS[1]]})
+    assert read_split(evaluate(config, out)).tgc[0].mean == 0.5
+    (machine / "home" / "data" / "script.json").write_text("{}")
+    assert read_split(evaluate(config, out)).tgc[0].mean == 0.5
+    assert read_split(evaluate(config, out, retry_errors=True)).tgc[0].mean == 1.0
+
+
+def test_another_evaluation_is_not_continued(machine: Path) -> None:
+    out = machine / "out"
+    config = configure(machine)
+    evaluate(config, out)
+    changed = config.tau_bench.model_copy(update={"seed": 7})
+    with pytest.raises(ConfigError, match="seed was 300, this command says 7"):
+        evaluate(config.model_copy(update={"tau_bench": changed}), out)
+
+
+def test_a_part_of_tau2_that_is_gone_is_a_refusal(machine: Path) -> None:
+    """An adjustment that finds nothing to adjust would leave its leak open."""
+    package = machine / "package"
+    for file in STAND_IN.rglob("*.py"):
+        copy = package / file.relative_to(STAND_IN)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text().replace("_create_srt_settings", "_create_settings"))
+    config = configure(machine, tau2_python=str(write_python(machine / "other", package=package)))
+    with pytest.raises(TauBenchError, match="tau2 is not run: SandboxManager._create_srt_settings is gone"):
+        evaluate(config, machine / "out")
+    assert starts(machine) == 0
+
+
+def test_the_stand_in_has_what_is_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(STAND_IN))
+    for name, attributes in ADJUSTED.items():
+        assert all(hasattr(importlib.import_module(name), attribute) for attribute in attributes)
+
+
+def refusal(machine: Path, **tau: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        find_tau2(configure(machine, **tau).tau_bench)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_missing_python_is_refused(machine: Path) -> None:
+    assert "nowhere: no executable file; expected the Python of tau2-bench" in refusal(machine, tau2_python="nowhere")
+
+
+def test_a_python_without_tau2_is_refused(machine: Path) -> None:
+    python = write_python(machine / "other", version=None, package=machine)
+    assert "has no tau2; install tau2-bench" in refusal(machine, tau2_python=str(python))
+
+
+def test_the_physics_program_of_that_name_is_refused(machine: Path) -> None:
+    package = machine / "package"
+    (package / "tau2").mkdir(parents=True)
+    (package / "tau2" / "__init__.py").write_text("")
+    python = write_python(machine / "other", version="0.3", package=package)
+    assert "tau2 0.3 is not tau2-bench or is incomplete" in refusal(machine, tau2_python=str(python))
+
+
+def test_another_version_is_refused(machine: Path) -> None:
+    python = write_python(machine / "other", version="0.2.0")
+    assert "tau2 0.2.0; expected 1.0.1, because grading changed" in refusal(machine, tau2_python=str(python))
+
+
+def test_a_checkout_without_its_tasks_is_refused(machine: Path) -> None:
+    (machine / "empty").mkdir()
+    assert "expected a checkout of tau2-bench" in refusal(machine, tau2_home=str(machine / "empty"))
+
+
+def test_a_checkout_of_other_tasks_is_refused(machine: Path) -> None:
+    config = configure(machine)
+    next((machine / "home").rglob("task_*.json")).unlink()
+    with pytest.raises(ConfigError, match="96 tasks in .*; expected the 97"):
+        find_tau2(config.tau_bench)
+
+
+def test_missing_shell_programs_are_named(machine: Path) -> None:
+    (machine / "bin" / "srt").unlink()
+    assert "srt not on PATH" in refusal(machine)
+
+
+def test_the_command_prints_its_tables(machine: Path) -> None:
+    words = [
+        f"tau_bench.{name}={value}"
+        for name, value in configure(machine).tau_bench.model_dump().items()
+        if name in ("tau2_python", "tau2_home", "trials", "embeddings_cache")
+    ]
+    words += [f"tau_bench.tasks=[{TASKS[0]}]", "tau_bench.judge.api_key_env=TAU_JUDGE_KEY"]
+    command = ["tau", "run", "qwen3.6-27b", "--policy", "litellm:openai/gpt-5.4", "--out", str(machine / "out"), *words]
+    done = draco(*command, "--label", "GPT", "--format", "markdown")
+    assert done.returncode == 0, done.stderr
+    assert "| GPT | 100.0 | 100.0 |" in done.stdout
+    assert "judge: no key" in draco("tau", "run", *command[2:], environment={"TAU_JUDGE_KEY": ""}).stderr
+    printed = draco("tau", "tables", str(machine / "out"), "--format", "csv")
+    assert "GPT" in printed.stdout
+    assert printed.returncode == 0, printed.stderr
