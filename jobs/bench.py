@@ -21,7 +21,7 @@ from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_compl
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.show import read_evaluations
 
-RUNS_PER_TASK = 4
+RUNS_PER_TASK = 2
 """Rollouts per held-out task: a TGC over 45 tasks alone is uncertain by seven points."""
 SLOW_JUDGE_SECONDS = 2.0
 
@@ -85,7 +85,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the demo to train.")] = 3,
     only: Annotated[str | None, typer.Option(help="learning or overlap; both by default.")] = None,
 ) -> None:
-    """Run the benchmarks; takes about six minutes a seed and two for the overlap."""
+    """Run the benchmarks; takes about seven minutes a seed and three for the overlap."""
     memory = psutil.virtual_memory().total / 2**30
     print(
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}"
