@@ -96,12 +96,12 @@ def evaluate_appworld(
         settings=settings,
     )
     directory = EvaluationDirectory.begin(out, plan)
-    directory.mend()
-    if found := directory.finished():
-        console.print(f"{out}: {found} of {directory.total} rollouts are there already")
-    if found < directory.total:
-        with _stopped_plainly(directory, console), _ray(config, policy):
-            asyncio.run(_Evaluator(config, policy, api or ApiOptions(), directory, console).run())
+    with directory.claimed():
+        if found := directory.finished():
+            console.print(f"{out}: {found} of {directory.total} rollouts are there already")
+        if found < directory.total:
+            with _stopped_plainly(directory, console), _ray(config, policy):
+                asyncio.run(_Evaluator(config, policy, api or ApiOptions(), directory, console).run())
     result = read_split(directory)
     directory.write_summary(summary(result))
     return result

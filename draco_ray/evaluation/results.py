@@ -13,9 +13,11 @@ a benchmark whose tasks form no scenarios says so by ``scenarios: false``.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,7 @@ class Plan(BaseModel):
     label: str
     """The setting's name in tables."""
     policy: str
+    """What the user named; which weights that were is in ``settings``, so a folder may be named in another way."""
     runs: int
     measurements: tuple[str, ...]
     """Checkpoints (``step00090``), or one name for a policy without any."""
@@ -149,6 +152,23 @@ class EvaluationDirectory:
         except OSError as error:
             raise ConfigError(f"evaluation {path}: cannot be written: {error.strerror}") from None
         return cls(path, plan)
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other processes from adding to it for as long as the block runs, and mend what a killed one left.
+
+        Raises:
+            ConfigError: another process is at it.
+        """
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"evaluation {self.path}: another process is at it; wait for it or choose another --out"
+                ) from None
+            self.mend()
+            yield
 
     def add(self, measurement: str, result: RolloutResult) -> None:
         """Keep one finished rollout."""
@@ -211,6 +231,7 @@ def plan_difference(before: Plan, now: Plan) -> str | None:
     """The first thing in which two plans differ, as words for a message; None when they are the same."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     old_settings, new_settings = old.pop("settings"), new.pop("settings")
+    del old["policy"], new["policy"]
     for name in old:
         if old[name] != new[name]:
             if name in ("tasks", "world"):

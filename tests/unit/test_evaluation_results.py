@@ -57,6 +57,16 @@ def test_another_evaluation_is_refused_in_one_line(tmp_path: Path, changes: dict
     assert "\n" not in str(refusal.value)
 
 
+def test_two_processes_do_not_add_to_one_evaluation(tmp_path: Path) -> None:
+    directory = EvaluationDirectory.begin(tmp_path, a_plan())
+    with directory.claimed():
+        other = EvaluationDirectory.begin(tmp_path, a_plan(policy="./starter"))
+        with pytest.raises(ConfigError, match="another process is at it"), other.claimed():
+            pass
+    with other.claimed():
+        other.add("starter", a_result("a_1", 0, True))
+
+
 def test_a_folder_that_is_no_evaluation_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an evaluation directory"):
         EvaluationDirectory.open(tmp_path)
