@@ -81,10 +81,9 @@ class RunObserver:
         """Write what is buffered."""
         if self._sampling is not None:
             self._sampling.cancel()
-        for name, tracker in self._trackers.items():
+        for tracker in self._trackers.values():
             with contextlib.suppress(Exception):
                 tracker.close()
-                log.info("tracker %s closed", name)
 
     async def _sample(self, rollouts: RolloutPool, judges: JudgePool) -> None:
         while True:

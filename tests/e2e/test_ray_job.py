@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -91,4 +92,7 @@ def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: 
         shutil.rmtree(folder, ignore_errors=True)
     run = RunDirectory.open(tmp_path / "job")
     assert run.table("trajectories").num_rows == PROMPTS * GROUP
+    # The workers of a cluster that was started elsewhere know the run they log for.
+    (line, *_) = (run.path / "logs" / "RolloutWorker-0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["run"] == "job"
     assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}

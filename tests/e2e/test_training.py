@@ -73,6 +73,23 @@ def test_every_rollout_is_kept(run: RunDirectory) -> None:
     assert run.table("steps").num_rows > 0
 
 
+def test_a_run_tells_its_watchers(run: RunDirectory, tmp_path: Path) -> None:
+    lines = [
+        json.loads(line)
+        for file in (run.path / "logs").glob("*.jsonl")
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    assert {line["run"] for line in lines} == {"two"}
+    played = {(line["step"], line["task"], line["rollout"]) for line in lines if line["message"].startswith("rollout ")}
+    assert len(played) == STEPS * PROMPTS * GROUP
+    (events,) = (run.path / "tensorboard").iterdir()
+    assert b"judge/score/output_tokens" in events.read_bytes()
+    result = draco("runs", "timeline", str(run.path), "--step", "2", "--out", str(tmp_path / "step2.json"))
+    assert result.returncode == 0, result.stderr
+    stages = {event["name"] for event in json.loads((tmp_path / "step2.json").read_text(encoding="utf-8"))}
+    assert {"rollout", "stage1", "stage2", "union", "score"} <= stages
+
+
 def test_every_phase_of_the_judge_left_its_calls(run: RunDirectory) -> None:
     calls = run.table("judge_calls").to_pylist()
     per_phase = {
