@@ -15,7 +15,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.evaluation.policies import Policy, every_checkpoint, find_policy, last_epochs
 from draco_ray.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Table, TableFormat, render
 from draco_ray.evaluation.results import EvaluationDirectory
-from draco_ray.evaluation.setting import SplitResult, aggregate
+from draco_ray.evaluation.setting import Estimate, aggregate
 from draco_ray.evaluation.tables import (
     TABLES,
     compare,
@@ -125,7 +125,7 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     for measurement, results in directory.complete_results().items():
         one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [results])
         step = measurement.removeprefix("step").lstrip("0") or "0"
-        rows.append((step, (*_rates(one), Cell(one.turns.mean, one.turns.std))))
+        rows.append((step, (_percent(one.tgc), _percent(one.sgc), Cell(one.turns.mean, one.turns.std))))
     return Table(
         name="train-curve",
         title=f"{plan.label} on {plan.split}, by training step (p^1, %)",
@@ -136,16 +136,12 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     )
 
 
-def _rates(result: SplitResult) -> tuple[Cell | None, Cell | None]:
-    cells = []
-    for rates in (result.tgc, result.sgc):
-        if not rates:
-            cells.append(None)
-            continue
-        rate = rates[0]
-        parts = [None if value is None else 100 * value for value in (rate.std, rate.low, rate.high)]
-        cells.append(Cell(100 * rate.mean, *parts))
-    return cells[0], cells[1]
+def _percent(rates: Sequence[Estimate]) -> Cell | None:
+    if not rates:
+        return None
+    rate = rates[0]
+    std, low, high = (None if value is None else 100 * value for value in (rate.std, rate.low, rate.high))
+    return Cell(100 * rate.mean, std, low, high)
 
 
 def _check(options: EvaluateOptions) -> None:

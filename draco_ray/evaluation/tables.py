@@ -154,7 +154,10 @@ def difficulty_table(settings: Settings) -> Table:
         cells: list[Cell | None] = []
         for split, level, metric in places:
             stratum = splits[split].difficulty.get(level) if split in splits else None
-            cells.append(_percent(stratum and (stratum.tgc if metric == "TGC" else stratum.sgc)))
+            if stratum is None:
+                cells.append(None)
+            else:
+                cells.append(_percent(stratum.tgc if metric == "TGC" else stratum.sgc))
         rows.append((label, tuple(cells)))
     return Table(
         name="difficulty",
