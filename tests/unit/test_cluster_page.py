@@ -1,0 +1,53 @@
+"""docs/cluster.md names keys, files, metrics and figures; each must be one that exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import dotted_keys, load_config
+from draco_ray.observability.catalogue import CATALOGUE
+from draco_ray.training.preflight import check_resources, step_size
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs" / "cluster.md").read_text(encoding="utf-8")
+
+
+def test_every_configuration_key_exists() -> None:
+    sections = "|".join(DracoConfig.model_fields)
+    named = set(re.findall(rf"\b((?:{sections})(?:\.[a-z_0-9]+)+)\b(?![/.(])", PAGE))
+    # Files and metrics look alike.
+    named = {key for key in named if not key.endswith((".json", ".jsonl", ".yaml", ".py", ".md"))}
+    assert len(named) > 10
+    assert named <= set(dotted_keys())
+
+
+def test_every_link_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert (REPOSITORY / "docs" / target).exists(), target
+
+
+def test_every_metric_exists() -> None:
+    named = set(re.findall(r"\bdraco_(?!ray)\w+", PAGE))
+    assert named <= {metric.name for metric in CATALOGUE}
+
+
+def test_the_figures_are_those_of_the_preset(tmp_path: Path) -> None:
+    shape = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = load_config("qwen3.6-27b", [f"model.path={tmp_path}"])
+    size = step_size(config)
+    assert size.adapter / 2**30 == pytest.approx(0.41, abs=0.01)
+    assert size.object_store / 2**30 == pytest.approx(1.0, abs=0.1)
+    assert size.disk / 1e9 == pytest.approx(1.4, abs=0.05)
+    assert (config.train.prompts_per_step, config.algorithm.group_size) == (16, 6)
+    # What section 1 asks for is just enough.
+    check_resources(config, {"CPU": 54, "GPU": 8, "judge": 3})
+    check_resources(
+        config.model_copy(update={"train": config.train.model_copy(update={"evaluate_before_after": True})}),
+        {"CPU": 102, "GPU": 8, "judge": 3},
+    )
