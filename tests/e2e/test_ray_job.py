@@ -42,6 +42,17 @@ def wait_for(port: int, head: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"nothing listens on port {port}: {log.read_text()}")
 
 
+def submit(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Submit a job and wait for its end; the head's agent may come up later than its dashboard."""
+    command = [*RAY, "job", "submit", "--working-dir", str(REPOSITORY / "jobs"), "--", *words]
+    deadline = time.monotonic() + 120
+    while True:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        if "No available agent" not in done.stderr or time.monotonic() > deadline:
+            return done
+        time.sleep(1)
+
+
 @pytest.mark.timeout(600)
 def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     # Ray's sockets lie in its folder, and the path of a socket must be short.
@@ -73,16 +84,7 @@ def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: 
     try:
         wait_for(dashboard, head, tmp_path / "head.log")
         words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
-        submitted = subprocess.run(
-            [
-                *(*RAY, "job", "submit", "--working-dir", str(REPOSITORY / "jobs"), "--"),
-                *(sys.executable, "train.py", *words, "train.steps=1", "data.eval_tasks=1"),
-            ],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
+        submitted = submit([sys.executable, "train.py", *words, "train.steps=1", "data.eval_tasks=1"], environment)
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
         assert "succeeded" in submitted.stdout + submitted.stderr
         assert "held-out TGC" in submitted.stdout
