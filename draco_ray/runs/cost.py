@@ -12,6 +12,7 @@ from rich.table import Table
 from draco_ray.judging.costs import PhaseCost, call_cost, cost_table, phase_costs
 from draco_ray.records import JudgeCall, Phase
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.savings import savings
 from draco_ray.runs.schema import TABLES
 
 
@@ -24,13 +25,14 @@ def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
 
 
 def show_cost(directory: Path, console: Console | None = None) -> None:
-    """Print tokens (cached apart), dollars and failures by phase, then by step.
+    """Print tokens (cached apart), dollars and failures by phase, then by step, then what was not asked.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.
     """
-    console = console or Console(highlight=False)
-    by_step = read_calls(RunDirectory.open(directory))
+    console = console or Console(highlight=False, soft_wrap=True)
+    run = RunDirectory.open(directory)
+    by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]
     console.print(cost_table(phase_costs(calls)))
     table = Table(
@@ -43,6 +45,11 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
         numbers = (cost.calls, cost.replayed, cost.failures, cost.input_tokens, cost.cached_tokens, cost.output_tokens)
         table.add_row(str(step), *(f"{number:,}" for number in numbers), f"{cost.dollars:.4f}")
     console.print(table)
+    if saved := savings(run, [(step, call) for step, of_step in by_step.items() for call in of_step]):
+        console.print("not asked, and what asking would have cost about:")
+    for each in saved:
+        amount = f"{each.calls:>6,} calls {each.tokens:>11,} tokens {each.dollars:>10.4f} dollars"
+        console.print(f"{amount}  {each.what}{f'; {each.switch}' if each.switch else ''}")
 
 
 def _calls(table: pa.Table, step: int) -> list[JudgeCall]:

@@ -1,0 +1,116 @@
+"""What the judge was not asked: the calls and tokens that the lossless savings kept out of a run's bill."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from draco_ray.records import JudgeCall, Phase
+from draco_ray.runs.directory import RunDirectory
+
+_Group = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """One switch, and what it kept from being asked."""
+
+    switch: str
+    """The configuration key that turns it off; empty for the durable reply cache, which is always on."""
+    what: str
+    calls: int
+    """Calls that were not made. For criteria left out of a call: 0, the call was made without them."""
+    tokens: int
+    """Input and output. Of a replayed answer what it once cost; else as many as such a call of this run took on
+    average."""
+    dollars: float
+
+
+def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[Saving]:
+    """Every saving of a run that uses a rubric, in the order of the pipeline; those without effect too.
+
+    Args:
+        run: a run directory.
+        calls: (training step, archived judge call) of the whole run.
+    """
+    algorithm = yaml.safe_load(run.config_text())["algorithm"]
+    if algorithm["reward"] != "rubric":
+        return []
+    found = [_replayed(calls)]
+    if algorithm["credit"]:
+        found += _credit(run, [(step, call) for step, call in calls if call.phase is Phase.CREDIT])
+    return found
+
+
+def _replayed(calls: Sequence[tuple[int, JudgeCall]]) -> Saving:
+    replayed = [call for _, call in calls if call.requests == 0]
+    phases = [phase for phase in Phase if any(call.phase is phase for call in replayed)]
+    return Saving(
+        switch="",
+        what="answers kept: equal requests" + (f" ({', '.join(phases)})" if phases else ""),
+        calls=len(replayed),
+        tokens=sum(call.input_tokens + call.output_tokens for call in replayed),
+        dollars=sum(call.dollars for call in replayed),
+    )
+
+
+def _credit(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> Iterator[Saving]:
+    asked = {(step, call.task_id, call.rollout) for step, call in calls}
+    paid = [call for _, call in calls if call.requests]
+    tokens = sum(call.input_tokens + call.output_tokens for call in paid) / max(len(asked), 1)
+    dollars = sum(call.dollars for call in paid) / max(len(asked), 1)
+    scored: dict[_Group, set[int]] = defaultdict(set)
+    for row in run.table("advantages", columns=["training_step", "task_id", "rollout"]).to_pylist():
+        scored[row["training_step"], row["task_id"]].add(row["rollout"])
+    algorithm = yaml.safe_load(run.config_text())["algorithm"]
+    useless = inert = 0
+    for (step, task), rollouts in scored.items():
+        missing = sum((step, task, rollout) not in asked for rollout in rollouts)
+        # Without the switch, what is missing in a group that was asked are rollouts whose scoring failed.
+        if missing == len(rollouts):
+            useless += missing * algorithm["skip_useless_credit_calls"]
+        else:
+            inert += missing * algorithm["skip_inert_credit_calls"]
+    yield Saving(
+        switch="algorithm.skip_useless_credit_calls",
+        what="no credit call in a group without spread or surviving criterion",
+        calls=useless,
+        tokens=round(useless * tokens),
+        dollars=useless * dollars,
+    )
+    yield Saving(
+        switch="algorithm.skip_inert_credit_calls",
+        what="no credit call for a rollout with unanimous verdicts",
+        calls=inert,
+        tokens=round(inert * tokens),
+        dollars=inert * dollars,
+    )
+    yield _criteria_left_out(run, calls)
+
+
+def _criteria_left_out(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> Saving:
+    """Priced by the output alone, which is one entry a criterion; the shorter input comes on top."""
+    sizes: dict[_Group, tuple[int, int]] = {}
+    for row in run.table("criteria", columns=["training_step", "task_id", "survived"]).to_pylist():
+        of, surviving = sizes.get((row["training_step"], row["task_id"]), (0, 0))
+        sizes[row["training_step"], row["task_id"]] = of + 1, surviving + bool(row["survived"])
+    left_out, in_all, tokens, dollars = 0, 0, 0.0, 0.0
+    on = yaml.safe_load(run.config_text())["algorithm"]["credit_surviving_only"]
+    for step, call in calls:
+        of, surviving = sizes.get((step, call.task_id), (0, 0))
+        if not (on and call.requests and surviving):
+            continue
+        left_out, in_all = left_out + of - surviving, in_all + of
+        tokens += call.output_tokens / surviving * (of - surviving)
+        output_share = call.output_tokens / max(call.input_tokens + call.output_tokens, 1)
+        dollars += call.dollars * output_share / surviving * (of - surviving)
+    return Saving(
+        switch="algorithm.credit_surviving_only",
+        what=f"{left_out:,} of {in_all:,} criteria not sent to the credit call (output tokens alone)",
+        calls=0,
+        tokens=round(tokens),
+        dollars=dollars,
+    )
