@@ -33,9 +33,7 @@ def connect(config: DracoConfig) -> dict[str, Any]:
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            ray.init(
-                address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR
-            )
+            ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
         else:
             # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
             os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
