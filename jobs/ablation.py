@@ -1,6 +1,6 @@
 """Train every setting of the ablation on the sandbox and print the paper's result table for them, as Markdown.
 
-python jobs/ablation.py [--steps 12] [--seeds 3] [--settings "draco no-credit"] [--runs-per-task 3] [--root DIR]
+python jobs/ablation.py [--steps 10] [--seeds 3] [--settings "draco no-credit"] [--runs-per-task 3] [--root DIR]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFERENCE_JUDGE = "gpt-5.4"
 
 
 def train(root: Path, setting: str, seed: int, steps: int, runs: int, overrides: Sequence[str]) -> RunDirectory:
-    """One finished run; one that is there already, with the same words, is taken as it is."""
+    """One finished run; one that is there already, with the same words, is taken as it is, or continued."""
     name = f"{setting}-seed{seed}-steps{steps}-runs{runs}"
     words = [
         f"seed={seed}",
@@ -42,10 +42,12 @@ def train(root: Path, setting: str, seed: int, steps: int, runs: int, overrides:
     if marker.is_file() and yaml.safe_load(marker.read_text(encoding="utf-8")) == words:
         return RunDirectory.open(root / name)
     command = [sys.executable, "-m", "draco_ray.cli", "train", "sandbox", "--setting", setting, *words]
+    if (root / name / "config.yaml").is_file():
+        command += ["--resume", str(root / name)]
     print(f"ablation: draco {' '.join(command[3:])}", file=sys.stderr, flush=True)
     process = subprocess.run(command, stdout=sys.stderr, check=False)
     if process.returncode:
-        sys.exit(f"ablation: {name} failed with exit code {process.returncode}; finished runs in {root} are kept")
+        sys.exit(f"ablation: {name} failed with exit code {process.returncode}; start again to go on from there")
     # Written last, so that an interrupted run is never taken for a finished one.
     marker.write_text(yaml.safe_dump(words), encoding="utf-8")
     return RunDirectory.open(root / name)
@@ -74,7 +76,7 @@ def row(name: str, summary: Summary, first: Summary | None, cost: str) -> str:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of every run.")] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of every run.")] = 10,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 3,
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
