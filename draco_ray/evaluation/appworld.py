@@ -318,12 +318,14 @@ class _Evaluator:
 def _ray(config: DracoConfig, policy: Policy) -> Iterator[None]:
     """Ray for as long as the block runs, with room for engines and slots."""
     # No learner, and no judge but for the least that a cluster of this project offers.
-    learner = config.learner.model_copy(update={"gpus_per_worker": 0.0})
+    learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
+    train = config.train.model_copy(update={"evaluate_before_after": False})
     engine = config.engine
     if policy.api_model is not None:
         engine = engine.model_copy(update={"gpus_per_engine": 0.0, "cpus_per_engine": 0.0})
     judge = config.judge.model_copy(update={"workers": 1})
-    resources = connect(config.model_copy(update={"learner": learner, "engine": engine, "judge": judge}))
+    needed = {"learner": learner, "engine": engine, "judge": judge, "train": train}
+    resources = connect(config.model_copy(update=needed))
     try:
         environment = config.environment
         workers = -(-environment.slots // environment.slots_per_worker)
