@@ -1,4 +1,4 @@
-"""The real tau2-bench, where there is one: one task, offline retrieval, a scripted server as agent and user simulator."""
+"""The real tau2-bench, where there is one: one task, offline retrieval, a scripted server as agent and as user."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from draco_ray.config import DracoConfig
 from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
+from draco_ray.evaluation.tau_bench.installation import HOME_VARIABLE
 from draco_ray.evaluation.tau_bench.policy import api_policy
-from draco_ray.evaluation.tau_bench.tau2 import HOME_VARIABLE
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 pytestmark = [

@@ -15,8 +15,8 @@ from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.evaluation.results import EvaluationDirectory
 from draco_ray.evaluation.setting import read_split
 from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
+from draco_ray.evaluation.tau_bench.installation import find_tau2
 from draco_ray.evaluation.tau_bench.policy import api_policy
-from draco_ray.evaluation.tau_bench.tau2 import find_tau2
 from draco_ray.evaluation.tau_bench.tau2_runner import ADJUSTED
 from tests.support.command import draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs

@@ -14,12 +14,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from draco_ray.config import DracoConfig
+from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.evaluation.tau_bench import job as jobs
+from draco_ray.evaluation.tau_bench.installation import Tau2
 from draco_ray.evaluation.tau_bench.policy import TauPolicy, find_policy, write_served_adapter
 from draco_ray.evaluation.tau_bench.process import Scrubber
 from draco_ray.evaluation.tau_bench.server import SERVER, Endpoint, free_port, serve_command, serve_environment
-from draco_ray.evaluation.tau_bench.tau2 import Tau2
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
 SERVED = Endpoint("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")
@@ -156,10 +157,8 @@ def test_qwen36_is_served_with_its_own_formats() -> None:
 
 
 def test_qwen25_is_served_with_yarn_and_without_thinking() -> None:
-    settings = DracoConfig.model_validate(
-        {"agent": {"thinking": False}, "tau_bench": {"server": {"native_context": 32768}}}
-    )
-    policy = TauPolicy(name="base", model="Qwen/Qwen2.5-32B-Instruct")
+    settings = load_config("qwen2.5-32b")
+    policy = find_policy("base", settings)
     words = serve_command(settings, policy, 8123, None)
     assert value_after(words, "--tool-call-parser") == "hermes"
     assert not {"--reasoning-parser", "--default-chat-template-kwargs", "--enable-lora"} & set(words)

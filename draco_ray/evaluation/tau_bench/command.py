@@ -57,7 +57,7 @@ def run(
 def check(config: Config = "qwen3.6-27b", overrides: Overrides = None) -> None:
     """Say which tau2-bench would be run, or what is missing."""
     from draco_ray.configuration import load_config
-    from draco_ray.evaluation.tau_bench.tau2 import find_tau2
+    from draco_ray.evaluation.tau_bench.installation import find_tau2
 
     found = find_tau2(load_config(config, overrides or []).tau_bench)
     typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")

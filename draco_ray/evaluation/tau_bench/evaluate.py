@@ -30,12 +30,12 @@ from draco_ray.errors import ConfigError
 from draco_ray.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.evaluation.tau_bench import job as jobs
 from draco_ray.evaluation.tau_bench.episodes import INFRASTRUCTURE, MISSING, Episode, read_episodes, read_judge_tokens
+from draco_ray.evaluation.tau_bench.installation import Tau2, find_tau2
 from draco_ray.evaluation.tau_bench.policy import TauPolicy
 from draco_ray.evaluation.tau_bench.process import Scrubber
 from draco_ray.evaluation.tau_bench.report import rollout_result, summary
 from draco_ray.evaluation.tau_bench.server import SERVED, free_port, serve_command, served
 from draco_ray.evaluation.tau_bench.supervise import run_job
-from draco_ray.evaluation.tau_bench.tau2 import Tau2, find_tau2
 from draco_ray.judging.client import find_price
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from draco_ray.config import TauBenchConfig, TauModelConfig
 from draco_ray.errors import ConfigError
+from draco_ray.evaluation.tau_bench.installation import DENSE_RETRIEVAL, DOMAIN, Tau2
 from draco_ray.evaluation.tau_bench.policy import TauPolicy
 from draco_ray.evaluation.tau_bench.server import Endpoint
-from draco_ray.evaluation.tau_bench.tau2 import DENSE_RETRIEVAL, DOMAIN, Tau2
 
 STEPS_PER_TURN = 2
 """tau2's max_steps counts messages of both sides."""

@@ -12,8 +12,8 @@ from typing import Any
 from draco_ray.config import TauBenchConfig
 from draco_ray.errors import TauBenchError
 from draco_ray.evaluation.tau_bench.episodes import count_episodes
+from draco_ray.evaluation.tau_bench.installation import RUNNER
 from draco_ray.evaluation.tau_bench.process import Child, Scrubber
-from draco_ray.evaluation.tau_bench.tau2 import RUNNER
 from draco_ray.evaluation.tau_bench.tau2_runner import REFUSED
 
 log = logging.getLogger(__name__)

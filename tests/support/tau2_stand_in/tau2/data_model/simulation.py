@@ -9,8 +9,8 @@ class TextRunConfig:
     """Keeps what it is given, and knows which names there are."""
 
     KNOWN = frozenset(
-        ("domain", "retrieval_config", "llm_agent", "llm_args_agent", "llm_user", "llm_args_user", "num_trials")
-        + ("max_steps", "max_concurrency", "max_retries", "timeout", "seed", "auto_resume", "workers")
+        {"domain", "retrieval_config", "llm_agent", "llm_args_agent", "llm_user", "llm_args_user", "num_trials"}
+        | {"max_steps", "max_concurrency", "max_retries", "timeout", "seed", "auto_resume", "workers"}
     )
 
     def __init__(self, **values: Any) -> None:
