@@ -1,7 +1,7 @@
 """Print one secret of AWS Secrets Manager, for ``NAME="$(python cluster/aws_secret.py ID)"`` in a start command.
 
-The instance's role must allow ``secretsmanager:GetSecretValue`` on it. The value passes through the shell's memory only:
-it is in no process's arguments, in no file and in no log.
+The instance's role must allow ``secretsmanager:GetSecretValue`` on it. The value passes through the shell's memory
+only: it is in no process's arguments, in no file and in no log.
 """
 
 import sys
