@@ -9,7 +9,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock world demo bench ablation check format test test-fast clean
+.PHONY: help setup lock world demo bench ablation chaos check format test test-fast clean
 
 # List the targets.
 help:
@@ -56,6 +56,10 @@ bench: world
 # Train every setting of the ablation and print its table, e.g. make ablation ARGS="--steps 6 --seeds 1" (hours).
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py $(ARGS)
+
+# Kill one process after another in small sandbox runs and print what became of them (a minute or two each).
+chaos: world
+	$(VENV)/bin/python jobs/chaos.py $(ARGS)
 
 # Formatting, lint and types.
 check: setup

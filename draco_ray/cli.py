@@ -49,14 +49,39 @@ Setting = Annotated[
 
 @app.command(epilog="Try:  draco train sandbox train.steps=3      draco train sandbox --setting no-credit")
 def train(
-    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    config: Annotated[
+        str | None,
+        typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file; not needed with --resume."),
+    ] = None,
     overrides: Overrides = None,
     setting: Setting = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Continue the run of this directory where it stopped.")
+    ] = None,
+    allow_changed_config: Annotated[
+        bool, typer.Option("--allow-changed-config", help="With --resume: although the configuration has changed.")
+    ] = False,
 ) -> None:
     """Train a policy; everything it makes is in the run directory it names at the end."""
-    from draco_ray.training.trainer import train as run_training
+    from draco_ray.errors import ConfigError
 
-    run_training(load_config(config, overrides or [], setting))
+    overrides = overrides or []
+    if resume is None:
+        if config is None:
+            raise ConfigError(f"train: name a preset ({', '.join(preset_names())}) or a YAML file, or --resume a run")
+        if allow_changed_config:
+            raise ConfigError("--allow-changed-config: only together with --resume DIR")
+        from draco_ray.training.trainer import train as run_training
+
+        run_training(load_config(config, overrides, setting))
+        return
+    if config is not None and "=" in config:
+        # The first word names the configuration only where there is one to name.
+        overrides = [config, *overrides]
+        config = None
+    from draco_ray.training.trainer import resume as resume_training
+
+    resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config)
 
 
 @app.command(name="config", epilog="Try:  draco config sandbox      draco config sandbox --setting static")

@@ -106,6 +106,8 @@ class EngineConfig(Tree):
     """-1: unrestricted."""
     canary_tolerance: float = Field(0.05, gt=0)
     """Largest mean |engine - learner| log-prob gap after a sync, nats; above it the run stops."""
+    max_failures: int = Field(3, ge=0)
+    """Times the process of one engine is replaced before the run stops."""
     adapter_directory: Path = Path("/dev/shm/draco-ray")
     """Where engines write the versions of the adapter they load."""
 
@@ -139,11 +141,22 @@ class SelfJudgeConfig(Tree):
     """Longest judge prompt and reply together; the engines are started with room for it."""
 
 
+class JudgeLimits(Tree):
+    """What all judge workers together may ask for; null is no limit."""
+
+    requests_per_minute: float | None = Field(None, ge=1)
+    tokens_per_minute: float | None = Field(None, ge=1)
+    """Input and output; a request under way counts with its ``max_tokens``, afterwards with what it used."""
+    dollars: float | None = Field(None, ge=0)
+    """Budget of the run, resumed ones included. A call that could exceed it is not made: the run stops, resumable."""
+
+
 class JudgeConfig(Tree):
     """The judge: any LiteLLM model, or the policy itself."""
 
     rule_judge: RuleJudgeConfig = RuleJudgeConfig()
     self_judge: SelfJudgeConfig = SelfJudgeConfig()
+    limits: JudgeLimits = JudgeLimits()
 
     model: str = "openai/gpt-5.4"
     """LiteLLM model name, provider prefix included."""

@@ -5,6 +5,7 @@
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
     ├── JudgeUnavailable     a judge that cannot be reached or refuses us (the run stops, resumable)
+    │   └── BudgetSpent      what judging may cost is spent (the run stops, resumable)
     ├── RubricError          no criterion is left when a static rubric is authored
     ├── ReplyError           a judge's reply that breaks its contract (asked once more, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
@@ -36,6 +37,10 @@ class EnvironmentCrashed(DracoError):
 
 class JudgeUnavailable(DracoError):
     """No judge call can succeed: unreachable, key refused, model unknown."""
+
+
+class BudgetSpent(JudgeUnavailable):
+    """Another judge call could cost more than is left of the budget."""
 
 
 class RubricError(DracoError):

@@ -94,6 +94,9 @@ class Pipeline:
         """Take one group from its task to a reference to its training samples; None if the group failed."""
         working_on(group.name)
         stage1 = asyncio.create_task(self._stage1(group)) if self._dynamic else None
+        if stage1 is not None:
+            # Where a rollout fails first nobody asks for its error, which asyncio would then report at length.
+            stage1.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             members = await _gather(self._member(group, rollout, stage1) for rollout in range(self._config.group_size))
         finally:
@@ -127,7 +130,8 @@ class Pipeline:
         if member is None:
             return None
         group.rollouts.append(member.summary)
-        self._keep.trajectory.remote(group.step, member.trajectory)
+        # On disk before anything is paid for it: a resumed run then asks the same questions, and finds their answers.
+        await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
         if stage1 is None:
             return member, None

@@ -150,7 +150,14 @@ class AdvantageComputerActor:
 def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
     """The one advantage actor of a run."""
     remote = ray.remote(AdvantageComputerActor)
-    return remote.options(name=f"AdvantageComputer@{run_name}", num_cpus=0, max_concurrency=64).remote(config)
+    return remote.options(
+        name=f"AdvantageComputer@{run_name}",
+        num_cpus=0,
+        max_concurrency=64,
+        # It holds nothing: a new process answers the same.
+        max_restarts=-1,
+        max_task_retries=3,
+    ).remote(config)
 
 
 def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:

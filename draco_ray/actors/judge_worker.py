@@ -13,6 +13,7 @@ from draco_ray.actors.messages import PhaseSummary
 from draco_ray.actors.policy_engine import EngineClient
 from draco_ray.config import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.limiter import Leases
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import (
     Attribution,
@@ -39,14 +40,14 @@ class Policy:
 class JudgeWorkerActor:
     """One asynchronous judge client with many calls in flight."""
 
-    def __init__(self, config: JudgeConfig, policy: Policy) -> None:
+    def __init__(self, config: JudgeConfig, policy: Policy, leases: Leases | None) -> None:
         from draco_ray.judging.judge import build_judge, build_self_judge
 
         start_run_log()
         self._judge: Judge = (
             build_self_judge(config, policy.samplers, policy.model_path)
             if config.self_judge.enabled
-            else build_judge(config)
+            else build_judge(config, leases)
         )
 
     async def check(self) -> None:
@@ -125,15 +126,24 @@ class JudgeWorkerActor:
         return judged, _summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
 
 
-def start_judge_workers(config: JudgeConfig, policy: Policy, run_name: str) -> tuple[list[Any], Any]:
+def start_judge_workers(
+    config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str
+) -> tuple[list[Any], Any]:
     """The pool of judge workers and the union actor, all asking for the custom ``judge`` resource."""
     remote = ray.remote(JudgeWorkerActor)
-    options = {"num_cpus": 0, "resources": {"judge": 1}, "max_concurrency": 4 * config.concurrency_per_worker}
+    options = {
+        "num_cpus": 0,
+        "resources": {"judge": 1},
+        "max_concurrency": 4 * config.concurrency_per_worker,
+        # A phase repeated by a new process takes the replies that had come from the durable cache.
+        "max_restarts": -1,
+        "max_task_retries": 3,
+    }
     workers = [
-        remote.options(name=f"JudgeWorker-{index}@{run_name}", **options).remote(config, policy)
+        remote.options(name=f"JudgeWorker-{index}@{run_name}", **options).remote(config, policy, leases)
         for index in range(config.workers)
     ]
-    union = remote.options(name=f"RubricUnion@{run_name}", **options).remote(config, policy)
+    union = remote.options(name=f"RubricUnion@{run_name}", **options).remote(config, policy, leases)
     return workers, union
 
 

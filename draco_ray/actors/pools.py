@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
@@ -88,10 +89,17 @@ class RolloutPool:
         self._load = [0] * engines
         self._retries = retries
         self._seed = seed
+        self._recorded: dict[tuple[str, int], Member] = {}
         self.lost = 0
+
+    def take_over(self, group: str, member: Member) -> None:
+        """A rollout of ``group`` that an earlier process of this run has finished: it is not played again."""
+        self._recorded[group, member.rollout] = member
 
     async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Member | None:
         """Play one rollout of ``group``; None when every try failed."""
+        if (recorded := self._recorded.pop((group, rollout), None)) is not None:
+            return recorded
         for attempt in range(self._retries + 1):
             # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
             entropy = (self._seed, step, rollout, attempt, *task_id.encode())
@@ -122,8 +130,14 @@ class RolloutPool:
         try:
             method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
             trajectory, summary, evaluation = method.remote(request, engine)
-            return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=await summary)
+            try:
+                finished = await summary
+            except asyncio.CancelledError:
+                ray.cancel(summary)
+                raise
+            return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=finished)
         except RayActorError:
+            # Ray has replaced the worker and repeated the rollout as often as it may.
             return None
         finally:
             self._load[engine] -= 1
@@ -137,6 +151,7 @@ class JudgePool:
         self._workers = workers
         self._union = union
         self._load = [0] * len(workers)
+        self._abandoned: list[ray.ObjectRef[PhaseSummary]] = []
 
     @property
     def in_flight(self) -> int:
@@ -158,12 +173,12 @@ class JudgePool:
         judged, summary = self._union.union.options(name=f"union {task_id}").remote(
             group, task_id, prompt, [proposal.judged for proposal in proposals], [m.trajectory for m in members]
         )
-        return Judgement(judged=judged, summary=await summary)
+        return Judgement(judged=judged, summary=await self._finish(summary))
 
     async def merge(self, name: str, prompt: str) -> Judgement:
         """One set of criteria out of those that ``prompt`` lists, outside any group."""
         judged, summary = self._union.merge.options(name=f"merge {name}").remote(name, prompt)
-        return Judgement(judged=judged, summary=await summary)
+        return Judgement(judged=judged, summary=await self._finish(summary))
 
     async def score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
         """Verdicts of one rollout."""
@@ -181,9 +196,23 @@ class JudgePool:
         try:
             method = getattr(self._workers[index], phase.value).options(name=f"{phase.value} {label}")
             judged, summary = method.remote(*arguments)
-            return Judgement(judged=judged, summary=await summary)
+            return Judgement(judged=judged, summary=await self._finish(summary))
         finally:
             self._load[index] -= 1
+
+    async def drain(self, seconds: float) -> None:
+        """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*self._abandoned, return_exceptions=True)
+
+    async def _finish(self, summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary:
+        try:
+            return await summary
+        except asyncio.CancelledError:
+            # The phase itself goes on.
+            self._abandoned.append(summary)
+            raise
 
 
 def _label(member: Member) -> str:

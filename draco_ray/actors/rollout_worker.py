@@ -120,6 +120,8 @@ def start_rollout_workers(
             num_cpus=environment.cpus_per_worker,
             max_concurrency=2 * environment.slots_per_worker + 2,
             max_restarts=-1,
+            # The worker's death is not the rollout's fault: it is played again as it was, and then tried anew.
+            max_task_retries=1,
         ).remote(
             f"{kind}-{index}",
             samplers,

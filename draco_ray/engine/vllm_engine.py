@@ -97,6 +97,11 @@ class VllmEngine:
         return self._name
 
     @property
+    def dead(self) -> bool:
+        """Whether the engine core has ended unexpectedly; this engine then serves no more."""
+        return self._llm is not None and bool(self._llm.errored)
+
+    @property
     def policy_version(self) -> int:
         """Version that a request starting now samples from."""
         return self._current.number if self._current else 0

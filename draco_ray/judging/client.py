@@ -30,6 +30,7 @@ import tenacity
 from draco_ray.config import JudgeConfig, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.limiter import Leases
 from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.records import Message
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 CHECK_ATTEMPTS = 3
 """Requests `LiteLLMClient.check` makes at most: a judge that is down should be known within seconds."""
 FIRST_BACKOFF_SECONDS = 1.0
+CHARACTERS_PER_TOKEN = 3
+"""To estimate a prompt before it is sent; fewer than English or code have, so that the estimate is high."""
 _REFUSED = {401, 402, 403, 404}
 _RETRIED = {408, 425, 429}
 
@@ -47,14 +50,22 @@ Sleep = Callable[[float], Awaitable[None]]
 class LiteLLMClient:
     """Completes requests with the configured model; safe for many calls in flight on one event loop."""
 
-    def __init__(self, config: JudgeConfig, cache: ReplyCache | None = None, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(
+        self,
+        config: JudgeConfig,
+        cache: ReplyCache | None = None,
+        sleep: Sleep = asyncio.sleep,
+        leases: Leases | None = None,
+    ) -> None:
         """Nothing is sent or imported yet.
 
         Args:
             config: model, endpoint, sampling, limits and prices.
             cache: where answers are kept; None keeps none.
             sleep: waits between attempts, for tests.
+            leases: asked before every HTTP request; None: nothing is limited.
         """
+        self._leases = leases
         self._config = config
         self._cache = cache
         self._sleep = sleep
@@ -65,7 +76,7 @@ class LiteLLMClient:
         """Answer ``request``, from the cache if it was answered before.
 
         Raises:
-            JudgeUnavailable: see the module's table.
+            JudgeUnavailable: see the module's table; BudgetSpent where the run's budget does not allow the request.
         """
         key = self._key(request)
         if self._cache is not None and (stored := await self._cache.get(key)) is not None:
@@ -112,15 +123,27 @@ class LiteLLMClient:
         try:
             async for attempt in retrying:
                 with attempt:
-                    # LiteLLM's timeout is per read on some transports; this one is the wall clock.
-                    async with asyncio.timeout(timeout):
-                        response = await litellm.acompletion(
-                            **arguments, api_key=key, timeout=timeout, num_retries=0, max_retries=0
-                        )
+                    lease = await self._lease(messages, max_tokens)
+                    used = (0.0, 0.0)
+                    try:
+                        # LiteLLM's timeout is per read on some transports; this one is the wall clock.
+                        async with asyncio.timeout(timeout):
+                            response = await litellm.acompletion(
+                                **arguments, api_key=key, timeout=timeout, num_retries=0, max_retries=0
+                            )
+                        input_tokens, _, output_tokens, dollars = self._usage(response)
+                        used = (input_tokens + output_tokens, dollars)
+                    finally:
+                        if self._leases is not None:
+                            self._leases.settle(lease, *used)
         except (openai.OpenAIError, TimeoutError) as error:
             reason = self._one_line(error)
             if _refused(error):
-                raise JudgeUnavailable(f"{self._who()}: refused: {reason}") from None
+                name = self._config.api_key_env
+                raise JudgeUnavailable(
+                    f"{self._who()}: refused: {reason}; check judge.model, judge.api_base and the key in environment "
+                    f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
+                ) from None
             if _unconnected(error):
                 raise JudgeUnavailable(f"{self._who()}: unreachable after {attempts} attempts: {reason}") from None
             return Completion(
@@ -156,7 +179,11 @@ class LiteLLMClient:
         return arguments
 
     def _key(self, request: Request) -> str:
-        return request_key(self._arguments(request.messages) | {"vote": request.vote})
+        arguments = self._arguments(request.messages)
+        if self._config.rule_judge.start:
+            # A resumed run starts its server anew, on another port: the same judge.
+            del arguments["api_base"]
+        return request_key(arguments | {"vote": request.vote})
 
     def _api_key(self) -> str:
         name = self._config.api_key_env
@@ -169,8 +196,15 @@ class LiteLLMClient:
             f"judge {self._config.model}: environment variable {name} holds no key; set it, or set judge.api_base"
         )
 
-    def _completion(self, response: Any, started_at: float, seconds: float, requests: int) -> Completion:
-        choice = response.choices[0] if response.choices else None
+    async def _lease(self, messages: tuple[Message, ...], max_tokens: int) -> int:
+        if self._leases is None:
+            return 0
+        input_tokens = sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN
+        dollars = price_of(self._price, input_tokens, 0, max_tokens) if self._price is not None else 0.0
+        return await self._leases.lease(input_tokens + max_tokens, dollars)
+
+    def _usage(self, response: Any) -> tuple[int, int, int, float]:
+        """Input tokens, the cached ones among them, output tokens, and dollars of an answer."""
         usage = response.usage
         details = getattr(usage, "prompt_tokens_details", None)
         input_tokens = int(getattr(usage, "prompt_tokens", 0) or 0)
@@ -180,6 +214,11 @@ class LiteLLMClient:
             dollars = price_of(self._price, input_tokens, cached_tokens, output_tokens)
         else:
             dollars = float(response._hidden_params.get("response_cost") or 0.0)
+        return input_tokens, cached_tokens, output_tokens, dollars
+
+    def _completion(self, response: Any, started_at: float, seconds: float, requests: int) -> Completion:
+        choice = response.choices[0] if response.choices else None
+        input_tokens, cached_tokens, output_tokens, dollars = self._usage(response)
         return Completion(
             text=(choice.message.content if choice else None) or "",
             finish_reason=str((choice.finish_reason if choice else None) or "stop"),

@@ -32,6 +32,7 @@ from draco_ray.records import (
 )
 
 if TYPE_CHECKING:
+    from draco_ray.judging.limiter import Leases
     from draco_ray.judging.self_judge import JudgeSampler
 
 Rubric = tuple[Criterion, ...]
@@ -224,8 +225,10 @@ class Judge:
         )
 
 
-def build_judge(config: JudgeConfig) -> Judge:
+def build_judge(config: JudgeConfig, leases: Leases | None = None) -> Judge:
     """The judge a configuration describes, over LiteLLM; answers are kept if ``config.cache`` names a folder.
+
+    ``leases`` are asked before every request; None: nothing is limited.
 
     Raises:
         ConfigError: the prompt set cannot be used.
@@ -234,7 +237,7 @@ def build_judge(config: JudgeConfig) -> Judge:
     from draco_ray.judging.reply_cache import ReplyCache
 
     cache = None if config.cache is None else ReplyCache(config.cache)
-    return Judge(LiteLLMClient(config, cache), load_prompts(config.prompts), config)
+    return Judge(LiteLLMClient(config, cache, leases=leases), load_prompts(config.prompts), config)
 
 
 def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], model_path: str) -> Judge:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import hmac
 import json
 import math
@@ -117,6 +118,8 @@ class JudgeApp:
         self._allowance_at = time.monotonic()
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._phases: Counter[str] = Counter()
+        self._answered: set[bytes] = set()
+        self._repeated = 0
         self._outcomes: Counter[str] = Counter()
         self._in_flight = 0
         self._most_in_flight = 0
@@ -147,6 +150,7 @@ class JudgeApp:
                 "requests": self._requests,
                 "phases": dict(self._phases),
                 "outcomes": dict(self._outcomes),
+                "repeated": self._repeated,
                 "in_flight": self._in_flight,
                 "most_in_flight": self._most_in_flight,
                 "judging_seconds": round(self._judging_seconds, 4),
@@ -172,10 +176,15 @@ class JudgeApp:
             return self._refuse(404, "model_not_found", f"no model {asked.model!r} here, only {MODEL_NAME!r}")
         if asked.stream:
             return self._refuse(400, "invalid_request_error", "stream: this server does not stream")
+        question = hashlib.sha256(asked.model_dump_json().encode()).digest()
+        self._repeated += question in self._answered
         self._in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
-            return await self._reply(number, asked)
+            reply = await self._reply(number, asked)
+            if reply.status_code == 200 and not await request.is_disconnected():
+                self._answered.add(question)
+            return reply
         finally:
             self._in_flight -= 1
 

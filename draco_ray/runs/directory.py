@@ -81,6 +81,10 @@ class RunDirectory:
         """Folder of the checkpoint written after ``step``."""
         return self.checkpoints / f"step{step:05d}"
 
+    def part(self, table: str, step: int, key: str) -> Path:
+        """File of one rollout's or group's rows in a step under way."""
+        return self.tables / table / f"step{step:05d}" / f"{key}.parquet"
+
     def config_text(self) -> str:
         """The resolved configuration, as YAML."""
         return (self.path / "config.yaml").read_text(encoding="utf-8")
@@ -89,7 +93,8 @@ class RunDirectory:
         """The metrics of every finished step, in order."""
         if not self.metrics_file.exists():
             return []
-        lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+        # A line that has no end yet is one that a killed writer began.
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines if line.strip()]
 
     def steps(self) -> list[int]:

@@ -29,12 +29,21 @@ class RunStore:
     def write(self, table: str, step: int, key: str, rows: Sequence[Row]) -> None:
         """Keep ``rows`` of a step under way; the same key written again replaces them."""
         if rows:
-            _write_parquet(self._part(table, step, key), pa.Table.from_pylist(list(rows), schema=TABLES[table]))
+            path = self.directory.part(table, step, key)
+            _write_parquet(path, pa.Table.from_pylist(list(rows), schema=TABLES[table]))
+
+    def part(self, table: str, step: int, key: str) -> list[Row]:
+        """What was kept under a key of a step under way."""
+        path = self.directory.part(table, step, key)
+        if not path.exists():
+            return []
+        rows: list[Row] = pq.read_table(path, schema=TABLES[table], partitioning=None).to_pylist()
+        return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Gather the step's parts into one file a table and append its metrics line."""
         for table, schema in TABLES.items():
-            parts = self._part(table, step, "any").parent
+            parts = self.directory.part(table, step, "any").parent
             if not parts.is_dir():
                 continue
             gathered = [
@@ -42,11 +51,11 @@ class RunStore:
             ]
             _write_parquet(parts.with_suffix(".parquet"), pa.concat_tables(gathered))
             shutil.rmtree(parts)
-        with self.directory.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(metrics)) + "\n")
-
-    def _part(self, table: str, step: int, key: str) -> Path:
-        return self.directory.tables / table / f"step{step:05d}" / f"{key}.parquet"
+        # Rewritten as a whole: a writer that was killed may have left half a line, or has this step's line already.
+        lines = [line for line in self.directory.metrics() if line["step"] != step] + [dict(metrics)]
+        temporary = self.directory.metrics_file.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        os.replace(temporary, self.directory.metrics_file)
 
 
 def _write_parquet(path: Path, table: pa.Table) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from draco_ray.config import DracoConfig
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.training.preflight import check_resources
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
@@ -26,6 +26,7 @@ def connect(config: DracoConfig) -> dict[str, Any]:
     Returns: the cluster's resources.
     Raises:
         ConfigError: if the cluster lacks the ``judge`` resource, or GPUs that the configuration asks for.
+        ClusterError: if Ray does not start on this machine.
     """
     # Read by the processes Ray starts as well: no price map is fetched, no model hub is asked.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -46,10 +47,23 @@ def connect(config: DracoConfig) -> dict[str, Any]:
                 logging_level=logging.ERROR,
             )
     except ConnectionError as error:
-        raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {error}") from None
+        raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
+    except ValueError:
+        raise
+    except Exception as error:
+        # Ray raises bare Exception where a node does not come up in time.
+        ray.shutdown()
+        where = f"joining ray.address {address}" if address else "Ray does not start on this machine"
+        raise ClusterError(
+            f"{where}: {_one_line(error)}; wait until the machine has CPU and memory to spare and try again"
+        ) from None
     resources: dict[str, Any] = ray.cluster_resources()
     check_resources(config, resources, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     return resources
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _forwarded() -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 from rich.console import Console
 
+from draco_ray.actors.judge_limiter import start_judge_limiter
 from draco_ray.actors.judge_worker import Policy, start_judge_workers
-from draco_ray.actors.policy_engine import EngineClient, start_policy_engines
+from draco_ray.actors.policy_engine import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.actors.pools import JudgePool, RolloutPool
 from draco_ray.actors.rollout_worker import start_rollout_workers
 from draco_ray.actors.run_store import start_run_store
@@ -21,7 +22,7 @@ from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.configuration import project_file
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.data_root import load_split, load_task
-from draco_ray.errors import DracoError
+from draco_ray.errors import ClusterError, DracoError
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import connect
@@ -70,9 +71,20 @@ def usable_prompts(config: DracoConfig, console: Console) -> dict[str, tuple[Mes
 
 @contextlib.contextmanager
 def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
-    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs."""
+    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs.
+
+    Raises:
+        JudgeUnavailable: the configured one refuses us or cannot be reached.
+    """
     judge = config.judge
-    if not judge.rule_judge.start or judge.self_judge.enabled or config.algorithm.reward != "rubric":
+    if judge.self_judge.enabled or config.algorithm.reward != "rubric":
+        yield judge
+        return
+    if not judge.rule_judge.start:
+        from draco_ray.judging.judge import build_judge
+
+        # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
+        asyncio.run(build_judge(judge, None).check())
         yield judge
         return
     from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
@@ -100,17 +112,43 @@ def ray_session(config: DracoConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stopped_plainly(run: RunDirectory, console: Console) -> Iterator[None]:
-    """An interrupt says where the finished part is; a known error of a remote part is one line here as well."""
+def stopped_plainly(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
+    """An interrupt says where the finished part is; a known error of a remote part is one line here as well.
+
+    ``resumable``: whether `draco train --resume` can continue the run, which is then said too.
+    """
     try:
         yield
     except KeyboardInterrupt:
         console.print(f"stopped; what was finished is in {run.path}")
+        _say_how_to_continue(run, console, resumable)
         raise SystemExit(130) from None
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, DracoError):
-            raise error.cause from None
-        raise
+    except (DracoError, ray.exceptions.RayError) as error:
+        plain = plain_error(error)
+        if plain is None:
+            raise
+        _say_how_to_continue(run, console, resumable)
+        raise plain from None
+
+
+def plain_error(error: BaseException) -> DracoError | None:
+    """The one line behind an error of a remote part; None where there is none, which is a defect of this program."""
+    while isinstance(error, ray.exceptions.RayTaskError):
+        # An error that passed through several actors is wrapped as often.
+        if error.cause is None or error.cause is error:
+            return None
+        error = error.cause
+    if isinstance(error, DracoError):
+        return error
+    if isinstance(error, ray.exceptions.RayError):
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return ClusterError(f"a process of this run was lost for good: {first}; look for lack of memory or lost nodes")
+    return None
+
+
+def _say_how_to_continue(run: RunDirectory, console: Console, resumable: bool) -> None:
+    if resumable:
+        console.print(f"continue with: draco train --resume {run.path}")
 
 
 class Actors:
@@ -135,17 +173,23 @@ class Actors:
         length = config.agent.max_prompt_length + config.agent.max_response_length
         if judge.self_judge.enabled:
             length = max(length, judge.self_judge.context_tokens)
-        self.engines = start_policy_engines(
-            config.engine,
-            config.model,
-            max_model_len=length,
-            lora_rank=config.learner.lora_rank,
-            seed=config.seed,
-            run_name=name,
+        self.fleet = EngineFleet(
+            start_policy_engines(
+                config.engine,
+                config.model,
+                max_model_len=length,
+                lora_rank=config.learner.lora_rank,
+                seed=config.seed,
+                run_name=name,
+            )
         )
-        self.clients = [EngineClient(index, name) for index in range(len(self.engines))]
+        self.clients = [EngineClient(index, name) for index in range(len(self.fleet.engines))]
+        self._limiter = start_judge_limiter(judge, run.path, name)
         self._judge_workers, union = start_judge_workers(
-            judge, Policy(samplers=self.clients, model_path=config.model.path), name
+            judge,
+            Policy(samplers=self.clients, model_path=config.model.path),
+            None if self._limiter is None else self._limiter[1],
+            name,
         )
         self.judges = JudgePool(self._judge_workers, union)
         self.workers = self.rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
@@ -155,12 +199,11 @@ class Actors:
         """Return once the judge and every engine answer.
 
         Raises:
-            JudgeUnavailable: the judge refuses us or cannot be reached; not asked where no rubric is used.
+            JudgeUnavailable: the judge cannot be reached from where its worker runs; not asked where no rubric is used.
             EngineError: the model cannot be loaded.
         """
-        ready = [engine.start.remote() for engine in self.engines]
+        ready: list[Awaitable[Any]] = [self.fleet.start()]
         if self._config.algorithm.reward == "rubric":
-            # First, because a judge that refuses us is known in seconds and the rest takes longer to start.
             ready.insert(0, self._judge_workers[0].check.remote())
         await asyncio.gather(*ready)
         self._ready = True
@@ -184,18 +227,20 @@ class Actors:
         return RolloutPool(
             workers,
             environment.slots_per_worker,
-            len(self.engines),
+            len(self.fleet.engines),
             environment.rollout_retries,
             self._config.seed,
         )
 
     async def stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""
+        await self.fleet.stop()
+        actors = [*self.fleet.engines, *self.workers]
         if not self._ready:
             # They are still busy loading and would answer late; their processes end with them.
-            for actor in [*self.engines, *self.workers]:
+            for actor in actors:
                 ray.kill(actor)
             return
-        stops = [actor.stop.remote() for actor in [*self.engines, *self.workers]]
+        stops = [actor.stop.remote() for actor in actors]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*stops, self.store.flush.remote()), timeout=20)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import ray
 from rich.console import Console
 
 from draco_ray.actors.advantage_computer import start_advantage_computer
+from draco_ray.actors.pools import Member
 from draco_ray.config import DracoConfig, JudgeConfig
-from draco_ray.configuration import dump_config, project_file
+from draco_ray.configuration import dump_config, load_config, project_file
 from draco_ray.engine.canary import run_canary
 from draco_ray.environments.data_root import load_split
+from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.learner.group import LearnerGroup
@@ -26,18 +29,21 @@ from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState, Pipeline
-from draco_ray.records import Criterion, Evaluation, Message
+from draco_ray.records import Adapter, Criterion, Evaluation, Message
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.show import read_evaluations
 from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import StepProgress, step_line
+from draco_ray.training.resume import StartPoint, adopt_config, rewind, sole_driver
 from draco_ray.training.session import (
     Actors,
     checked_model,
     open_judge,
+    plain_error,
     ray_session,
     stopped_plainly,
     usable_prompts,
@@ -45,6 +51,8 @@ from draco_ray.training.session import (
 
 PROBE_TOKENS = 512
 """Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
+PUBLISH_ATTEMPTS = 3
+"""Times the adapter is asked for, should the learner's worker die between handing it out and its being copied."""
 
 
 def train(config: DracoConfig, console: Console | None = None) -> Path:
@@ -55,19 +63,78 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
     """
     console = console or Console(highlight=False, soft_wrap=True)
+    config, prompts, order = _checked(config, console)
+    name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
+    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
+    console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+    with sole_driver(run):
+        return _train(config, prompts, order, run, StartPoint(), console)
+
+
+def resume(
+    directory: Path,
+    source: str | None = None,
+    overrides: Sequence[str] = (),
+    setting: str | None = None,
+    *,
+    allow_changed: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Continue a stopped run at the step, and within the step, where it stopped.
+
+    Args:
+        directory: the run's.
+        source: a preset or a YAML file that describes the same run; None takes the run's own configuration.
+        overrides: as of `draco_ray.configuration.load_config`.
+        setting: likewise.
+        allow_changed: go on although the configuration differs from the run's.
+
+    Returns: the run directory.
+    Raises:
+        DracoError: as `train` does; ConfigError also for a configuration that has changed.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    run = RunDirectory.open(directory.resolve())
+    old = load_config(str(run.path))
+    config, prompts, order = _checked(load_config(source or str(run.path), overrides, setting), console)
+    with sole_driver(run):
+        changes = adopt_config(run, old, config, allow_changed=allow_changed)
+        # A rollout carries no verdict of AppWorld's; where that is the reward it is played again, with the same seed.
+        start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        console.print(f"{run.path.name}: continues after step {start.step}")
+        for change in changes:
+            console.print(f"changed: {change}", markup=False)
+        return _train(config, prompts, order, run, start, console)
+
+
+def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
+    """The configuration as it is run, the prompts of usable tasks, and their order."""
     load_split(config.data.root, config.data.train_split)
     if config.train.evaluate_before_after:
         load_split(config.data.root, config.data.eval_split)
     config = checked_model(config)
     prompts = usable_prompts(config, console)
-    order = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
-    name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
-    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
-    console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+    return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
+
+
+def _train(
+    config: DracoConfig,
+    prompts: Mapping[str, tuple[Message, ...]],
+    order: TaskOrder,
+    run: RunDirectory,
+    start: StartPoint,
+    console: Console,
+) -> Path:
     start_run_log(run.path)
-    with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config):
-        asyncio.run(Trainer(config, judge, prompts, order, run, name, console).run())
+    with stopped_plainly(run, console, resumable=True), open_judge(config, console) as judge, ray_session(config):
+        asyncio.run(Trainer(config, judge, prompts, order, run, console, start).run())
     return run.path
+
+
+@ray.remote(num_cpus=0, max_retries=3)
+def _copied(adapter: Adapter) -> Adapter:
+    """The adapter as an object of the driver's: the worker that made it may die and take its own with it."""
+    return adapter
 
 
 class Trainer:
@@ -80,18 +147,19 @@ class Trainer:
         prompts: Mapping[str, tuple[Message, ...]],
         order: TaskOrder,
         run: RunDirectory,
-        name: str,
         console: Console,
+        start: StartPoint,
     ) -> None:
         self._config = config
         self._judge = judge if judge.cache is not None else judge.model_copy(update={"cache": run.judge_cache})
         self._prompts = prompts
         self._order = order
         self._run = run
-        self._name = name
+        self._name = run.path.name
         self._console = console
         self._progress = StepProgress(console)
-        self._moved = False
+        self._begin = start
+        self._moved = start.moved
         """Whether the adapter differs from the base model yet."""
 
     @property
@@ -107,12 +175,12 @@ class Trainer:
             with PeakMemory() as memory:
                 await self._start()
                 self._console.print(f"actors ready in {time.time() - started:.0f}s")
-                before = await self._evaluate(0) if self._config.train.evaluate_before_after else None
-                for step in range(1, self.steps + 1):
-                    metrics = await self._step(step)
-                    self._console.print(step_line(metrics, self.steps))
-                if before is not None and self.steps:
-                    self._report(before, await self._evaluate(self.steps))
+                await self._unless_engines_fail(self._train())
+        except (DracoError, ray.exceptions.RayError) as error:
+            if isinstance(plain_error(error), BudgetSpent):
+                # The rest of what was asked within the budget is on its way.
+                await self._actors.judges.drain(self._judge.request_timeout_seconds)
+            raise
         finally:
             self._progress.stop()
             await self._stop()
@@ -121,13 +189,38 @@ class Trainer:
             f"{self._run.path}"
         )
 
+    async def _train(self) -> None:
+        before = await self._evaluation(0)
+        for step in range(self._begin.step + 1, self.steps + 1):
+            metrics = await self._step(step)
+            self._console.print(step_line(metrics, self.steps))
+        if before and self.steps and (after := await self._evaluation(self.steps)):
+            self._report(before, after)
+
+    async def _unless_engines_fail(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it, or raise what became of an engine that was lost for good, which rollouts would wait for."""
+        task, failure = asyncio.ensure_future(work), asyncio.ensure_future(self._actors.fleet.failure())
+        try:
+            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                await failure
+            await task
+        finally:
+            for each in (task, failure):
+                each.cancel()
+            await asyncio.gather(task, failure, return_exceptions=True)
+
     async def _start(self) -> None:
         config = self._config
         self._observer = RunObserver(config, self._run.path)
         self._actors = Actors(config, self._judge, self._run, self._name)
-        self._learner = LearnerGroup(config.model, config.learner, run=self._run.path, seed=config.seed)
+        self._learner = LearnerGroup(
+            config.model, config.learner, run=self._run.path, seed=config.seed, resume_from=self._begin.checkpoint
+        )
         self._advantages = start_advantage_computer(config.algorithm, self._name)
         await asyncio.gather(self._actors.start(), self._learner.start())
+        if self._begin.step:
+            await self._publish(self._begin.step)
         self._pool = self._actors.pool(self._actors.workers)
         self._observer.watch_pools(self._pool, self._actors.judges)
         self._pipeline = Pipeline(
@@ -149,6 +242,7 @@ class Trainer:
             Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
             for index, task_id in enumerate(self._order.tasks(step))
         ]
+        await self._take_over(groups)
         self._progress.start(f"step {step}/{self.steps}", len(groups), len(groups) * config.algorithm.group_size)
         work = [asyncio.create_task(self._pipeline.run(group)) for group in groups]
         try:
@@ -156,6 +250,8 @@ class Trainer:
         finally:
             for task in work:
                 task.cancel()
+            # The first error ends the step; those that follow from it are no news.
+            await asyncio.gather(*work, return_exceptions=True)
             self._progress.stop()
         synced = time.time()
         # A step without any signal leaves a new adapter without effect, and that is no fault of the engine.
@@ -174,6 +270,22 @@ class Trainer:
         self._observer.step(metrics)
         await self._actors.store.finish_step.remote(step, metrics)
         return metrics
+
+    async def _take_over(self, groups: Sequence[Group]) -> None:
+        """Hand the pool the rollouts of these groups that an earlier process has finished."""
+        step, store = groups[0].step, self._actors.store
+        if step not in self._begin.recorded:
+            return
+        nothing = ray.put(None)
+        by_task = {group.task_id: group.name for group in groups}
+        taken = 0
+        for task_id, rollout in await store.recorded.remote(step, step - 1):
+            if task_id in by_task and rollout < self._config.algorithm.group_size:
+                trajectory, summary = store.trajectory_again.remote(step, task_id, rollout)
+                member = Member(rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary)
+                self._pool.take_over(by_task[task_id], member)
+                taken += 1
+        self._console.print(f"step {step}: {taken} finished rollouts taken from the run directory")
 
     def _watch(self, group: Group) -> None:
         self._progress.update(group)
@@ -216,8 +328,7 @@ class Trainer:
 
     async def _sync(self, version: int, probe: list[int], moved: bool) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats."""
-        adapter = await self._learner.adapter(version)
-        await asyncio.gather(*(engine.load_adapter.remote(adapter) for engine in self._actors.engines))
+        await self._publish(version)
         if len(probe) < 2:
             return None
         learner = (await self._learner.token_logprobs(probe))[1:]
@@ -233,6 +344,28 @@ class Trainer:
             for client in self._actors.clients
         ]
         return max(reading.gap_mean for reading in readings)
+
+    async def _publish(self, version: int) -> None:
+        """Bring the learner's adapter to every engine."""
+        for _ in range(PUBLISH_ATTEMPTS):
+            copy = _copied.remote(await self._learner.adapter(version))
+            try:
+                await self._actors.fleet.load(copy)
+            except ray.exceptions.ObjectLostError:
+                continue
+            return
+        raise ClusterError(
+            f"adapter version {version} was lost {PUBLISH_ATTEMPTS} times on its way to the engines: "
+            "the learner's workers keep dying"
+        )
+
+    async def _evaluation(self, step: int) -> list[Evaluation] | None:
+        """What the policy of ``step`` achieves; measured before if it was, None if it is not asked or gone."""
+        if not self._config.train.evaluate_before_after:
+            return None
+        if (known := read_evaluations(self._run).get((step, self._config.data.eval_split))) is not None:
+            return known
+        return await self._evaluate(step) if step >= self._begin.step else None
 
     async def _evaluate(self, step: int) -> list[Evaluation]:
         config = self._config

@@ -1,0 +1,70 @@
+"""Reading rollouts of a step under way back as they were, so that a resumed run need not play them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
+from draco_ray.runs.schema import TABLES
+
+
+def recorded_rollouts(run: RunDirectory, step: int, policy_version: int) -> list[tuple[str, int]]:
+    """Task and rollout of every recorded rollout of ``step`` that this version of the policy sampled, in order."""
+    columns = ["task_id", "rollout", "policy_version"]
+    rows = run.table("trajectories", step, columns).to_pylist()
+    return sorted((row["task_id"], row["rollout"]) for row in rows if row["policy_version"] == policy_version)
+
+
+def read_trajectory(run: RunDirectory, step: int, task_id: str, rollout: int) -> Trajectory:
+    """One recorded rollout of a step under way.
+
+    Raises:
+        FileNotFoundError: it was not recorded.
+    """
+    (row,) = _rows(run, "trajectories", step, f"{task_id}-{rollout}")
+    try:
+        steps = _rows(run, "steps", step, f"{task_id}-{rollout}")
+    except FileNotFoundError:
+        steps = []
+    return Trajectory(
+        task_id=task_id,
+        group=f"step{step}/{task_id}",
+        rollout=rollout,
+        attempt=row["attempt"],
+        policy_version=row["policy_version"],
+        prompt=tuple(Message(**message) for message in row["prompt"]),
+        turns=tuple(_turn(turn) for turn in sorted(steps, key=lambda turn: int(turn["turn"]))),
+        token_ids_T=np.array(row["token_ids"], dtype=np.int32),
+        sampled_T=np.array(row["sampled"], dtype=np.bool_),
+        logprob_T=np.array(row["logprob"], dtype=np.float32),
+        step_T=np.array(row["token_step"], dtype=np.int32),
+        prompt_length=row["prompt_length"],
+        ended=EpisodeEnd(row["ended"]),
+        started_at=row["started_at"],
+        ended_at=row["ended_at"],
+        error=row["error"],
+        engine=row["engine"],
+    )
+
+
+def _turn(row: Row) -> Turn:
+    return Turn(
+        text=row["text"],
+        code=row["code"],
+        output=row["output"],
+        first_token=row["first_token"],
+        last_token=row["last_token"],
+        seconds_generating=row["seconds_generating"],
+        seconds_executing=row["seconds_executing"],
+    )
+
+
+def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:
+    path = run.part(table, step, key)
+    rows: Sequence[Row] = pq.read_table(path, schema=TABLES[table], partitioning=None).to_pylist()
+    return rows

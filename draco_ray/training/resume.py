@@ -1,0 +1,151 @@
+"""Where a stopped run goes on: the last checkpoint, and what the run directory knows of the steps after it.
+
+A step counts as done once its checkpoint is complete. The steps after that one are done again from what is on disk:
+their finished rollouts, and the judge's replies from the durable cache; see docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import dump_config
+from draco_ray.errors import ConfigError
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+
+FREE = ("run.", "ray.", "judge.limits.")
+"""Keys that say where a run happens and what it may spend, not what it computes: they may change between runs."""
+KEPT = {
+    "trajectories": ("task_id", "rollout"),
+    "steps": ("task_id", "rollout"),
+    "judge_calls": ("task_id", "phase", "rollout"),
+}
+"""Tables whose rows a step done again takes over, with the columns that name their parts; others are written anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPoint:
+    """Where the loop over steps begins."""
+
+    step: int = 0
+    """Steps done: the one whose checkpoint the learner loads; 0 is the untrained policy."""
+    checkpoint: Path | None = None
+    moved: bool = False
+    """Whether the adapter differs from the base model."""
+    recorded: frozenset[int] = frozenset()
+    """Steps after it of which finished rollouts may be taken from the run directory."""
+
+
+def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
+    """``key (old -> new)`` for every key that differs and matters."""
+    before, after = (dict(_leaves(config.model_dump(mode="json"))) for config in (old, new))
+    return [
+        f"{key} ({before.get(key)} -> {after.get(key)})"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith(FREE)
+    ]
+
+
+def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow_changed: bool) -> list[str]:
+    """Make ``new`` the configuration of the run, and keep the old one beside it if it differs.
+
+    Returns: what changed.
+    Raises:
+        ConfigError: something changed and ``allow_changed`` is off.
+    """
+    changes = config_changes(old, new)
+    if changes and not allow_changed:
+        raise ConfigError(
+            f"--resume {run.path}: the configuration has changed: {'; '.join(changes)}; "
+            "leave these out, or continue with --allow-changed-config"
+        )
+    text = dump_config(new)
+    if text != run.config_text():
+        copies = len(list(run.path.glob("config.before-resume-*.yaml")))
+        shutil.copyfile(run.path / "config.yaml", run.path / f"config.before-resume-{copies + 1}.yaml")
+        _replace(run.path / "config.yaml", text)
+    return changes
+
+
+@contextlib.contextmanager
+def sole_driver(run: RunDirectory) -> Iterator[None]:
+    """Refuse to work on a run directory that another driver works on.
+
+    Raises:
+        ConfigError: one does.
+    """
+    descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run directory {run.path}: another process is training in it; end that one") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
+    """Take a run directory back to its last checkpoint; what later steps have finished and paid for stays.
+
+    Args:
+        reuse: whether rollouts of later steps still are what the configuration would play.
+    """
+    step = max((int(path.name.removeprefix("step")) for path in run.checkpoints.glob("step*")), default=0)
+    metrics = run.metrics()
+    done = [line for line in metrics if line["step"] <= step]
+    if len(done) < len(metrics):
+        _replace(run.metrics_file, "".join(json.dumps(line) + "\n" for line in done))
+    later = [found for found in run.steps() if found > step]
+    for again in later:
+        _reopen(run, again, reuse=reuse)
+    return StartPoint(
+        step=step,
+        checkpoint=run.checkpoint(step) if step else None,
+        moved=any(line["updates"] > 0 and (line["grad_norm"] or 0) > 0 for line in done),
+        recorded=frozenset(later) if reuse else frozenset(),
+    )
+
+
+def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
+    """Turn a step's tables back into the parts they were gathered from, and drop what will be written anew."""
+    store = RunStore(run)
+    for folder in sorted(path for path in run.tables.glob("*") if path.is_dir()):
+        gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
+        # What was paid for stays on the books, whatever becomes of the rollouts.
+        keep = folder.name == "judge_calls" or (reuse and folder.name in KEPT)
+        if not keep:
+            shutil.rmtree(parts, ignore_errors=True)
+        elif gathered.exists():
+            grouped: dict[str, list[dict[str, Any]]] = {}
+            for row in pq.read_table(gathered, partitioning=None).to_pylist():
+                names = (row[column] for column in KEPT[folder.name])
+                grouped.setdefault("-".join(str(name) for name in names if name is not None), []).append(row)
+            for key, rows in grouped.items():
+                store.write(folder.name, step, key, rows)
+        gathered.unlink(missing_ok=True)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,136 @@
+"""Taking a run directory back to its last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import dump_config, load_config
+from draco_ray.errors import ConfigError
+from draco_ray.records import Phase
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
+from draco_ray.runs.store import RunStore
+from draco_ray.training.resume import adopt_config, config_changes, rewind, sole_driver
+from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", dump_config(DracoConfig()))
+
+
+def write_step(run: RunDirectory, step: int, *, finished: bool) -> None:
+    store = RunStore(run)
+    for task in TASKS:
+        for rollout in (0, 1):
+            trajectory = a_trajectory(step, task, rollout)
+            store.write("trajectories", step, f"{task}-{rollout}", rows.trajectory_rows(step, trajectory))
+            store.write("steps", step, f"{task}-{rollout}", rows.step_rows(step, trajectory))
+        store.write(
+            "judge_calls", step, f"{task}-stage1", rows.call_rows(step, [a_call(Phase.STAGE1, step, task, None)])
+        )
+        store.write("judge_calls", step, f"{task}-score-0", rows.call_rows(step, [a_call(Phase.SCORE, step, task, 0)]))
+        write_group(store, step, task)
+    if finished:
+        store.finish_step(step, {"step": step, "updates": 2, "grad_norm": 0.5})
+
+
+def test_a_recorded_rollout_is_read_back_whole(run: RunDirectory) -> None:
+    write_step(run, 1, finished=False)
+    assert recorded_rollouts(run, 1, 0) == [(task, rollout) for task in TASKS for rollout in (0, 1)]
+    assert recorded_rollouts(run, 1, 1) == []
+    original, again = a_trajectory(1, TASKS[0], 1), read_trajectory(run, 1, TASKS[0], 1)
+    for name in (
+        "task_id",
+        "group",
+        "rollout",
+        "attempt",
+        "policy_version",
+        "prompt",
+        "turns",
+        "prompt_length",
+        "ended",
+    ):
+        assert getattr(again, name) == getattr(original, name), name
+    for name in ("token_ids_T", "sampled_T", "logprob_T", "step_T"):
+        assert (getattr(again, name) == getattr(original, name)).all(), name
+    with pytest.raises(FileNotFoundError):
+        read_trajectory(run, 1, TASKS[0], 5)
+
+
+def test_rewind_goes_to_the_last_checkpoint_and_keeps_what_later_steps_cost(run: RunDirectory) -> None:
+    write_step(run, 1, finished=True)
+    write_step(run, 2, finished=True)
+    write_step(run, 3, finished=False)
+    run.checkpoint(1).mkdir(parents=True)
+    (run.checkpoints / ".step00002.unfinished").mkdir()
+    calls = run.table("judge_calls").num_rows
+    start = rewind(run, reuse=True)
+    assert (start.step, start.checkpoint, start.moved) == (1, run.checkpoint(1), True)
+    assert start.recorded == {2, 3}
+    assert [line["step"] for line in run.metrics()] == [1]
+    assert run.table("judge_calls").num_rows == calls
+    assert recorded_rollouts(run, 2, 1) == recorded_rollouts(run, 3, 2) == [(t, r) for t in TASKS for r in (0, 1)]
+    # A finished step is under way again, in parts of the same names as at first.
+    assert RunStore(run).part("judge_calls", 2, f"{TASKS[0]}-score-0")[0]["phase"] == "score"
+    assert RunStore(run).part("judge_calls", 2, f"{TASKS[0]}-stage1")[0]["rollout"] is None
+    assert read_trajectory(run, 2, TASKS[1], 1).turns == a_trajectory(2, TASKS[1], 1).turns
+    assert set(run.table("criteria").column("training_step").to_pylist()) == {1}
+
+
+def test_rewind_twice_is_rewind_once(run: RunDirectory) -> None:
+    write_step(run, 1, finished=True)
+    first = rewind(run, reuse=True)
+    rows_before = run.table("trajectories").sort_by([("task_id", "ascending"), ("rollout", "ascending")])
+    assert (first.step, first.checkpoint, first.moved) == (0, None, False)
+    assert rewind(run, reuse=True) == first
+    assert run.table("trajectories").sort_by([("task_id", "ascending"), ("rollout", "ascending")]) == rows_before
+
+
+def test_rollouts_of_another_configuration_are_dropped_their_cost_is_not(run: RunDirectory) -> None:
+    write_step(run, 1, finished=True)
+    calls = run.table("judge_calls").num_rows
+    start = rewind(run, reuse=False)
+    assert start.recorded == frozenset()
+    assert run.table("trajectories").num_rows == 0
+    assert run.table("judge_calls").num_rows == calls
+
+
+def test_a_changed_configuration_is_refused_by_name(run: RunDirectory) -> None:
+    old = DracoConfig()
+    new = load_config(None, ["learner.learning_rate=1e-4", "algorithm.group_size=8"])
+    with pytest.raises(ConfigError) as refusal:
+        adopt_config(run, old, new, allow_changed=False)
+    assert "algorithm.group_size (6 -> 8); learner.learning_rate (5e-05 -> 0.0001)" in str(refusal.value)
+    assert "--allow-changed-config" in str(refusal.value)
+    assert load_config(str(run.path)) == old
+    assert len(adopt_config(run, old, new, allow_changed=True)) == 2
+    assert load_config(str(run.path)) == new
+    assert load_config(str(run.path / "config.before-resume-1.yaml")) == old
+
+
+def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> None:
+    new = load_config(None, ["judge.limits.dollars=5", "ray.object_store_mib=200", "run.name=other"])
+    assert config_changes(DracoConfig(), new) == []
+    assert adopt_config(run, DracoConfig(), new, allow_changed=False) == []
+    assert load_config(str(run.path)).judge.limits.dollars == 5
+
+
+def test_a_run_has_one_driver(run: RunDirectory) -> None:
+    with sole_driver(run), pytest.raises(ConfigError, match="another process is training"), sole_driver(run):
+        pass
+    with sole_driver(run):
+        pass
+
+
+def test_half_a_metrics_line_is_no_line(run: RunDirectory) -> None:
+    write_step(run, 1, finished=True)
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 2, "upd')
+    assert [line["step"] for line in run.metrics()] == [1]
+    write_step(run, 2, finished=True)
+    assert [line["step"] for line in run.metrics()] == [1, 2]
