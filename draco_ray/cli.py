@@ -235,7 +235,7 @@ def evaluate(
         bool, typer.Option("--train-curve", help="With --run: success on the training split by checkpoint.")
     ] = False,
     every: Annotated[int, typer.Option(min=1, help="With --train-curve: every so many training steps.")] = 1,
-    benchmark: Annotated[str, typer.Option(help="appworld.")] = "appworld",
+    benchmark: Annotated[str, typer.Option(help="appworld, or tau-banking (docs/tau_bench.md).")] = "appworld",
     split: Annotated[str | None, typer.Option(help="AppWorld's dataset; else data.eval_split.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Independent rollouts per task.")] = 3,
     config: Annotated[
@@ -250,13 +250,13 @@ def evaluate(
     ] = None,
     api_temperature: Annotated[float | None, typer.Option(help="API model: else the provider's default.")] = None,
 ) -> None:
-    """Measure a policy by AppWorld's own evaluator; the same command again goes on where it was interrupted."""
+    """Measure a policy by the benchmark's own evaluator; the same command again goes on where it was interrupted."""
     from draco_ray.errors import ConfigError
     from draco_ray.evaluation.command import EvaluateOptions
     from draco_ray.evaluation.command import evaluate as run_evaluation
 
-    if benchmark != "appworld":
-        raise ConfigError(f"--benchmark {benchmark!r}: unknown here; expected appworld")
+    if benchmark not in ("appworld", "tau-banking"):
+        raise ConfigError(f"--benchmark {benchmark!r}: unknown; expected appworld or tau-banking")
     options = EvaluateOptions(
         policy=policy,
         run=run,
@@ -273,6 +273,11 @@ def evaluate(
         api_key_env=api_key_env,
         api_temperature=api_temperature,
     )
+    if benchmark == "tau-banking":
+        from draco_ray.evaluation.tau_bench.command import evaluate as run_tau_bench
+
+        run_tau_bench(options, STARTER_MODEL)
+        return
     run_evaluation(options, STARTER_MODEL)
 
 

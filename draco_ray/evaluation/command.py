@@ -58,8 +58,8 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     """
     from draco_ray.evaluation.appworld import ApiOptions, evaluate_appworld
 
-    _check(options)
-    policy, config = _policy(options, starter)
+    check_options(options)
+    policy, config = find_policy_and_config(options, starter)
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
     result = evaluate_appworld(
         policy,
@@ -144,7 +144,8 @@ def _percent(rates: Sequence[Estimate]) -> Cell | None:
     return Cell(100 * rate.mean, std, low, high)
 
 
-def _check(options: EvaluateOptions) -> None:
+def check_options(options: EvaluateOptions) -> None:
+    """Raises: ConfigError where options do not go together."""
     if (options.policy is None) == (options.run is None):
         raise ConfigError("draco evaluate: expected either --policy or --run")
     if options.run is None and (options.last_epochs is not None or options.train_curve):
@@ -153,7 +154,12 @@ def _check(options: EvaluateOptions) -> None:
         raise ConfigError("draco evaluate: --last-epochs and --train-curve are two evaluations; give one of them")
 
 
-def _policy(options: EvaluateOptions, starter: Path) -> tuple[Policy, DracoConfig]:
+def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Policy, DracoConfig]:
+    """What is to be measured, and under which configuration.
+
+    Raises:
+        ConfigError: the options name nothing usable.
+    """
     if options.run is None:
         assert options.policy is not None
         policy = find_policy(options.policy, starter)

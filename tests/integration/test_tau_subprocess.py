@@ -255,6 +255,11 @@ def test_the_command_prints_its_tables(machine: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "| GPT | 100.0 | 100.0 |" in done.stdout
     assert "judge: no key" in draco("tau", "run", *command[2:], environment={"TAU_JUDGE_KEY": ""}).stderr
+    same = ["evaluate", "--benchmark", "tau-banking", "--policy", "litellm:openai/gpt-5.4", "--runs", "2"]
+    again = draco(*same, "--config", "qwen3.6-27b", "--label", "GPT", "--out", str(machine / "out"), *words)
+    assert again.returncode == 0, again.stderr
+    assert starts(machine) == 1  # the same evaluation, and it was there
+    assert "--split" in draco(*same, "--split", "dev").stderr
     printed = draco("tau", "tables", str(machine / "out"), "--format", "csv")
     assert "GPT" in printed.stdout
     assert printed.returncode == 0, printed.stderr

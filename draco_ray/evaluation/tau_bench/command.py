@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draco_ray.evaluation.rendering import Shown, TableFormat
+
+if TYPE_CHECKING:
+    from draco_ray.evaluation.command import EvaluateOptions
 
 tau = typer.Typer(no_args_is_help=True, help="τ-bench banking, run by tau2-bench in an environment of its own.")
 
@@ -39,14 +44,11 @@ def run(
     shown: Beside = Shown.NOTHING,
 ) -> None:
     """Serve the policy, run tau2-bench on it, and print the tables."""
-    import logging
-
     from draco_ray.configuration import load_config
     from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
     from draco_ray.evaluation.tau_bench.policy import find_policy
 
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("draco_ray").setLevel(logging.INFO)
+    _say_what_happens()
     resolved = load_config(config, overrides or [])
     policies = [find_policy(name, resolved) for name in policy]
     evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
@@ -83,3 +85,43 @@ def tables(
             label, name = "", argument
         summaries[label or EvaluationDirectory.open(Path(name)).plan.label] = read_summaries(Path(name))
     typer.echo("\n".join(render(table, form, shown) for table in tau_tables(settings, summaries)), nl=False)
+
+
+def evaluate(options: EvaluateOptions, starter: Path) -> None:
+    """``draco evaluate --benchmark tau-banking``.
+
+    Raises:
+        DracoError: as `evaluate_tau`; ConfigError for options of AppWorld alone.
+    """
+    from draco_ray.errors import ConfigError
+    from draco_ray.evaluation.command import check_options, find_policy_and_config
+    from draco_ray.evaluation.tau_bench.evaluate import BENCHMARK, evaluate_tau
+    from draco_ray.evaluation.tau_bench.policy import tau_policies
+
+    check_options(options)
+    if options.split is not None or options.train_curve:
+        raise ConfigError(f"--benchmark {BENCHMARK}: has one split, never trained on; leave out --split, --train-curve")
+    _say_what_happens()
+    policy, config = find_policy_and_config(options, starter)
+    agent = config.tau_bench.agent
+    if policy.api_model is not None:
+        told = {
+            "api_base": options.api_base,
+            "api_key_env": options.api_key_env,
+            "temperature": options.api_temperature,
+        }
+        agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
+    tau_bench = config.tau_bench.model_copy(update={"trials": options.runs, "agent": agent})
+    config = config.model_copy(update={"tau_bench": tau_bench})
+    if options.run is not None:
+        out = options.run / "evaluations" / f"{BENCHMARK}-last{options.last_epochs or 3}"
+    else:
+        out = Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-{BENCHMARK}"
+    out = options.out or out
+    evaluate_tau(config, tau_policies(policy, config), out, label=options.label or policy.label)
+    tables([str(out)], shown=Shown.INTERVAL)
+
+
+def _say_what_happens() -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("draco_ray").setLevel(logging.INFO)

@@ -15,6 +15,7 @@ from draco_ray.config import DracoConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_directory import architectures, check_model_directory
 from draco_ray.errors import ConfigError, EngineError
+from draco_ray.evaluation.policies import Policy
 
 API = "litellm:"
 BASE = "base"
@@ -62,6 +63,17 @@ def find_policy(named: str, config: DracoConfig) -> TauPolicy:
             f"'{BASE}' or {API}<provider>/<model>"
         )
     return served_policy(directory.name, str(directory))
+
+
+def tau_policies(policy: Policy, config: DracoConfig) -> list[TauPolicy]:
+    """What `draco evaluate` found, checkpoint by checkpoint, on the configured base model.
+
+    Raises:
+        ConfigError: one is unusable.
+    """
+    if policy.api_model is not None:
+        return [api_policy(policy.api_model)]
+    return [served_policy(each.name, config.model.path, each.adapter) for each in policy.checkpoints]
 
 
 def api_policy(model: str) -> TauPolicy:
