@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,29 +11,43 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from draco_ray.config import DracoConfig
 from draco_ray.configuration import load_config
 from draco_ray.errors import ClusterError
 from draco_ray.training import preflight
+from draco_ray.training.cluster import connect
 
 pytestmark = pytest.mark.slow
 
 
+HEAD = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 20}
+
+
 @pytest.fixture
 def two_nodes() -> Iterator[Cluster]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     cluster.add_node(num_cpus=0, object_store_memory=80 << 20)
-    ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
 
 
-def test_every_node_is_asked(two_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_knows_the_run_and_every_node_is_asked(
+    two_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "world").mkdir()
-    config: DracoConfig = load_config("sandbox", [f"data.root={tmp_path / 'world'}"])
+    config = load_config("sandbox", [f"data.root={tmp_path / 'world'}", f"ray.address={two_nodes.address}"])
     run = tmp_path / "run"
     run.mkdir()
+    # As in a submitted job that names one of the variables itself, which Ray lets nobody repeat.
+    submitted = {"runtime_env": {"env_vars": {"LITELLM_LOCAL_MODEL_COST_MAP": "true"}}, "metadata": {}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(submitted))
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("DRACO_RUN_DIRECTORY", str(run))
+    assert connect(config)["judge"] == 4
+    seen = ray.get(ray.remote(num_cpus=0)(lambda: dict(os.environ)).remote())
+    assert seen["DRACO_RUN_DIRECTORY"] == str(run)
+    assert seen["LITELLM_LOCAL_MODEL_COST_MAP"] == "true"
+
     assert len(ray.nodes()) == 2
     preflight.check_session(config, run)
     assert list(run.iterdir()) == []
