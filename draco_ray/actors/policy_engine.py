@@ -25,6 +25,9 @@ from draco_ray.records import Adapter
 log = logging.getLogger(__name__)
 
 CORE_CHECK_SECONDS = 1.0
+MAX_CALLS = 10_000
+"""Of one engine at one time: requests that wait for it must leave room for the calls that bring it its adapter. (Ray's
+concurrency groups would, too, but run in event loops of their own, and vLLM's front end belongs to one loop.)"""
 
 
 class PolicyEngineActor:
@@ -53,7 +56,6 @@ class PolicyEngineActor:
         self._serving = asyncio.Event()
         self._core_watch: asyncio.Task[None] | None = None
 
-    @ray.method(concurrency_group="control")
     async def start(self, adapter: Adapter | None) -> None:
         """Load the model, then ``adapter`` if there is one yet; raises EngineError."""
         if self._serving.is_set():
@@ -64,7 +66,7 @@ class PolicyEngineActor:
         self._core_watch = asyncio.create_task(self._end_with_core())
         self._serving.set()
 
-    @ray.method(concurrency_group="control", max_task_retries=0)
+    @ray.method(max_task_retries=0)
     async def until_death(self) -> None:
         """Answers never; fails once this process has ended."""
         await asyncio.Event().wait()
@@ -80,7 +82,6 @@ class PolicyEngineActor:
             self._end_if_dead()
             raise
 
-    @ray.method(concurrency_group="control")
     async def load_adapter(self, adapter: Adapter) -> float:
         """Switch new requests to ``adapter``; returns seconds."""
         await self._serving.wait()
@@ -99,7 +100,6 @@ class PolicyEngineActor:
             self._end_if_dead()
             raise
 
-    @ray.method(concurrency_group="control")
     async def stop(self) -> None:
         """End the engine's processes."""
         if self._core_watch is not None:
@@ -121,14 +121,13 @@ def start_policy_engines(
     config: EngineConfig, model: ModelConfig, *, max_model_len: int, lora_rank: int, seed: int, run_name: str
 ) -> list[Any]:
     """One actor handle per engine of the configuration, not started yet."""
-    # Control calls must not queue behind requests that wait for the engine they control.
-    remote = ray.remote(concurrency_groups={"control": 8})(PolicyEngineActor)  # type: ignore[call-overload]
+    remote = ray.remote(PolicyEngineActor)
     return [
         remote.options(
             name=_actor_name(index, run_name),
             num_gpus=config.gpus_per_engine,
             num_cpus=config.cpus_per_engine,
-            max_concurrency=4 * config.max_num_seqs,
+            max_concurrency=MAX_CALLS,
             max_restarts=config.max_failures,
             max_task_retries=-1,
         ).remote(
