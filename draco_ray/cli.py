@@ -213,6 +213,63 @@ def report(
 
 
 @app.command(
+    epilog="Try:  draco replay runs/NAME      draco replay runs/NAME --judge openai/gpt-5.4-mini --step 1 --step 50"
+)
+def replay(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory; it is not changed but for --out.")],
+    judge: Annotated[
+        str | None,
+        typer.Option(help="Ask this LiteLLM model (or rules, the offline judge) instead of varying the algorithm."),
+    ] = None,
+    step: Annotated[
+        list[int] | None, typer.Option("--step", min=1, help="Only this training step; may be repeated.")
+    ] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="Only this variant of the algorithm; may be repeated.")
+    ] = None,
+    phase: Annotated[
+        list[Phase] | None, typer.Option("--phase", help="With --judge: score or credit; both unless told.")
+    ] = None,
+    api_base: Annotated[str | None, typer.Option(help="With --judge: its endpoint.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="With --judge: the variable that holds its key, else <PROVIDER>_API_KEY.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the tables; unless told, replay in the run.")] = None,
+) -> None:
+    """Re-run variants of the algorithm over recorded verdicts, or send archived judge calls to another judge."""
+    from rich.console import Console
+
+    from draco_ray.analysis.command import replay_algorithm, replay_judge
+    from draco_ray.analysis.variants import Variant
+    from draco_ray.errors import ConfigError
+
+    console = Console(highlight=False, soft_wrap=True, width=120)
+    if unknown := sorted(set(variant or ()) - set(Variant)):
+        raise ConfigError(f"--variant {unknown[0]!r}: expected one of {', '.join(Variant)}")
+    if judge is None and (phase or api_base or api_key_env):
+        raise ConfigError("--phase, --api-base and --api-key-env: only together with --judge MODEL")
+    if judge is not None and variant:
+        raise ConfigError("--variant: not together with --judge, which asks about verdicts only")
+    if judge is None:
+        written = replay_algorithm(
+            directory, variants=[Variant(name) for name in variant or Variant], steps=step, out=out, console=console
+        )
+    else:
+        written = replay_judge(
+            directory,
+            judge=judge,
+            api_base=api_base,
+            api_key_env=api_key_env,
+            phases=phase or [Phase.SCORE, Phase.CREDIT],
+            steps=step,
+            out=out,
+            console=console,
+        )
+    for path in written:
+        typer.echo(path)
+
+
+@app.command(
     epilog="Try:  draco evaluate --policy starter --split dev --runs 3 data.eval_tasks=4      "
     "draco evaluate --run runs/NAME --last-epochs 3      draco evaluate --policy litellm:openai/gpt-5.4 --split "
     "test_normal --runs 1"

@@ -10,8 +10,10 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from draco_ray.analysis.credit import credit_by_step, inert_windows
+from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.progress import judge_cost, stage_seconds, success, terminations
 from draco_ray.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
+from draco_ray.analysis.variants import replay_variants
 from draco_ray.runs.directory import RunDirectory
 
 TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
@@ -25,6 +27,9 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "judge_cost": judge_cost,
     "success": success,
     "stage_seconds": stage_seconds,
+    "variants": replay_variants,
+    "dropout": dropout_variance,
+    "survival": survival_by_group_size,
 }
 """Table name -> what makes it. Each has a ``run`` column, so tables of several runs stack."""
 
@@ -43,9 +48,18 @@ def write_tables(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name in TIDY:
-        table = tidy(name, runs)
-        parquet, csv = folder / f"{name}.parquet", folder / f"{name}.csv"
-        pq.write_table(table, parquet)
-        pyarrow.csv.write_csv(table, csv)
-        written += [parquet, csv]
+        written += write_table(tidy(name, runs), folder, name)
     return written
+
+
+def write_table(table: pa.Table, folder: Path, name: str) -> list[Path]:
+    """Write a table as ``<name>.parquet`` and ``<name>.csv``, lists as text in the latter; returns the two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parquet, csv = folder / f"{name}.parquet", folder / f"{name}.csv"
+    pq.write_table(table, parquet)
+    for index, field in enumerate(table.schema):
+        if pa.types.is_list(field.type):
+            texts = [" ".join(map(str, entry or ())) for entry in table.column(index).to_pylist()]
+            table = table.set_column(index, field.name, pa.array(texts, pa.string()))
+    pyarrow.csv.write_csv(table, csv)
+    return [parquet, csv]

@@ -1,0 +1,130 @@
+"""What `draco replay` and `draco attribution-bench` do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
+from draco_ray.analysis.judges import RULES, judge_config, open_complete
+from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
+from draco_ray.analysis.tables import write_table
+from draco_ray.analysis.variants import Variant, replay_variants
+from draco_ray.configuration import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.records import Phase
+from draco_ray.runs.directory import RunDirectory
+
+
+def replay_algorithm(
+    directory: Path, *, variants: Sequence[Variant], steps: Sequence[int] | None, out: Path | None, console: Console
+) -> list[Path]:
+    """Re-run variants of the algorithm over the recorded verdicts, and vary the members of groups; no call is made.
+
+    Raises:
+        ConfigError: not a run, an unknown step, or nothing that could be replayed.
+    """
+    run = _open(directory, steps)
+    std_epsilon = load_config(str(run.path)).algorithm.std_epsilon
+    table = replay_variants(run, variants, steps, std_epsilon=std_epsilon)
+    if not table.num_rows:
+        raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
+    _print_means(console, "variants of the algorithm, means over steps", table, "variant", ("run", "training_step"))
+    dropout = dropout_variance(run, steps, std_epsilon=std_epsilon)
+    names = ("reward_deviation", "advantage_deviation", "advantage_deviation_fixed", "sign_flips")
+    _print_means(console, "under resampled members, means over rollouts", dropout.select(["run", *names]), "run", ())
+    survival = survival_by_group_size(run, steps)
+    shown = survival.select(["group_size", "surviving", "survival"])
+    _print_means(console, "criteria that survive dropout, by group size", shown, "group_size", ())
+    folder = out or run.path / "replay"
+    return [
+        path
+        for name, found in (("variants", table), ("dropout", dropout), ("survival", survival))
+        for path in write_table(found, folder, name)
+    ]
+
+
+def replay_judge(
+    directory: Path,
+    *,
+    judge: str,
+    api_base: str | None,
+    api_key_env: str | None,
+    phases: Sequence[Phase],
+    steps: Sequence[int] | None,
+    out: Path | None,
+    console: Console,
+) -> list[Path]:
+    """Send archived scoring and credit prompts to another judge and print how far it agrees.
+
+    Raises:
+        ConfigError: not a run, an unknown step or phase, or no call to replay.
+        JudgeUnavailable: the judge does not answer.
+    """
+    run = _open(directory, steps)
+    if unknown := sorted(set(phases) - set(PHASES)):
+        raise ConfigError(f"--phase {unknown[0]}: only {' and '.join(PHASES)} judge given criteria")
+    calls = archived_calls(run, steps, phases)
+    if not calls:
+        raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
+    folder = out or run.path / "replay"
+    config = judge_config(
+        load_config(str(run.path)).judge,
+        judge,
+        api_base=api_base,
+        api_key_env=api_key_env,
+        cache=None if judge == RULES else folder / "judge_cache",
+    )
+    console.print(f"{len(calls)} archived prompts to {judge}")
+    replayed = asyncio.run(replay(run, open_complete(config), calls, judge))
+    found = agreement_table(replayed)
+    overall = [row for row in found.to_pylist() if row["training_step"] is None]
+    measures = [name for name in found.column_names if name not in ("run", "judge", "phase", "training_step")]
+    _print(
+        console,
+        "agreement with the run's own judge",
+        ["phase", *(row["phase"] for row in overall)],
+        {name: [row[name] for row in overall] for name in measures},
+    )
+    return [*write_table(found, folder, "agreement"), *write_table(replayed, folder, "replayed")]
+
+
+def _open(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
+    run = RunDirectory.open(directory.resolve())
+    if not run.steps():
+        raise ConfigError(f"{directory}: nothing to replay, the run has no rows yet")
+    check_steps(run, steps or ())
+    return run
+
+
+def _print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:
+    """A line per measure, a column per value of ``key``: means over its rows."""
+    measures = [name for name in table.column_names if name != key and name not in left_out]
+    rows = table.to_pylist()
+    values = list(dict.fromkeys(row[key] for row in rows))
+    cells: dict[str, list[object]] = {name: [] for name in measures}
+    for name in measures:
+        for value in values:
+            numbers = [float(row[name]) for row in rows if row[key] == value and row[name] is not None]
+            cells[name].append(sum(numbers) / len(numbers) if numbers else None)
+    _print(console, title, [key, *map(str, values)], cells)
+
+
+def _print(console: Console, title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:
+    printed = Table(*heads, title=title, title_justify="left", box=None, pad_edge=False)
+    for column in printed.columns[1:]:
+        column.justify = "right"
+    for name, values in cells.items():
+        printed.add_row(name, *map(_written, values))
+    console.print(printed)
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

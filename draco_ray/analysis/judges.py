@@ -1,0 +1,72 @@
+"""The judge that an analysis asks: the rule judge in this process, or any LiteLLM model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draco_ray.config import JudgeConfig
+from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.offline.rule_judge.answering import answer
+
+RULES = "rules"
+"""Name of the offline rule judge on the command line."""
+
+
+class RuleComplete:
+    """The rule judge without its server: a `draco_ray.judging.complete.Complete`."""
+
+    async def __call__(self, request: Request) -> Completion:
+        """Answer the request's first message; the rules have no use for what follows."""
+        _, text = answer(request.messages[0].content)
+        return Completion(
+            text=text,
+            finish_reason="stop",
+            model=RULES,
+            input_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            dollars=0.0,
+            started_at=0.0,
+            seconds=0.0,
+            requests=1,
+        )
+
+    async def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    async def check(self) -> None:
+        """It always answers."""
+
+
+def judge_config(
+    config: JudgeConfig, model: str, *, api_base: str | None, api_key_env: str | None, cache: Path | None
+) -> JudgeConfig:
+    """``config`` with another model: its sampling, limits and prices stay, its endpoint and body do not.
+
+    Args:
+        config: whose other settings to take.
+        model: LiteLLM model name.
+        api_base: endpoint; None is the provider's own.
+        api_key_env: variable that holds the key; None is ``<PROVIDER>_API_KEY``.
+        cache: folder of the durable reply cache.
+    """
+    provider = model.partition("/")[0] if "/" in model else "openai"
+    return config.model_copy(
+        update={
+            "model": model,
+            "api_base": api_base,
+            "api_key_env": api_key_env or f"{provider.upper()}_API_KEY",
+            "extra_body": {} if model != config.model else config.extra_body,
+            "cache": cache,
+        }
+    )
+
+
+def open_complete(config: JudgeConfig) -> Complete:
+    """What answers: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``."""
+    if config.model == RULES:
+        return RuleComplete()
+    from draco_ray.judging.client import LiteLLMClient
+    from draco_ray.judging.reply_cache import ReplyCache
+
+    return LiteLLMClient(config, None if config.cache is None else ReplyCache(config.cache))

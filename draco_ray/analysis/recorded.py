@@ -1,0 +1,122 @@
+"""Groups of a finished run as the algorithm saw them: verdicts, citations and token counts, read from the tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from draco_ray.algorithm.credit import unanimous_attributions
+from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.records import Attribution, CreditFallback, FloatArray, IntArray, Verdict
+from draco_ray.runs.directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroup:
+    """One judged group: what went into its advantages, and what came out. A row per scored rollout, ascending."""
+
+    training_step: int
+    task_id: str
+    rollouts: tuple[int, ...]
+    titles: tuple[str, ...]
+    """Of the K criteria."""
+    verdict_GK: IntArray
+    """Scoring verdicts, +1, -1 or 0."""
+    attributions: tuple[tuple[Attribution, ...] | None, ...]
+    """The credit call's citations; None where that call failed, empty where none was made or nothing was cited."""
+    tokens_GM: tuple[IntArray, ...]
+    """n_j, tokens of each step."""
+    reward_G: FloatArray
+    advantage_G: FloatArray
+    step_advantage_GM: tuple[FloatArray, ...]
+    """R_i, A_i and a_j as the run computed them."""
+
+    @property
+    def name(self) -> str:
+        """As a run names its groups: ``step<training step>/<task>``."""
+        return f"step{self.training_step}/{self.task_id}"
+
+
+def recorded_groups(run: RunDirectory, steps: Sequence[int] | None = None) -> Iterator[RecordedGroup]:
+    """Every group that has both a rubric with verdicts and advantages, in the order of steps and tasks.
+
+    Args:
+        run: where they are recorded.
+        steps: training steps; None is all.
+    """
+    for step in run.steps() if steps is None else steps:
+        titles = _by_task(run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist())
+        verdicts = _by_task(run.table("verdicts", step, ["task_id", "rollout", "criterion", "verdict"]).to_pylist())
+        citations = _by_task(
+            run.table("citations", step, ["task_id", "rollout", "criterion", "verdict", "step"]).to_pylist()
+        )
+        shares = _by_task(run.table("advantages", step).to_pylist())
+        for task_id, members in sorted(shares.items()):
+            if titles[task_id] and verdicts[task_id]:
+                yield _group(step, task_id, members, titles[task_id], verdicts[task_id], citations[task_id])
+
+
+def _group(
+    step: int,
+    task_id: str,
+    members: list[dict[str, Any]],
+    titles: list[dict[str, Any]],
+    verdicts: list[dict[str, Any]],
+    citations: list[dict[str, Any]],
+) -> RecordedGroup:
+    members = sorted(members, key=lambda member: int(member["rollout"]))
+    row = {member["rollout"]: index for index, member in enumerate(members)}
+    verdict_GK = np.zeros((len(members), len(titles)), dtype=np.int8)
+    for verdict in verdicts:
+        if verdict["rollout"] in row:
+            verdict_GK[row[verdict["rollout"]], verdict["criterion"]] = verdict["verdict"]
+    surviving_K = surviving_criteria(verdict_GK)
+    return RecordedGroup(
+        training_step=step,
+        task_id=task_id,
+        rollouts=tuple(row),
+        titles=tuple(entry["title"] for entry in sorted(titles, key=lambda entry: int(entry["criterion"]))),
+        verdict_GK=verdict_GK,
+        attributions=tuple(
+            _attributions(
+                member,
+                [citation for citation in citations if citation["rollout"] == member["rollout"]],
+                verdict_GK[index] * surviving_K,
+            )
+            for index, member in enumerate(members)
+        ),
+        tokens_GM=tuple(np.array(member["step_tokens"], dtype=np.int64) for member in members),
+        reward_G=np.array([member["reward"] for member in members], dtype=float),
+        advantage_G=np.array([member["advantage"] for member in members], dtype=float),
+        step_advantage_GM=tuple(np.array(member["step_advantage"], dtype=float) for member in members),
+    )
+
+
+def _attributions(
+    member: dict[str, Any], citations: list[dict[str, Any]], verdict_K: IntArray
+) -> tuple[Attribution, ...] | None:
+    if member["fallback"] == CreditFallback.CREDIT_CALL_FAILED:
+        return None
+    if not citations:
+        # With algorithm.skip_inert_credit_calls, unanimous verdicts are credited without a call.
+        return unanimous_attributions(verdict_K) if True in (member["cited"] or ()) else ()
+    steps: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for citation in citations:
+        cited = steps[citation["criterion"], citation["verdict"]]
+        if citation["step"] is not None:
+            cited.append(citation["step"])
+    return tuple(
+        Attribution(criterion=criterion, verdict=Verdict(verdict), steps=tuple(sorted(cited)))
+        for (criterion, verdict), cited in sorted(steps.items())
+    )
+
+
+def _by_task(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["task_id"]].append(row)
+    return found

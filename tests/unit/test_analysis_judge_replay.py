@@ -1,0 +1,160 @@
+"""Sending archived judge calls to another judge: what is sent, what is compared, and what a useless reply counts as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, replay
+from draco_ray.cli import main
+from draco_ray.environments.sandbox.scripts import Fault
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.judge import credit_prompt, score_prompt
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.offline.rule_judge.reading import TASK_MARK
+from draco_ray.records import Attribution, Criterion, JudgeCall, Phase, ScoredCriterion, Verdict
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
+
+FAMILY = "count_library_songs"
+# A credit prompt does not state the task: the criterion does.
+LOOK = f"Look at every step.{TASK_MARK}{instruction(FAMILY)}"
+RUBRIC = [
+    Criterion(title="Reads every page of the list", description="All of it.", evaluator_instruction=LOOK),
+    Criterion(title="Closes the task after the work", description="Once.", evaluator_instruction=LOOK),
+]
+# As the rule judge says; the second criterion of the second rollout is recorded the other way round.
+RECORDED = ((Verdict.PASS, Verdict.PASS), (Verdict.FAIL, Verdict.FAIL))
+
+
+def call(phase: Phase, rollout: int, prompt: str) -> JudgeCall:
+    return JudgeCall(
+        call_id=f"{phase}-{rollout}-{len(prompt)}",
+        phase=phase,
+        group="step1/task_1",
+        task_id="task_1",
+        rollout=rollout,
+        model="openai/original",
+        prompt=prompt,
+        reply="[]",
+        finish_reason="stop",
+        input_tokens=1,
+        cached_tokens=0,
+        output_tokens=1,
+        dollars=0.0,
+        started_at=0.0,
+        seconds=0.0,
+        requests=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    store = RunStore(RunDirectory.create(tmp_path_factory.mktemp("archive") / "archived", "seed: 0\n"))
+    prompts = load_prompts(Path("prompts/judge"))
+    store.write("criteria", 1, "task_1", rows.criterion_rows(1, "task_1", RUBRIC, None))
+    for rollout, faults in enumerate(((), (Fault.FIRST_PAGE_ONLY,))):
+        trajectory = trajectory_of(scripted_run(FAMILY, *faults), instruction(FAMILY), rollout)
+        scores = [ScoredCriterion(verdict=verdict) for verdict in RECORDED[rollout]]
+        # Only the first criterion went to the credit call.
+        cited = [Attribution(criterion=0, verdict=RECORDED[rollout][0], steps=(1, 4))]
+        key = f"task_1-{rollout}"
+        store.write("trajectories", 1, key, rows.trajectory_rows(1, trajectory))
+        store.write("verdicts", 1, key, rows.verdict_rows(1, "task_1", rollout, scores))
+        store.write("citations", 1, key, rows.citation_rows(1, "task_1", rollout, cited))
+        score = score_prompt(prompts, trajectory, RUBRIC)
+        calls = [
+            call(Phase.SCORE, rollout, score + "\n\n[REPLY]\nno\n\n[ASKED AGAIN]\nagain"),
+            call(Phase.SCORE, rollout, score),
+            call(Phase.CREDIT, rollout, credit_prompt(prompts, trajectory, RUBRIC[:1], scores[:1])),
+        ]
+        store.write("judge_calls", 1, key, rows.call_rows(1, calls))
+    store.finish_step(1, {"step": 1})
+    return store.directory
+
+
+class Scripted:
+    """Answers every request with the same text, and remembers what it was asked."""
+
+    def __init__(self, text: str, error: str | None = None) -> None:
+        self.text, self.error = text, error
+        self.prompts: list[str] = []
+
+    async def __call__(self, request: Request) -> Completion:
+        assert len(request.messages) == 1
+        self.prompts.append(request.messages[0].content)
+        return Completion(
+            text=self.text,
+            finish_reason="error" if self.error else "stop",
+            model="other",
+            input_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            dollars=0.02,
+            started_at=0.0,
+            seconds=0.0,
+            requests=1,
+            error=self.error,
+        )
+
+    async def forget(self, request: Request) -> None: ...
+
+    async def check(self) -> None: ...
+
+
+def scores(*verdicts: int) -> str:
+    return json.dumps(
+        [{"rubric_index": n, "rubric_title": RUBRIC[n].title, "score": verdict} for n, verdict in enumerate(verdicts)]
+    )
+
+
+async def test_the_first_prompt_is_sent_verbatim_and_once(run: RunDirectory) -> None:
+    judge = Scripted(scores(1, 1))
+    calls = archived_calls(run, None, [Phase.SCORE])
+    table = await replay(run, judge, calls, "other")
+    archive = run.table("judge_calls").to_pylist()
+    assert sorted(judge.prompts) == sorted(
+        row["prompt"] for row in archive if row["phase"] == "score" and "[ASKED AGAIN]" not in row["prompt"]
+    )
+    assert [(row["reference"], row["verdict"]) for row in table.to_pylist()] == [(1, 1), (1, 1), (-1, 1), (-1, 1)]
+    assert sum(row["dollars"] for row in table.to_pylist()) == pytest.approx(0.04)
+    (overall, first) = agreement_table(table).to_pylist()
+    assert (overall["training_step"], first["training_step"]) == (None, 1)
+    assert (overall["agreement"], overall["false_pass"], overall["false_fail"]) == (0.5, 1.0, 0.0)
+    assert (overall["kappa"], overall["always_pass"]) == (0.0, 0.5)
+    # One group: nothing is known of the spread between groups.
+    assert overall["kappa_low"] is None
+
+
+@pytest.mark.parametrize("judge", [Scripted("I cannot say."), Scripted("", error="prompt too long")])
+async def test_a_useless_reply_leaves_every_criterion_unanswered(run: RunDirectory, judge: Scripted) -> None:
+    table = await replay(run, judge, archived_calls(run, [1], PHASES), "other")
+    assert {row["verdict"] for row in table.to_pylist()} == {None}
+    assert all(row["error"] for row in table.to_pylist())
+    for row in agreement_table(table).to_pylist():
+        assert (row["unanswered"], row["agreement"], row["kappa"]) == (1.0, 0.0, None)
+
+
+def test_the_rule_judge_is_asked_about_just_what_the_prompt_asked(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run.path), "--judge", "rules", "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    assert "4 archived prompts to rules" in capsys.readouterr().out
+    table = pq.read_table(tmp_path / "replayed.parquet").to_pylist()
+    scored = [(row["reference"], row["verdict"]) for row in table if row["phase"] == "score"]
+    assert scored == [(1, 1), (1, 1), (-1, -1), (-1, 1)]
+    credited = [row for row in table if row["phase"] == "credit"]
+    assert [row["criterion"] for row in credited] == [0, 0]
+    assert credited[1]["steps"] == [4]
+    agreed = {row["phase"]: row for row in pq.read_table(tmp_path / "agreement.parquet").to_pylist()}
+    assert agreed["score"]["agreement"] == 0.75
+    assert agreed["score"]["false_pass"] == 0.5
+    assert 0 < agreed["credit"]["citation_overlap"] < 1
+    assert "1 4" in (tmp_path / "replayed.csv").read_text()

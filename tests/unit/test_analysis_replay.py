@@ -1,0 +1,179 @@
+"""Replaying recorded verdicts: the record is recomputed exactly, and each variant differs where its rule says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from draco_ray.algorithm.group import group_advantages
+from draco_ray.analysis.dropout import dropout_variance, resampled, survival, survival_by_group_size
+from draco_ray.analysis.recorded import RecordedGroup, recorded_groups
+from draco_ray.analysis.variants import Variant, replay_variants, variant_advantages
+from draco_ray.cli import main
+from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
+
+PASS, FAIL = Verdict.PASS, Verdict.FAIL
+VERDICTS = np.array([[1, 1, -1], [1, -1, -1], [1, 1, -1], [1, 0, -1]])
+CITED: tuple[tuple[Attribution, ...] | None, ...] = (
+    (
+        Attribution(criterion=1, verdict=PASS, steps=(1,)),
+        Attribution(criterion=2, verdict=FAIL, steps=(2, 3)),
+    ),
+    # The credit call overrules the scoring call on criterion 1.
+    (
+        Attribution(criterion=1, verdict=PASS, steps=(1,)),
+        Attribution(criterion=2, verdict=FAIL, steps=()),
+    ),
+    None,
+    (Attribution(criterion=2, verdict=FAIL, steps=(2,)),),
+)
+TOKENS = [np.array([2, 4, 6])] * 4
+
+
+def write(store: RunStore, step: int, task: str, uncalled: tuple[int, ...] = ()) -> None:
+    share = group_advantages(f"step{step}/{task}", VERDICTS, CITED, TOKENS, range(4), credit=True)
+    rubric = [Criterion(title=title, description="d", evaluator_instruction="i") for title in ("All", "Some", "Nobody")]
+    store.write("criteria", step, task, rows.criterion_rows(step, task, rubric, share))
+    store.write("advantages", step, task, rows.advantage_rows(step, task, share, dict.fromkeys(range(4), (2, 4, 6))))
+    for rollout in range(4):
+        scores = [ScoredCriterion(verdict=Verdict(int(verdict))) for verdict in VERDICTS[rollout]]
+        store.write("verdicts", step, f"{task}-{rollout}", rows.verdict_rows(step, task, rollout, scores))
+        cited = rows.citation_rows(step, task, rollout, () if rollout in uncalled else CITED[rollout] or ())
+        store.write("citations", step, f"{task}-{rollout}", cited)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    store = RunStore(RunDirectory.create(tmp_path_factory.mktemp("replay") / "judged", "seed: 0\n"))
+    for step in (1, 2):
+        write(store, step, "task_1")
+    return store.directory
+
+
+@pytest.fixture
+def group(run: RunDirectory) -> RecordedGroup:
+    return next(recorded_groups(run))
+
+
+def test_a_group_reads_back_as_it_was(group: RecordedGroup) -> None:
+    assert group.name == "step1/task_1"
+    assert group.titles == ("All", "Some", "Nobody")
+    assert (group.verdict_GK == VERDICTS).all()
+    assert group.attributions == CITED
+    assert [tokens.tolist() for tokens in group.tokens_GM] == [[2, 4, 6]] * 4
+
+
+def test_the_method_itself_recomputes_the_record_exactly(run: RunDirectory) -> None:
+    table = replay_variants(run, [Variant.DRACO]).to_pylist()
+    assert [row["training_step"] for row in table] == [1, 2]
+    for row in table:
+        assert (row["reward_shift"], row["advantage_shift"], row["sign_flips"], row["push_moved"]) == (0, 0, 0, 0)
+        assert (row["criteria"], row["surviving"], row["groups_with_signal"]) == (3, 2, 1)
+
+
+def test_without_dropout_a_criterion_all_pass_lifts_every_reward(group: RecordedGroup) -> None:
+    rewards = [share.reward for share in variant_advantages(group, Variant.NO_DROPOUT).rollouts]
+    assert rewards == pytest.approx([1 / 3, -1 / 3, 1 / 3, 0.0])
+    assert group.reward_G.tolist() == [0.0, -1.0, 0.0, -1.0]
+
+
+def test_a_criterion_all_fail_survives_unless_both_verdicts_are_asked_for(group: RecordedGroup) -> None:
+    mixed = variant_advantages(group, Variant.MIXED_ONLY)
+    assert mixed.surviving_K.tolist() == [False, True, False]
+    assert [share.reward for share in mixed.rollouts] == [1.0, -1.0, 1.0, 0.0]
+
+
+def test_no_std_keeps_the_scale_of_rewards(group: RecordedGroup) -> None:
+    shares = variant_advantages(group, Variant.NO_STD).rollouts
+    assert [share.advantage for share in shares] == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_no_credit_pushes_every_step_alike(group: RecordedGroup) -> None:
+    for share in variant_advantages(group, Variant.NO_CREDIT).rollouts:
+        assert share.step_advantage_M.tolist() == [share.advantage] * 3
+        assert share.fallback is CreditFallback.CREDIT_OFF
+
+
+def test_the_credit_calls_overruling_can_be_undone(group: RecordedGroup) -> None:
+    overruled = variant_advantages(group, Variant.DRACO).rollouts[1]
+    scored = variant_advantages(group, Variant.SCORE_VERDICTS).rollouts[1]
+    assert overruled.quality_M.tolist() == [1.0, 1.0, 1.0]
+    assert scored.quality_M.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_unanimous_rollouts_credited_without_a_call_are_recomputed(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "skipped", "seed: 0\n"))
+    write(store, 1, "task_1", uncalled=(3,))
+    recorded = next(recorded_groups(store.directory))
+    assert recorded.attributions[3] == (Attribution(criterion=2, verdict=FAIL, steps=(1,)),)
+    (row,) = replay_variants(store.directory, [Variant.DRACO]).to_pylist()
+    assert (row["push_moved"], row["no_citation"]) == (0.0, 0)
+
+
+def test_survival_is_a_hypergeometric_count(run: RunDirectory) -> None:
+    assert survival(VERDICTS, 2).tolist() == pytest.approx([0.0, 0.5, 1.0])
+    table = [row for row in survival_by_group_size(run).to_pylist() if row["training_step"] == 1]
+    assert [row["group_size"] for row in table] == [1, 2, 3, 4]
+    assert [row["surviving"] for row in table] == pytest.approx([1.25, 1.5, 1.75, 2.0])
+
+
+def test_rewards_move_only_with_the_criteria_that_survive(run: RunDirectory, group: RecordedGroup) -> None:
+    # Criterion 2 is failed by all: it survives in every group. Criterion 1 hangs on member 1.
+    table = dropout_variance(run).to_pylist()
+    first, second, third, fourth = table[:4]
+    assert second["reward_deviation"] == 0.0
+    assert first["reward_deviation"] > 0.0
+    # Without criterion 1 its reward is -1, with it 0; member 1 is absent from 3 draws with probability (2/3)^3.
+    assert first["reward_mean"] == pytest.approx(-8 / 27, abs=0.12)
+    # Criterion 1 does not apply to member 3: with or without it, it fails the only one that does.
+    assert fourth["reward_deviation"] == 0.0
+    assert third["surviving_mean"] == pytest.approx(1 + 19 / 27, abs=0.12)
+    assert dropout_variance(run).to_pylist() == table
+
+
+def test_a_group_in_which_all_fail_the_same_never_moves(group: RecordedGroup) -> None:
+    same = replace(group, verdict_GK=np.full((4, 3), -1), reward_G=np.full(4, -1.0), advantage_G=np.zeros(4))
+    for row in resampled(same):
+        assert (row["reward_deviation"], row["advantage_deviation"], row["sign_flips"]) == (0.0, 0.0, 0.0)
+
+
+def test_the_command_prints_and_writes_the_tables(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run.path), "--variant", "draco", "--variant", "no_credit", "--out", str(folder)])
+    assert ended.value.code == 0
+    assert "no_credit" in capsys.readouterr().out
+    variants = pq.read_table(folder / "variants.parquet").to_pylist()
+    assert [row["variant"] for row in variants] == ["draco", "no_credit"] * 2
+    assert {path.suffix for path in folder.iterdir()} == {".parquet", ".csv"}
+    assert not (run.path / "replay").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--variant", "bigger"], "expected one of draco, no_dropout"),
+        (["--step", "9"], "no training step 9"),
+        (["--phase", "score"], "only together with --judge"),
+        (["--judge", "rules", "--phase", "union"], "only score and credit"),
+        (["--judge", "rules"], "no archived score or credit call"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line(
+    run: RunDirectory, options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run.path), *options])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err.strip()
+    assert expected in message
+    assert "\n" not in message
