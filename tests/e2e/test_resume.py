@@ -1,0 +1,133 @@
+"""A driver that is killed in a step: the run goes on where it stopped, and no reply is paid for twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from draco_ray.runs.directory import RunDirectory
+from tests.support.command import draco, start_draco
+from tests.support.holding_judge import HoldingJudge
+
+# The fixture runs the command four times.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS, PROMPTS, GROUP = 2, 2, 2
+TABLES = ("trajectories", "verdicts", "criteria", "advantages", "groups", "judge_calls")
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[HoldingJudge]:
+    with HoldingJudge() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    judge: HoldingJudge, sandbox_root: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunDirectory:
+    """A run that was killed while step 2 was scored, and continued to its end."""
+    root = tmp_path_factory.mktemp("runs")
+    judge.answers_before_holding = PROMPTS * GROUP
+    process = start_draco(
+        [
+            "train",
+            "sandbox",
+            f"data.root={sandbox_root}",
+            f"model.path={starter_model}",
+            f"run.root={root}",
+            "run.name=killed",
+            "judge.rule_judge.start=false",
+            "judge.model=openai/rule-judge",
+            f"judge.api_base={judge.base}",
+            "judge.api_key_env=KEY_OF_NOBODY",
+            f"train.prompts_per_step={PROMPTS}",
+            f"train.steps={STEPS}",
+            "train.evaluate_before_after=false",
+            f"algorithm.group_size={GROUP}",
+            "learner.minibatch_prompts=1",
+            "environment.slots=2",
+            "environment.slots_per_worker=2",
+            "ray.dashboard=false",
+        ]
+    )
+    try:
+        # Every phase before scoring is through for the whole of step 2 when all its scoring calls are under way.
+        wait_until(lambda: judge.held == PROMPTS * GROUP, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    finally:
+        end_session(process)
+    judge.answers_before_holding = None
+    directory = root / "killed"
+
+    changed = draco("train", "--resume", str(directory), "learner.learning_rate=1e-4", "train.steps=5", timeout=120)
+    assert changed.returncode == 2, changed.stdout + changed.stderr
+    (line,) = changed.stderr.splitlines()
+    assert "learner.learning_rate (0.003 -> 0.0001)" in line
+    assert "train.steps (2 -> 5)" in line
+
+    result = draco("train", "--resume", str(directory), timeout=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "continues after step 1" in result.stdout
+    assert f"step 2: {PROMPTS * GROUP} finished rollouts taken from the run directory" in result.stdout
+    return RunDirectory.open(directory)
+
+
+def wait_until(done: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def end_session(process: subprocess.Popen[str]) -> None:
+    """Whatever the driver left in its own session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def test_tables_hold_every_step_as_in_an_undisturbed_run(resumed: RunDirectory) -> None:
+    assert [line["step"] for line in resumed.metrics()] == [1, 2]
+    for table in TABLES:
+        steps = resumed.table(table).column("training_step").to_pylist()
+        assert set(steps) == {1, 2}, table
+        # One file a step: nothing is left under way.
+        assert not list((resumed.tables / table).glob("step*/")), table
+    trajectories = resumed.table("trajectories").to_pylist()
+    keys = [(row["training_step"], row["task_id"], row["rollout"]) for row in trajectories]
+    assert len(keys) == len(set(keys)) == STEPS * PROMPTS * GROUP
+    assert {(row["training_step"], row["policy_version"]) for row in trajectories} == {(1, 0), (2, 1)}
+    assert resumed.checkpoint(2).is_dir()
+
+
+def test_no_question_is_answered_twice_by_the_judge(resumed: RunDirectory, judge: HoldingJudge) -> None:
+    assert judge.answered
+    assert set(judge.answered.values()) == {1}
+    calls = resumed.table("judge_calls").to_pylist()
+    # And the books say what each cost when it was asked, not that its replay was free.
+    assert all(call["requests"] >= 1 for call in calls)
+    assert len(calls) == judge.answered.total()
+
+
+def test_engine_and_learner_agree_after_the_restart(resumed: RunDirectory) -> None:
+    first, second = resumed.metrics()
+    assert second["engine_gap"] < 0.02
+    assert second["canary_gap"] < 0.02
+    assert first["rollouts"] == second["rollouts"] == PROMPTS * GROUP
+
+
+def test_a_finished_run_has_nothing_left_to_do(resumed: RunDirectory) -> None:
+    before = resumed.metrics_file.read_text()
+    result = draco("train", "--resume", str(resumed.path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert resumed.metrics_file.read_text() == before
