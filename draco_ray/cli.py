@@ -98,6 +98,31 @@ def show_config(
     typer.echo("\n".join(dotted_keys()) if keys else dump_config(resolved), nl=keys)
 
 
+@app.command(epilog="Try:  draco plan qwen3.6-27b --gpu-memory-gib 140      draco plan qwen2.5-32b learner.workers=2")
+def plan(
+    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    overrides: Overrides = None,
+    setting: Setting = None,
+    gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU, GiB.")] = 80,
+    model_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model's config.json, where the model is not here.")
+    ] = None,
+    assume: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A throughput, see docs/planning.md; may be repeated.")
+    ] = None,
+) -> None:
+    """Print the memory of each GPU by kind and the expected time of a step; refuse what cannot fit."""
+    from draco_ray.planning.command import plan as print_plan
+    from draco_ray.planning.step_time import assumptions
+
+    print_plan(
+        load_config(config, overrides or [], setting),
+        gpu_memory_gib=gpu_memory_gib,
+        model_config=model_config,
+        given=assumptions(assume or []),
+    )
+
+
 @sandbox.command(name="build")
 def sandbox_build(
     out: Annotated[Path, typer.Option(help="Where the AppWorld data root goes.")] = SANDBOX_ROOT,
@@ -265,6 +290,48 @@ def replay(
             out=out,
             console=console,
         )
+    for path in written:
+        typer.echo(path)
+
+
+@app.command(
+    name="attribution-bench",
+    epilog="Try:  draco attribution-bench      draco attribution-bench --judge openai/gpt-5.4-mini --tasks 5",
+)
+def attribution_bench(
+    judge: Annotated[str, typer.Option(help="LiteLLM model, or rules: the offline judge in this process.")] = "rules",
+    world: Annotated[Path, typer.Option(help="The sandbox whose reference solutions get a fault.")] = SANDBOX_ROOT,
+    split: Annotated[str, typer.Option(help="Its tasks.")] = "test_normal",
+    tasks: Annotated[int | None, typer.Option(min=1, help="Only so many tasks, families in turn.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A preset, a YAML file or a run, for the judge's prompts, sampling and limits.")
+    ] = None,
+    api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The variable that holds the judge's key, else <PROVIDER>_API_KEY.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="AppWorld processes.")] = 2,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the tables; executed rollouts that are there are used again.")
+    ] = Path("attribution"),
+) -> None:
+    """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
+    from rich.console import Console
+
+    from draco_ray.analysis.command import attribution_bench as run_bench
+
+    written = run_bench(
+        judge=judge,
+        config=config,
+        api_base=api_base,
+        api_key_env=api_key_env,
+        world=world,
+        split=split,
+        tasks=tasks,
+        processes=processes,
+        out=out,
+        console=Console(highlight=False, soft_wrap=True, width=120),
+    )
     for path in written:
         typer.echo(path)
 

@@ -10,15 +10,23 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from draco_ray.analysis.attribution.bench import judge_groups
+from draco_ray.analysis.attribution.measure import measures, rollout_rows
+from draco_ray.analysis.attribution.plant import planted_groups
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.judges import RULES, judge_config, open_complete
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.analysis.tables import write_table
 from draco_ray.analysis.variants import Variant, replay_variants
 from draco_ray.configuration import load_config
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.judging.judge import Judge
+from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Phase
 from draco_ray.runs.directory import RunDirectory
+
+SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
+"""Measures printed for each kind of fault."""
 
 
 def replay_algorithm(
@@ -92,6 +100,56 @@ def replay_judge(
         {name: [row[name] for row in overall] for name in measures},
     )
     return [*write_table(found, folder, "agreement"), *write_table(replayed, folder, "replayed")]
+
+
+def attribution_bench(
+    *,
+    judge: str,
+    config: str | None,
+    api_base: str | None,
+    api_key_env: str | None,
+    world: Path,
+    split: str,
+    tasks: int | None,
+    processes: int,
+    out: Path,
+    console: Console,
+) -> list[Path]:
+    """Plant faults in a sandbox's reference solutions, let a judge find them, print how well it and credit do.
+
+    Raises:
+        ConfigError: an unknown split, or a configuration that cannot be used.
+        WorldError: no sandbox, or AppWorld fails.
+        JudgeUnavailable: the judge does not answer.
+    """
+    settings = judge_config(
+        load_config(config).judge,
+        judge,
+        api_base=api_base,
+        api_key_env=api_key_env,
+        cache=None if judge == RULES else out / "judge_cache",
+    )
+    prompts = load_prompts(settings.prompts)
+    groups = planted_groups(world, split, tasks, processes, out / "rollouts.jsonl")
+    if not groups:
+        raise WorldError(f"{world}: no reference of split {split} passes; check it with `draco sandbox verify`")
+    faults = sum(rollout.fault is not None for group in groups for rollout in group)
+    console.print(
+        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; judge {judge}"
+    )
+    judged = asyncio.run(judge_groups(Judge(open_complete(settings), prompts, settings), groups, world))
+    found = measures(judged, judge)
+    overall = [row for row in found.to_pylist() if row["scope"] == "all"]
+    heads = ("observations", "value", "low", "high", "chance", "last_step")
+    _print(console, "all faults", ["", *heads], {row["measure"]: [row[head] for head in heads] for row in overall})
+    by_fault = [row for row in found.to_pylist() if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all"]
+    cells: dict[str, list[object]] = {}
+    for row in by_fault:
+        cells.setdefault(row["scope"], [None] * len(SHOWN_BY_FAULT))[SHOWN_BY_FAULT.index(row["measure"])] = row[
+            "value"
+        ]
+    _print(console, "by fault", ["", *SHOWN_BY_FAULT], cells)
+    return [*write_table(found, out, "measures"), *write_table(rollout_rows(judged, judge), out, "rollouts")]
 
 
 def _open(directory: Path, steps: Sequence[int] | None) -> RunDirectory:

@@ -40,7 +40,7 @@ def instruction(family: str, wording: int = 0) -> str:
 def scripted_run(family: str, *faults: Fault) -> Run:
     """A scripted rollout with these faults."""
     cells = families()[family].script(frozenset(faults))
-    return run_of(*((code, _output(code)) for code in cells))
+    return run_of(*((code, output_of(code)) for code in cells))
 
 
 def run_of(*steps: tuple[str, str | None]) -> Run:
@@ -77,7 +77,8 @@ def trajectory_of(run: Run, task: str, rollout: int = 0) -> Trajectory:
     )
 
 
-def _output(code: str) -> str:
+def output_of(code: str) -> str:
+    """What the engine prints for a cell of the scripts, near enough."""
     printed = re.findall(r"^print\((.*)\)$", code, re.MULTILINE)
     calls = re.findall(r"apis\.(?!supervisor)\w+\.(?!login)\w+\((.*)\)", code)
     if any("token" not in arguments for arguments in calls):

@@ -1,0 +1,10 @@
+"""Attribution quality: does a judge find the fault that was planted, and does credit push the step that holds it?
+
+=========  ============================================================================================================
+`plant`    reference solutions of the sandbox with one fault each, executed in AppWorld, kept if the tests bear it out
+`execute`  runs them under AppWorld's own Python
+`rubric`   a criterion for each kind of fault, so that the right verdicts are known
+`bench`    a judge's verdicts, citations and step advantages on them
+`measure`  what is measured of that, with intervals and baselines
+=========  ============================================================================================================
+"""

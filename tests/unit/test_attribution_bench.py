@@ -1,0 +1,194 @@
+"""The attribution bench: what is planted, and what it says of judges whose ability is known."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draco_ray.analysis.attribution.bench import JudgedRollout, judge_groups
+from draco_ray.analysis.attribution.measure import measures, rollout_rows
+from draco_ray.analysis.attribution.plant import (
+    BENIGN,
+    REFERENCE,
+    PlantedRollout,
+    choose,
+    plan,
+    planted_groups,
+)
+from draco_ray.analysis.attribution.rubric import faults_of, known_rubric, known_verdicts
+from draco_ray.analysis.judges import RuleComplete
+from draco_ray.config import JudgeConfig
+from draco_ray.environments.sandbox.scripts import FATAL, Fault, families
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.judge import Judge
+from draco_ray.judging.prompts import load_prompts
+from tests.support.rule_judge_runs import instruction, output_of
+
+FAMILIES = ("count_library_songs", "like_playlist_songs")
+
+
+class Answers(RuleComplete):
+    """A judge of known ability, from the prompt's numbers of criteria and steps alone."""
+
+    def __init__(self, score: int, step: str, broken: bool = False) -> None:
+        self.score, self.step, self.broken = score, step, broken
+
+    async def __call__(self, request: Request) -> Completion:
+        prompt = request.messages[0].content
+        completion = await super().__call__(request)
+        if self.broken:
+            return replace(completion, text="no")
+        entries = json.loads(completion.text)
+        last = max(map(int, re.findall(r"^### Step (\d+)", prompt, re.MULTILINE)), default=1)
+        for entry in entries:
+            if "score" in entry:
+                entry["score"] = self.score
+            else:
+                entry["verdict"] = "PASS" if self.score == 1 else "FAIL"
+                entry["relevant_steps"] = [last if self.step == "last" else 1]
+        return replace(completion, text=json.dumps(entries))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bench")
+    for family in FAMILIES:
+        folder = root / "data" / "tasks" / f"{family}_1"
+        folder.mkdir(parents=True)
+        person = {"first_name": "Ada", "last_name": "B", "email": "a@b.c", "phone_number": "1"}
+        specs = {"instruction": instruction(family), "supervisor": person}
+        (folder / "specs.json").write_text(json.dumps(specs))
+    return root
+
+
+def groups() -> list[list[PlantedRollout]]:
+    """As planned, with outputs such as the engine gives, and success as it should be."""
+    return [
+        [
+            replace(
+                rollout,
+                outputs=tuple(map(output_of, rollout.cells)),
+                success=rollout.fault not in FATAL,
+            )
+            for rollout in plan(f"{family}_1", family)
+        ]
+        for family in FAMILIES
+    ]
+
+
+async def judged(complete: RuleComplete, world: Path) -> list[JudgedRollout]:
+    judge = Judge(complete, load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
+    return await judge_groups(judge, groups(), world)
+
+
+def values(rollouts: list[JudgedRollout], scope: str = "all") -> dict[str, dict[str, float]]:
+    return {row["measure"]: row for row in measures(rollouts, "some").to_pylist() if row["scope"] == scope}
+
+
+def test_a_group_is_the_reference_a_benign_mutation_and_every_fault() -> None:
+    group = {rollout.kind: rollout for rollout in plan("t_1", "count_library_songs")}
+    assert set(group) == {REFERENCE, BENIGN, *(fault.value for fault in Fault)}
+    assert group[REFERENCE].planted == ()
+    assert group["first_page_only"].planted == (4,)
+    assert group["wrong_filter"].planted == (5,)
+    assert group["no_completion"].planted == (6,)
+    assert group["repeat_failing_call"].planted == (4, 5)
+    assert group["continue_after_completion"].planted == (7,)
+    assert group[BENIGN].fault is None
+    assert "records" in "".join(group[BENIGN].cells)
+
+
+def test_the_right_verdicts_are_known_except_where_a_fault_leaves_them_open() -> None:
+    family = families()["count_library_songs"]
+    titles = [criterion.title for criterion in known_rubric(family, "Count.")]
+    assert len(titles) == len(set(titles)) == 7
+    assert known_verdicts(family, None).tolist() == [1] * 7
+    assert known_verdicts(family, Fault.WRONG_FILTER).tolist() == [1, 1, -1, 1, 1, 1, 1]
+    assert known_verdicts(family, Fault.WRONG_SOURCE).tolist() == [0, -1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_every_fault_of_every_family_leaves_a_mark(family: str) -> None:
+    for rollout in plan("t_1", family):
+        assert bool(rollout.planted) or rollout.fault is None, rollout.kind
+    assert set(faults_of(families()[family])) == families()[family].faults
+
+
+async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
+    found = values(await judged(RuleComplete(), world))
+    assert found["kappa"]["value"] == 1.0
+    assert 0.5 < found["accuracy"]["chance"] < 1.0
+    assert found["false_blame"]["value"] == 0.0
+    for name in ("citation_precision", "citation_recall", "hit_at_1", "first_error", "blame_auroc", "push_share"):
+        assert found[name]["value"] > 0.9 > found[name]["chance"], name
+    assert found["pushed_away"]["value"] > 0.9 > found["pushed_away"]["chance"]
+    assert found["reward_auroc"]["value"] > 0.5
+
+
+async def test_a_judge_that_passes_everything_is_accurate_and_no_better_than_chance(world: Path) -> None:
+    found = values(await judged(Answers(1, "last"), world))
+    assert found["accuracy"]["value"] == found["accuracy"]["chance"] > 0.8
+    assert (found["kappa"]["value"], found["balanced_accuracy"]["value"]) == (0.0, 0.5)
+    assert (found["false_pass"]["value"], found["citation_recall"]["value"]) == (1.0, 0.0)
+    # All qualities are alike, or nobody is pushed away: chance, and nothing to observe.
+    assert found["hit_at_1"]["value"] == pytest.approx(found["hit_at_1"]["chance"])
+    assert found["blame_auroc"]["value"] == 0.5
+    assert "push_share" not in found
+    assert "citation_precision" not in found
+
+
+async def test_a_judge_that_blames_the_last_step_is_as_good_as_that_rule(world: Path) -> None:
+    found = values(await judged(Answers(-1, "last"), world))
+    assert found["false_fail"]["value"] == found["false_blame"]["value"] == 1.0
+    for name in ("citation_precision", "citation_recall", "first_error"):
+        assert found[name]["value"] == pytest.approx(found[name]["last_step"]), name
+
+
+async def test_a_judge_that_cannot_answer_counts_as_wrong_not_as_absent(world: Path) -> None:
+    rollouts = await judged(Answers(1, "last", broken=True), world)
+    found = values(rollouts)
+    assert (found["unanswered"]["value"], found["accuracy"]["value"]) == (1.0, 0.0)
+    assert found["kappa"]["value"] is None
+    assert found["citation_recall"]["value"] == 0.0
+    assert all(row["error"] for row in rollout_rows(rollouts, "broken").to_pylist())
+
+
+async def test_measures_by_fault_are_of_that_fault_alone(world: Path) -> None:
+    rollouts = await judged(RuleComplete(), world)
+    assert values(rollouts, "no_completion")["citation_recall"]["observations"] == 2
+    rows = rollout_rows(rollouts, "rules").to_pylist()
+    (row,) = [row for row in rows if (row["family"], row["kind"]) == ("count_library_songs", "wrong_filter")]
+    assert (row["planted"], row["cited"], row["truth"][2], row["verdicts"][2]) == ([5], [5], -1, -1)
+    assert np.argmin(row["quality"]) == 4
+
+
+def test_families_take_turns() -> None:
+    entries = {f"{name}_{n}": {"family": name[0], "split": "dev"} for name in ("ax", "ay", "bx") for n in (1, 2)}
+    assert choose(entries | {"cx_1": {"family": "c", "split": "train"}}, "dev", 3) == ["ax_1", "bx_1", "ax_2"]
+
+
+def test_a_folder_that_is_no_sandbox_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match="draco sandbox build"):
+        planted_groups(tmp_path, "dev", 1, 1, tmp_path / "rollouts.jsonl")
+
+
+@pytest.mark.slow
+def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(sandbox_root: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "out" / "rollouts.jsonl"
+    (group,) = planted_groups(sandbox_root, "dev", 1, 1, kept)
+    family = families()[group[0].family]
+    assert [rollout.kind for rollout in group] == [REFERENCE, BENIGN, *faults_of(family)]
+    for rollout in group:
+        assert rollout.success is (rollout.fault not in FATAL), rollout.kind
+        assert len(rollout.outputs) == len(rollout.cells)
+    # What is kept is read, not played again: a changed file shows.
+    kept.write_text(kept.read_text().replace('"success": true', '"success": false', 1))
+    assert planted_groups(sandbox_root, "dev", 1, 1, kept) == []
+    with pytest.raises(ConfigError, match="--split 'tests'"):
+        planted_groups(sandbox_root, "tests", 1, 1, kept)
