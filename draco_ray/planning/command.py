@@ -1,0 +1,204 @@
+"""`draco plan`: print what a configuration takes, and refuse one that cannot fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from draco_ray.config import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.planning.memory import (
+    GIB,
+    EngineMemory,
+    LearnerMemory,
+    engine_memory,
+    learner_memory,
+    sequence_tokens,
+    total,
+)
+from draco_ray.planning.shape import ModelShape, model_shape
+from draco_ray.planning.step_time import Assumptions, step_time
+
+MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
+
+
+def plan(
+    config: DracoConfig,
+    *,
+    gpu_memory_gib: float,
+    model_config: Path | None,
+    given: Assumptions,
+    console: Console | None = None,
+) -> None:
+    """Print bytes per GPU by kind and the expected time of a step.
+
+    Args:
+        gpu_memory_gib: of one GPU.
+        model_config: the model's ``config.json``, where `model.path` is neither a directory here nor known.
+        given: throughputs, and the memory that is not ours.
+    Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    shape = model_shape(config.model.path, model_config)
+    gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
+    learner = learner_memory(config, shape)
+    engine = engine_memory(config, shape, gpu, reserved)
+    learner_on_gpu, engine_on_gpu = config.learner.gpus_per_worker > 0, config.engine.gpus_per_engine > 0
+    room = int(gpu * min(1.0, config.learner.gpus_per_worker)) - reserved
+    _print_model(console, config, shape)
+    _print_learner(console, config, learner, room if learner_on_gpu else None)
+    _print_engine(console, config, engine)
+    problems = []
+    if learner_on_gpu and learner.peak > room:
+        problems.append(learner_problem(config, shape, learner, room, gpu_memory_gib))
+    if engine.sequences < 1:
+        problems.append(engine_problem(config, engine, gpu_memory_gib))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if learner_on_gpu and engine_on_gpu:
+        _print_time(console, config, shape, engine, given)
+    else:
+        console.print("time: not estimated, the throughput assumptions are those of GPUs")
+
+
+def learner_problem(
+    config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int, gpu_memory_gib: float
+) -> str:
+    """Why a learner worker does not fit, and what to change."""
+    largest = max(memory.peak_items, key=lambda item: item.bytes)
+    found = (
+        f"a learner worker needs {_size(memory.peak)} of {_size(room)} on a GPU of {gpu_memory_gib:g} GiB, most of it "
+        f"{largest.name} ({_size(largest.bytes)})"
+    )
+    if total(memory.resident) >= room:
+        dtype = "model.dtype=bfloat16, " if config.model.dtype == "float32" else ""
+        return (
+            f"{found}, which each worker holds whole: {dtype}a smaller model.path, or GPUs with more memory "
+            "(--gpu-memory-gib)"
+        )
+    if not config.learner.gradient_checkpointing:
+        checkpointed = _changed(config, gradient_checkpointing=True)
+        if learner_memory(checkpointed, shape).peak <= room:
+            return f"{found}: set learner.gradient_checkpointing=true"
+    movable = max(memory.peak_items[len(memory.resident) :], key=lambda item: item.bytes)
+    if movable.keys == "learner.logprob_chunk_tokens":
+        return f"{found}: lower learner.logprob_chunk_tokens ({config.learner.logprob_chunk_tokens})"
+    tokens = _largest_fitting(config, shape, room)
+    if tokens >= sequence_tokens(config):
+        return f"{found}: set learner.micro_batch_tokens to {tokens} or less"
+    return (
+        f"{found}; {movable.name} take {_size(movable.bytes)} with {memory.tokens:,} tokens in a micro-batch and "
+        f"{tokens:,} would fit: lower learner.micro_batch_tokens and agent.max_prompt_length + "
+        f"agent.max_response_length ({sequence_tokens(config):,}) to that, or use GPUs with more memory "
+        "(--gpu-memory-gib); nothing is sharded over workers"
+    )
+
+
+def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: float) -> str:
+    """Why an engine cannot hold one sequence, and what to change."""
+    largest = max(memory.items, key=lambda item: item.bytes)
+    engine = config.engine
+    has = (
+        f"an engine has {_size(max(0, memory.kv_cache))} for its KV cache and one sequence of {memory.length:,} tokens "
+    )
+    needs = f"{has}needs {_size(memory.sequence)}"
+    if engine.kv_cache_gib is not None or engine.gpus_per_engine == 0:
+        return f"{needs}: raise engine.kv_cache_gib"
+    verb = "raise" if largest.keys == "engine.tensor_parallel" else "lower"
+    return (
+        f"{needs}; of the {_size(memory.limit)} it may take of a GPU of {gpu_memory_gib:g} GiB, most is {largest.name} "
+        f"({_size(largest.bytes)}): {verb} {largest.keys}, or raise engine.gpu_memory_utilization "
+        f"({engine.gpu_memory_utilization:g})"
+    )
+
+
+def _changed(config: DracoConfig, **learner: object) -> DracoConfig:
+    return config.model_copy(update={"learner": config.learner.model_copy(update=learner)})
+
+
+def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
+    """Tokens of the largest micro-batch with which a learner worker fits; 0 if none does."""
+    low, high = 0, learner_memory(config, shape).tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if learner_memory(config, shape, middle).peak <= room else (low, middle)
+    return low
+
+
+def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> None:
+    learner = config.learner
+    adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
+    linear = shape.layers.count("linear_attention")
+    mixers = f", {linear} of them gated delta-net" if linear else ""
+    console.print(
+        f"{config.model.path}: {shape.parameters:,} parameters in {len(shape.layers)} layers{mixers}; adapter of rank "
+        f"{learner.lora_rank}: {adapter:,}"
+    )
+
+
+def _print_learner(console: Console, config: DracoConfig, memory: LearnerMemory, room: int | None) -> None:
+    learner = config.learner
+    where = "GPU" if room is not None else "process, on the CPU"
+    console.print(
+        f"\nlearner: {learner.workers} workers, each with the whole base model; per {where}, "
+        f"{memory.tokens:,} tokens in the largest micro-batch"
+    )
+    table = _table()
+    for item in dict.fromkeys((*memory.resident, *memory.forward, *memory.backward, *memory.update)):
+        table.add_row(item.name, _size(item.bytes))
+    table.add_row(f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak))
+    if room is not None:
+        table.add_row("available", _size(room))
+    console.print(table)
+
+
+def _print_engine(console: Console, config: DracoConfig, memory: EngineMemory) -> None:
+    engine = config.engine
+    where = "GPU" if engine.gpus_per_engine > 0 else "process, on the CPU"
+    console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
+    table = _table()
+    for item in memory.items:
+        table.add_row(item.name, _size(item.bytes))
+    table.add_row(
+        f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each",
+        _size(max(0, memory.kv_cache)),
+    )
+    if engine.gpus_per_engine > 0:
+        table.add_row("available", _size(memory.limit))
+    console.print(table)
+
+
+def _print_time(
+    console: Console, config: DracoConfig, shape: ModelShape, engine: EngineMemory, given: Assumptions
+) -> None:
+    time = step_time(config, shape, engine, given)
+    rollouts = config.train.prompts_per_step * config.algorithm.group_size
+    tokens = given.length_share * sequence_tokens(config)
+    console.print(
+        f"\ntime of a step: {rollouts} rollouts of {tokens:,.0f} tokens on average, environments and judge apart"
+    )
+    table = _table()
+    table.add_row(
+        f"generation: {time.concurrent} rollouts at a time, {time.decode_tokens_per_second:,.0f} tokens/s an engine",
+        f"{time.generation:,.0f} s",
+    )
+    table.add_row(f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s")
+    table.add_row("sync", f"{time.sync:,.1f} s")
+    table.add_row("a step, learning behind generation", f"{time.hidden:,.0f} s")
+    table.add_row("a step, one after the other", f"{time.serial:,.0f} s")
+    console.print(table)
+    console.print(
+        "assumed, not measured: " + ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())
+    )
+
+
+def _table() -> Table:
+    table = Table("", "", box=None, pad_edge=False, show_header=False)
+    table.columns[1].justify = "right"
+    return table
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / (1 << 20):.2f} MiB"

@@ -1,0 +1,303 @@
+"""The shape of a model, from its ``config.json``: every matrix of the language model, and nothing loaded.
+
+Known are the architectures `qwen2`, `qwen3` and `qwen3_5` (its text model: the learner and the engines load neither the
+vision tower nor the multi-token-prediction layer).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draco_ray.errors import ConfigError
+
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-32B-Instruct": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3.6-27B": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": False,
+    },
+}
+"""The numbers of the two models' public ``config.json`` that decide their size."""
+
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text")
+LayerKind = Literal["full_attention", "linear_attention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """One linear layer."""
+
+    name: str
+    """Below its decoder layer, as transformers calls it."""
+    inputs: int
+    outputs: int
+    bias: bool = False
+    reads: str
+    """Which tensor it reads; layers that read the same one name the same."""
+    row_parallel: bool = False
+    """Whether tensor parallelism splits its inputs; else its outputs."""
+
+    @property
+    def parameters(self) -> int:
+        """Weight and bias."""
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """A gated delta-net mixer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Of one head."""
+    value_dim: int
+    """Of one head."""
+    kernel: int
+    """Width of the causal convolution."""
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only language model."""
+
+    architecture: str
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    attention_bias: bool
+    tied: bool
+    layers: tuple[LayerKind, ...]
+    delta: DeltaShape | None
+
+    @property
+    def query_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return self.architecture != "qwen2"
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention's output passes a gate, computed by a query projection of twice the width."""
+        return self.architecture == "qwen3_5_text"
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, which is that of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    def linears(self, kind: LayerKind) -> tuple[LinearShape, ...]:
+        """The linear layers of a decoder layer."""
+        return (*self._mixer(kind), *self._mlp())
+
+    def layer_parameters(self, kind: LayerKind) -> int:
+        """All parameters of a decoder layer: linear layers, norms, and what else its mixer has."""
+        other = 2 * self.hidden
+        if kind == "full_attention":
+            other += 2 * self.head_dim if self.query_norm else 0
+        else:
+            delta = self._delta()
+            # Convolution, the gates' dt_bias and A_log, and the norm of one head's values.
+            other += delta.channels * delta.kernel + 2 * delta.value_heads + delta.value_dim
+        return sum(linear.parameters for linear in self.linears(kind)) + other
+
+    @property
+    def parameters(self) -> int:
+        """Of the base model as the learner loads it."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.hidden + sum(self.layer_parameters(kind) for kind in self.layers)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights that every token of a forward pass is multiplied with, the LM head apart."""
+        return sum(linear.inputs * linear.outputs for kind in self.layers for linear in self.linears(kind))
+
+    def adapted(self, target: str) -> tuple[LinearShape, ...]:
+        """The linear layers of the whole model that PEFT puts an adapter on.
+
+        Args:
+            target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
+        Raises: ConfigError if it reaches none.
+        """
+        found = tuple(
+            linear
+            for index, kind in enumerate(self.layers)
+            for linear in self.linears(kind)
+            if target == "all-linear" or re.fullmatch(target, f"model.layers.{index}.{linear.name}")
+        )
+        if not found:
+            raise ConfigError(f"learner.lora_target={target!r} matches no linear layer; expected all-linear or a regex")
+        return found
+
+    def adapter_parameters(self, target: str, rank: int) -> int:
+        """Of the LoRA adapter: two matrices a linear layer."""
+        return rank * sum(linear.inputs + linear.outputs for linear in self.adapted(target))
+
+    def _mixer(self, kind: LayerKind) -> tuple[LinearShape, ...]:
+        if kind == "full_attention":
+            bias = self.attention_bias
+            out_bias = bias and self.architecture != "qwen2"
+            return (
+                self._reader("self_attn.q_proj", self.queries * (2 if self.gated else 1), bias),
+                self._reader("self_attn.k_proj", self.keys, bias),
+                self._reader("self_attn.v_proj", self.keys, bias),
+                self._writer("self_attn.o_proj", self.queries, "attention", out_bias),
+            )
+        delta = self._delta()
+        return (
+            self._reader("linear_attn.in_proj_qkv", delta.channels),
+            self._reader("linear_attn.in_proj_z", delta.values),
+            self._reader("linear_attn.in_proj_b", delta.value_heads),
+            self._reader("linear_attn.in_proj_a", delta.value_heads),
+            self._writer("linear_attn.out_proj", delta.values, "attention"),
+        )
+
+    def _mlp(self) -> tuple[LinearShape, ...]:
+        return (
+            self._reader("mlp.gate_proj", self.intermediate, reads="mlp input"),
+            self._reader("mlp.up_proj", self.intermediate, reads="mlp input"),
+            self._writer("mlp.down_proj", self.intermediate, "mlp product"),
+        )
+
+    def _reader(self, name: str, outputs: int, bias: bool = False, *, reads: str = "mixer input") -> LinearShape:
+        return LinearShape(name=name, inputs=self.hidden, outputs=outputs, bias=bias, reads=reads)
+
+    def _writer(self, name: str, inputs: int, reads: str, bias: bool = False) -> LinearShape:
+        return LinearShape(name=name, inputs=inputs, outputs=self.hidden, bias=bias, reads=reads, row_parallel=True)
+
+    def _delta(self) -> DeltaShape:
+        if self.delta is None:
+            raise ConfigError("model config: a linear_attention layer without its linear_* keys")
+        return self.delta
+
+
+def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
+    """The shape of the model that `model.path` names.
+
+    Args:
+        path: a model directory, or the name of one of `PUBLIC_CONFIGS`.
+        config_file: its ``config.json``, where it is neither.
+    Raises: ConfigError: no configuration, or one whose architecture or keys are not known.
+    """
+    file = config_file
+    if file is None and Path(path).expanduser().is_dir():
+        file = Path(path).expanduser() / "config.json"
+    if file is None:
+        if path not in PUBLIC_CONFIGS:
+            raise ConfigError(
+                f"model {path}: neither a directory here nor one of {', '.join(PUBLIC_CONFIGS)}; give its config.json "
+                "with --model-config FILE"
+            )
+        return read_shape(PUBLIC_CONFIGS[path], path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model config {file}: cannot be read ({error}); expected a model's config.json") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model config {file}: holds no JSON object; expected a model's config.json")
+    return read_shape(config, str(file))
+
+
+def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
+    """The shape that the content of a ``config.json`` describes, a multimodal wrapper's language model included.
+
+    Raises: ConfigError: unknown architecture, or a key missing.
+    """
+    text: Mapping[str, Any] = config.get("text_config", config)
+    architecture = str(text.get("model_type"))
+    if architecture == "qwen3_5":
+        architecture = "qwen3_5_text"
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model config {source}: architecture {architecture} is not one whose sizes are known here; expected "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+
+    def number(key: str) -> int:
+        value = text.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"model config {source}: {key} is {value!r}, expected a positive whole number")
+        return value
+
+    layers = _layer_kinds(text, number("num_hidden_layers"), architecture)
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    return ModelShape(
+        architecture=architecture,
+        vocabulary=number("vocab_size"),
+        hidden=hidden,
+        intermediate=number("intermediate_size"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads"),
+        # Qwen2 knows no other head dimension.
+        head_dim=hidden // heads if architecture == "qwen2" else number("head_dim"),
+        attention_bias=architecture == "qwen2" or bool(text.get("attention_bias", False)),
+        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        layers=layers,
+        delta=None
+        if "linear_attention" not in layers
+        else DeltaShape(
+            key_heads=number("linear_num_key_heads"),
+            value_heads=number("linear_num_value_heads"),
+            key_dim=number("linear_key_head_dim"),
+            value_dim=number("linear_value_head_dim"),
+            kernel=number("linear_conv_kernel_dim"),
+        ),
+    )
+
+
+def _layer_kinds(text: Mapping[str, Any], number: int, architecture: str) -> tuple[LayerKind, ...]:
+    named = text.get("layer_types")
+    if architecture != "qwen3_5_text":
+        named = ["full_attention"] * number
+    elif named is None:
+        interval = int(text.get("full_attention_interval", 4))
+        named = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(number)]
+    return tuple(_layer_kind(str(kind)) for kind in named)
+
+
+def _layer_kind(name: str) -> LayerKind:
+    return "linear_attention" if name == "linear_attention" else "full_attention"

@@ -1,0 +1,204 @@
+"""`draco plan`: what it prints, what it refuses, and the formulas that need no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draco_ray.cli import main
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.planning.memory import GIB, engine_memory, kv_bytes, learner_memory, micro_batch_tokens, state_bytes
+from draco_ray.planning.shape import PUBLIC_CONFIGS, ModelShape, model_shape, read_shape
+from draco_ray.planning.step_time import Assumptions, assumptions, learner_flops, step_time
+
+QWEN27, QWEN32 = "Qwen/Qwen3.6-27B", "Qwen/Qwen2.5-32B-Instruct"
+
+
+def shape_of(name: str) -> ModelShape:
+    return model_shape(name)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *words])
+    assert exit_.value.code != 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *words])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_public_models_have_their_published_sizes() -> None:
+    """32.8B and 27.8B by their checkpoints, the latter with vision tower and prediction layer (0.9B)."""
+    assert shape_of(QWEN32).parameters == 32_763_876_352
+    assert shape_of(QWEN27).parameters == 26_895_998_464
+    assert shape_of(QWEN27).layers.count("linear_attention") == 48
+
+
+@pytest.mark.parametrize("preset", ["qwen3.6-27b", "qwen2.5-32b"])
+def test_a_preset_does_not_fit_into_80_gib_and_fits_into_140(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, preset)
+    assert "most of it base weights" in error
+    assert "learner.micro_batch_tokens" in error
+    output = printed(capsys, preset, "--gpu-memory-gib", "140")
+    for kind in ("base weights", "adapter", "optimizer", "gradients", "log-prob chunk", "KV cache", "engine weights"):
+        assert kind in output
+    assert "generation" in output
+    assert "learning" in output
+    assert "sync" in output
+
+
+def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "qwen3.6-27b")
+    tokens = int(error.split("micro-batch and ")[1].split(" would fit")[0].replace(",", ""))
+    response = f"agent.max_response_length={tokens - 4096}"
+    printed(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens}")
+    refused(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens + 100}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "named"),
+    [
+        (["learner.gradient_checkpointing=false"], "140", "learner.gradient_checkpointing=true"),
+        (["learner.micro_batch_tokens=65536"], "140", "set learner.micro_batch_tokens to"),
+        (["learner.logprob_chunk_tokens=32768"], "125", "lower learner.logprob_chunk_tokens"),
+        (["model.dtype=float32"], "90", "model.dtype=bfloat16"),
+        ([], "40", "smaller model.path"),
+        (["engine.tensor_parallel=1", "engine.gpus_per_engine=1"], "60", "raise engine.tensor_parallel"),
+        (["engine.kv_cache_gib=0.5"], "140", "raise engine.kv_cache_gib"),
+    ],
+)
+def test_a_refusal_names_the_key_to_change(
+    overrides: list[str], gpu: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refused(capsys, "qwen3.6-27b", *overrides, "--gpu-memory-gib", gpu)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["engine.tensor_parallel=5", "engine.gpus_per_engine=5"], "attention heads"),
+        (["engine.gpus_per_engine=1"], "engine.gpus_per_engine is 1"),
+        (["model.path=somebody/unknown"], "--model-config FILE"),
+        (["learner.lora_target=nothing"], "learner.lora_target"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(
+    overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refused(capsys, "qwen3.6-27b", *overrides, "--gpu-memory-gib", "140")
+
+
+def test_a_model_that_is_not_known_is_planned_from_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"text_config": PUBLIC_CONFIGS[QWEN27]}), encoding="utf-8")
+    words = ("qwen3.6-27b", "model.path=somebody/unknown", "--gpu-memory-gib", "140", "--model-config", str(file))
+    assert "26,895,998,464 parameters" in printed(capsys, *words)
+    file.write_text(json.dumps({"model_type": "qwen2", "hidden_size": 64}), encoding="utf-8")
+    assert "num_hidden_layers is None" in refused(capsys, *words)
+    file.write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
+    assert "architecture gpt2" in refused(capsys, *words)
+
+
+def test_a_run_without_gpus_is_planned_and_never_refused_for_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = PUBLIC_CONFIGS[QWEN32] | {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 300,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(small), encoding="utf-8")
+    output = printed(capsys, "sandbox", f"model.path={tmp_path}", "--gpu-memory-gib", "1")
+    assert "on the CPU" in output
+    assert "not estimated" in output
+    assert "available" not in output
+
+
+def test_the_largest_micro_batch_is_the_budget_or_one_longest_sequence() -> None:
+    config = load_config("qwen3.6-27b")
+    assert micro_batch_tokens(config) == 32768
+    assert micro_batch_tokens(load_config("qwen3.6-27b", ["learner.micro_batch_tokens=1000"])) == 28672
+    longest = 4096 + 24576
+    assert micro_batch_tokens(load_config("qwen3.6-27b", ["learner.micro_batch_tokens=1000000"])) == 6 * longest
+
+
+def test_learner_workers_share_nothing_of_the_base() -> None:
+    shape = shape_of(QWEN27)
+    one = learner_memory(load_config("qwen3.6-27b", ["learner.workers=1"]), shape)
+    eight = learner_memory(load_config("qwen3.6-27b", ["learner.workers=8"]), shape)
+    assert one.peak == eight.peak
+
+
+def test_kv_cache_and_state_of_a_sequence() -> None:
+    """16 full-attention layers of 4 heads of 256; 48 states of 48 heads of 128 x 128, and 3 inputs of 10,240."""
+    shape = shape_of(QWEN27)
+    assert kv_bytes(shape, 1, 2) == 16 * 2 * 4 * 256 * 2
+    assert kv_bytes(shape, 8, 2) == 16 * 2 * 1 * 256 * 2  # heads are not split further, but repeated
+    assert state_bytes(shape, 1, 2) == 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+    assert state_bytes(shape_of(QWEN32), 1, 2) == 0
+
+
+def test_an_engine_takes_its_share_of_the_gpu_and_caches_in_the_rest() -> None:
+    config, shape = load_config("qwen3.6-27b"), shape_of(QWEN27)
+    memory = engine_memory(config, shape, 80 * GIB, 2 * GIB)
+    assert memory.limit == int(80 * GIB * 0.85)
+    assert memory.kv_cache == memory.limit - sum(item.bytes for item in memory.items)
+    assert memory.items[0].bytes == shape.parameters  # two bytes a parameter over two GPUs
+    judged = load_config("qwen3.6-27b", setting="self-judge")
+    assert engine_memory(judged, shape, 80 * GIB, 0).length == judged.judge.self_judge.context_tokens
+
+
+def time_of(config: DracoConfig, **given: float) -> tuple[float, float, float]:
+    shape = shape_of(QWEN32)
+    memory = engine_memory(config, shape, 140 * GIB, 0)
+    found = step_time(config, shape, memory, Assumptions(**given))
+    return found.generation, found.learning, found.sync
+
+
+def test_time_follows_the_layout_and_the_assumptions() -> None:
+    base = time_of(load_config("qwen2.5-32b"))
+    more_workers = time_of(load_config("qwen2.5-32b", ["learner.workers=8"]))
+    more_engines = time_of(load_config("qwen2.5-32b", ["engine.engines=4"]))
+    assert more_workers == (base[0], pytest.approx(base[1] / 2), base[2])
+    assert more_engines[0] < base[0]
+    assert more_engines[1:] == base[1:]
+    assert time_of(load_config("qwen2.5-32b"), learner_efficiency=0.175)[1] == pytest.approx(2 * base[1])
+    assert time_of(load_config("qwen2.5-32b"), sync_gib_per_second=2)[2] == pytest.approx(base[2] / 2)
+    assert time_of(load_config("qwen2.5-32b"), length_share=1.0)[0] > 2 * base[0]
+
+
+def test_learning_costs_what_its_passes_cost() -> None:
+    """Training, reference, recomputation, and old log-probs of the second of two minibatches; backward as a forward."""
+    config, shape = load_config("qwen2.5-32b"), shape_of(QWEN32)
+    matrices = 2 * shape.matrix_parameters
+    found = learner_flops(config, shape, length=1e-6, sampled_share=0.0) / 1e-6
+    assert found == pytest.approx(4.5 * matrices)
+    plain = load_config("qwen2.5-32b", ["learner.kl_coefficient=0", "learner.gradient_checkpointing=false"])
+    assert learner_flops(plain, shape, length=1e-6, sampled_share=0.0) / 1e-6 == pytest.approx(2.5 * matrices)
+
+
+@pytest.mark.parametrize("override", ["gpu_tflops", "unknown=1", "gpu_tflops=-1", "gpu_tflops=fast"])
+def test_a_wrong_assumption_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="--assume"):
+        assumptions([override])
+
+
+def test_layer_types_in_a_config_are_read() -> None:
+    config = PUBLIC_CONFIGS[QWEN27] | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
+    assert read_shape(config, "test").layers == ("full_attention", "linear_attention")

@@ -1,0 +1,269 @@
+"""The planner's arithmetic against real transformers models, the learner's adapter, and tensors of a real update."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from draco_ray.config import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
+from draco_ray.learner.learner import Learner
+from draco_ray.planning.memory import LearnerMemory, chunk_bytes, learner_memory, saved_bytes, total
+from draco_ray.planning.shape import PUBLIC_CONFIGS, ModelShape, read_shape
+from draco_ray.records import TrainingSample
+
+TOKENS = 256
+WORDS = 320
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": WORDS,
+    "hidden_size": 320,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+"""Qwen2.5-32B's proportions at a sixteenth of its width, with rank 1 for its 16."""
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": WORDS,
+    "hidden_size": 320,
+    "intermediate_size": 1088,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+}
+"""Qwen3.6-27B's proportions at a sixteenth of its width."""
+TOYS = {"qwen2": QWEN2, "qwen3_5": QWEN3_5}
+
+
+def transformers_config(values: dict[str, Any]) -> PreTrainedConfig:
+    values = dict(values)
+    config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
+    return config
+
+
+def count(module: torch.nn.Module, adapter: bool) -> int:
+    return sum(p.numel() for name, p in module.named_parameters() if ("lora_" in name) == adapter)
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "qwen2": QWEN2,
+    "qwen2 tied": QWEN2 | {"tie_word_embeddings": True},
+    "qwen3": QWEN2 | {"model_type": "qwen3", "head_dim": 32},
+    "qwen3 bias": QWEN2 | {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5 interval": QWEN3_5 | {"num_hidden_layers": 5, "full_attention_interval": 2},
+    # Their full width; the layers repeat.
+    "Qwen2.5-32B": PUBLIC_CONFIGS["Qwen/Qwen2.5-32B-Instruct"] | {"num_hidden_layers": 4},
+    "Qwen3.6-27B": PUBLIC_CONFIGS["Qwen/Qwen3.6-27B"] | {"num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("target", ["all-linear", r".*\.(q_proj|in_proj_qkv|down_proj)"])
+def test_parameters_equal_those_of_the_real_model_and_its_adapter(name: str, target: str) -> None:
+    config = transformers_config(COUNTED[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        lora = LoraConfig(r=3, target_modules=target, task_type="CAUSAL_LM")
+        peft = get_peft_model(model, lora)
+    shape = read_shape(config.to_dict(), name)
+    assert shape.parameters == count(peft, adapter=False)
+    assert shape.adapter_parameters(target, 3) == count(peft, adapter=True)
+
+
+def test_a_multimodal_wrapper_counts_as_its_language_model() -> None:
+    wrapper = AutoConfig.for_model("qwen3_5", text_config={k: v for k, v in QWEN3_5.items() if k != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(wrapper)
+    assert read_shape(wrapper.to_dict(), "wrapper").parameters == count(model, adapter=False)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors made inside the block that are alive at one time, at most; views count once."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, int] = {}
+        self._now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._notice(leaf.untyped_storage())
+        return result
+
+    def _notice(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._alive.pop(key)
+
+
+def settings(path: str, *, dtype: Any, checkpointing: bool) -> DracoConfig:
+    return DracoConfig(
+        model=ModelConfig(path=path, dtype=dtype),
+        agent=AgentConfig(max_prompt_length=1, max_response_length=TOKENS - 1),
+        algorithm=AlgorithmConfig(group_size=2),
+        learner=LearnerConfig(
+            gpus_per_worker=0,
+            lora_rank=1,
+            micro_batch_tokens=TOKENS,
+            logprob_chunk_tokens=32,
+            gradient_checkpointing=checkpointing,
+        ),
+    )
+
+
+def sample() -> TrainingSample:
+    mask_T = np.ones(TOKENS, dtype=np.bool_)
+    mask_T[0] = False
+    return TrainingSample(
+        group="step0/t",
+        task_id="t",
+        rollout=0,
+        policy_version=0,
+        token_ids_T=np.arange(TOKENS) % WORDS,
+        loss_mask_T=mask_T,
+        advantage_T=mask_T.astype(np.float32),
+        logprob_T=-mask_T.astype(np.float32),
+        prompt_length=1,
+    )
+
+
+class Measured:
+    """A learner of a toy model, what the plan says of it, and what its tensors take."""
+
+    def __init__(self, directory: Path, values: dict[str, Any], *, dtype: str, checkpointing: bool) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(transformers_config(values)).to(getattr(torch, dtype))
+        model.save_pretrained(directory)
+        self.config = settings(str(directory), dtype=dtype, checkpointing=checkpointing)
+        self.shape: ModelShape = read_shape(model.config.to_dict(), "toy")
+        self.plan: LearnerMemory = learner_memory(self.config, self.shape)
+        self.learner = Learner(self.config.model, self.config.learner, seed=0)
+        self.learner.accumulate([sample()])  # from here on gradients exist
+        self.parameters = list(self.learner.policy.peft.parameters())
+
+    def item(self, name: str) -> int:
+        return next(item.bytes for item in self.plan.resident if item.name == name)
+
+    def activation_peak(self) -> int:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        with LiveBytes([*self.parameters, *self.learner.policy.peft.buffers(), *gradients]) as live:
+            self.learner.accumulate([sample()])
+        return live.peak
+
+    def saved(self, index: int) -> int:
+        """Bytes that a layer keeps for its backward, parameters apart."""
+        layer: Any = self.learner.policy.peft.get_base_model().get_decoder().layers[index]
+        known = {parameter.untyped_storage()._cdata for parameter in self.parameters}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage()._cdata not in known:
+                kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        forward = layer.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return forward(*args, **kwargs)
+
+        layer.forward = watched
+        token_ids = torch.arange(TOKENS)[None] % WORDS
+        self.learner.policy.logprobs(token_ids, token_ids > 0)
+        layer.forward = forward
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", TOYS)
+def test_what_a_layer_keeps_is_what_the_plan_says(tmp_path: Path, name: str, dtype: str) -> None:
+    measured = Measured(tmp_path, TOYS[name], dtype=dtype, checkpointing=False)
+    for index, kind in enumerate(measured.shape.layers):
+        if index == 0:
+            continue  # its norm has nothing to keep: nothing below it is trained
+        width, tolerance = (2, 0.02) if dtype == "bfloat16" else (4, 0.06)
+        planned = TOKENS * saved_bytes(measured.shape, kind, width, 1)
+        assert planned == pytest.approx(measured.saved(index), rel=tolerance)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", TOYS)
+def test_the_peak_of_a_real_update_is_within_the_plan(tmp_path: Path, name: str, checkpointing: bool) -> None:
+    measured = Measured(tmp_path, TOYS[name], dtype="bfloat16", checkpointing=checkpointing)
+    planned, peak = total(measured.plan.backward), measured.activation_peak()
+    assert 0.98 * peak < planned < 1.15 * peak
+
+
+def test_weights_gradients_and_optimizer_take_what_the_plan_says(tmp_path: Path) -> None:
+    measured = Measured(tmp_path, QWEN3_5, dtype="bfloat16", checkpointing=True)
+    named = list(measured.learner.policy.peft.named_parameters())
+    base = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
+    adapter = sum(p.numel() * p.element_size() for name, p in named if "lora_" in name)
+    gradients = sum(p.grad.numel() * p.grad.element_size() for _, p in named if p.grad is not None)
+    measured.learner.step()
+    states = measured.learner._optimizer.state.values()
+    optimizer = sum(value.numel() * value.element_size() for state in states for value in state.values())
+    assert measured.item("base weights") == base
+    assert measured.item("adapter (float32)") == adapter
+    assert measured.item("gradients") == gradients
+    assert measured.item("optimizer") == optimizer
+
+
+def test_an_update_copies_the_gradients_as_often_as_planned(tmp_path: Path) -> None:
+    measured = Measured(tmp_path, QWEN2, dtype="bfloat16", checkpointing=True)
+    measured.learner.step()
+    measured.learner.accumulate([sample()])
+    states = measured.learner._optimizer.state.values()
+    known = [value for state in states for value in state.values()]
+    known += [p.grad for p in measured.parameters if p.grad is not None]
+    with LiveBytes([*measured.parameters, *known]) as live:
+        measured.learner.step()
+    assert live.peak <= total(measured.plan.update)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("entropy", [0.0, 0.01])
+def test_a_chunk_of_log_probs_takes_what_the_plan_says(dtype: Any, entropy: float) -> None:
+    from draco_ray.learner.logprobs import token_logprobs
+
+    words, chunk = 20000, 8
+    head = torch.nn.Linear(4, words, bias=False, dtype=getattr(torch, dtype)).requires_grad_(False)
+    hidden = torch.randn(3 * chunk, 4, dtype=head.weight.dtype, requires_grad=True)
+    target = torch.arange(3 * chunk)
+    with LiveBytes([head.weight, hidden, target]) as live:
+        token_logprobs(hidden, head, target, chunk_tokens=chunk, entropy_gradient=entropy > 0)
+    config = settings("toy", dtype=dtype, checkpointing=True)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"entropy_coefficient": entropy})})
+    planned = chunk * words * chunk_bytes(config)
+    assert 0.98 * live.peak < planned < 1.25 * live.peak
