@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from draco_ray.analysis.credit import credit_by_step, inert_windows
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
+from draco_ray.analysis.evaluations import consistency, evaluations
 from draco_ray.analysis.progress import judge_cost, stage_seconds, success, terminations
 from draco_ray.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
 from draco_ray.analysis.variants import replay_variants
@@ -27,6 +28,8 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "judge_cost": judge_cost,
     "success": success,
     "stage_seconds": stage_seconds,
+    "evaluations": evaluations,
+    "consistency": consistency,
     "variants": replay_variants,
     "dropout": dropout_variance,
     "survival": survival_by_group_size,

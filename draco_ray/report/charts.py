@@ -53,6 +53,7 @@ def line_chart(
     *,
     bounds: tuple[float, float] | None = None,
     number: Number = compact,
+    axis: str = "training step",
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Drawing:
@@ -61,6 +62,7 @@ def line_chart(
     Args:
         bounds: least and largest value of the y axis; None takes them from the data.
         number: how a value is written.
+        axis: what the whole numbers on the x axis are.
     """
     drawing = _titled(title, width, height)
     values = [value for line in series for value in line.values if value is not None]
@@ -72,7 +74,7 @@ def line_chart(
     top = _legend(drawing, [line.name for line in series], frame.left) if len(series) > 1 else 0.0
     frame.top += top
     frame.y_axis(ticks, number)
-    frame.x_axis()
+    frame.x_axis(axis)
     for index, line in enumerate(series):
         color = palette(index)
         for run in _unbroken(line):
@@ -81,7 +83,47 @@ def line_chart(
                 drawing.add(Line(points, color, 1.6))
             radius = 2.2 if len(line.steps) <= _MOST_DOTS else 1.0
             for (x, y), (step, value) in zip(points, run, strict=True):
-                drawing.add(Dot(x, y, radius, color, f"{line.name}, step {step}: {number(value)}"))
+                drawing.add(Dot(x, y, radius, color, f"{line.name}, {axis.split()[-1]} {step}: {number(value)}"))
+    return drawing
+
+
+def scatter(
+    title: str,
+    points: Sequence[tuple[str, float, float]],
+    *,
+    axis: str,
+    number: Number = percent,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    width: float = WIDTH,
+    height: float = HEIGHT,
+) -> Drawing:
+    """Named points.
+
+    Args:
+        points: (name, x, y), x not negative; its axis begins at 0.
+        axis: what x is.
+        number: how y is written.
+        bounds: least and largest value of the y axis.
+    """
+    drawing = _titled(title, width, height)
+    if not points:
+        return _empty(drawing)
+    _, most, x_ticks = _axis(0.0, max(x for _, x, _ in points))
+    low, high, y_ticks = _axis(*bounds)
+    frame = _Frame(drawing, 0.0, most, low, high)
+    frame.y_axis(y_ticks, number)
+    for tick in x_ticks:
+        drawing.add(Text(frame.x(tick), frame.bottom + 10, compact(tick), 7, "middle", MUTED))
+    frame.x_label(axis)
+    for index, (name, x, y) in enumerate(points):
+        place = frame.x(x)
+        # Names on the right half of the chart stand to the left of their points.
+        right = place < (frame.left + frame.right) / 2
+        shown = shortened(name, 7, (frame.right - place if right else place - frame.left) - 8)
+        drawing.add(
+            Dot(place, frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {number(y)}"),
+            Text(place + (6 if right else -6), frame.y(y) - 3, shown, 7, "start" if right else "end"),
+        )
     return drawing
 
 
@@ -212,13 +254,13 @@ def heat(share: float) -> str:
 class _Frame:
     """The axes of a chart: data to points."""
 
-    def __init__(self, drawing: Drawing, first: int, last: int, low: float, high: float) -> None:
+    def __init__(self, drawing: Drawing, first: float, last: float, low: float, high: float) -> None:
         self.drawing = drawing
         self.first, self.last, self.low, self.high = first, last, low, high
         self.left, self.right = _LEFT, drawing.width - _RIGHT
         self.top, self.bottom = _TOP, drawing.height - _BOTTOM
 
-    def x(self, step: int) -> float:
+    def x(self, step: float) -> float:
         if self.first == self.last:
             return (self.left + self.right) / 2
         return self.left + 6 + (step - self.first) / (self.last - self.first) * (self.right - self.left - 12)
@@ -232,13 +274,13 @@ class _Frame:
             self.drawing.add(Line(((self.left, y), (self.right, y)), GRID, 0.6))
             self.drawing.add(Text(self.left - 5, y + 2.5, number(tick), 7, "end", MUTED))
 
-    def x_axis(self) -> None:
+    def x_axis(self, label: str) -> None:
         span = self.last - self.first
         every = max(1, round(_nice(span / 8))) if span else 1
         start = self.first if span < 8 else math.ceil(self.first / every) * every
-        for step in range(start, self.last + 1, every):
+        for step in range(round(start), round(self.last) + 1, every):
             self.drawing.add(Text(self.x(step), self.bottom + 10, str(step), 7, "middle", MUTED))
-        self.x_label("training step")
+        self.x_label(label)
 
     def x_label(self, label: str) -> None:
         self.drawing.add(Text((self.left + self.right) / 2, self.bottom + 21, label, 7, "middle", MUTED))

@@ -8,7 +8,7 @@ from typing import Any
 
 from draco_ray.analysis.tables import tidy
 from draco_ray.records import EpisodeEnd, Phase
-from draco_ray.report.charts import WIDTH, Series, heat_map, line_chart, percent, stacked_bars
+from draco_ray.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
 from draco_ray.report.drawing import Drawing
 from draco_ray.report.output import to_pdf, to_png
 from draco_ray.runs.directory import RunDirectory
@@ -22,8 +22,9 @@ Row = dict[str, Any]
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     """Every figure the runs have data for; a figure of one run alone carries the run's name when there are several.
 
-    ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``, and
-    ``success`` where something was evaluated.
+    ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; where
+    something was evaluated ``success`` and ``judge_cost_and_success``; where it was evaluated several times ``pass_k``;
+    ``evaluation_cost`` and ``train_success`` from evaluation directories inside the runs.
     """
     names = [run.path.name for run in runs]
     drawings = {}
@@ -45,7 +46,14 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     evaluated = tidy("success", runs).to_pylist()
     if evaluated:
         drawings["success"] = success(evaluated)
-    return drawings
+    measured = tidy("evaluations", runs).to_pylist()
+    optional = {
+        "judge_cost_and_success": judge_cost_and_success(tidy("judge_cost", runs).to_pylist(), measured),
+        "pass_k": pass_k(tidy("consistency", runs).to_pylist()),
+        "evaluation_cost": evaluation_cost(measured),
+        "train_success": train_success(measured),
+    }
+    return drawings | {name: drawing for name, drawing in optional.items() if drawing is not None}
 
 
 def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
@@ -129,6 +137,77 @@ def success(rows: Sequence[Row]) -> Drawing:
         for name, mine in lines.items()
     ]
     return line_chart("Task goal completion (TGC)", series, bounds=(0, 1), number=percent)
+
+
+def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Drawing | None:
+    """Judge cost of a training step against the last TGC on tasks not trained on, a point per run and split."""
+    column, _ = _cost_column(cost)
+    points = []
+    for name, split in dict.fromkeys((row["run"], row["split"]) for row in measured if not _trained_on(row)):
+        mine = [row for row in cost if row["run"] == name]
+        last = max(
+            (row for row in measured if (row["run"], row["split"]) == (name, split) and row["training_step"]),
+            key=lambda row: int(row["training_step"]),
+            default=None,
+        )
+        steps = len({row["training_step"] for row in mine})
+        if last is not None and steps:
+            points.append((f"{name}, {split}", sum(row[column] for row in mine) / steps, last["tgc"]))
+    unit = "dollars" if column == "dollars" else "input tokens"
+    return scatter("TGC against judge cost", points, axis=f"judge {unit} a training step") if points else None
+
+
+def pass_k(rows: Sequence[Row]) -> Drawing | None:
+    """pass^k and pass@k of the last measurement of each run and split; they coincide at k = 1."""
+    last: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row["k"] == 1 and (row["training_step"] or 0) >= (
+            last.get((row["run"], row["split"]), row)["training_step"] or 0
+        ):
+            last[row["run"], row["split"]] = row
+    series = []
+    for (name, split), chosen in last.items():
+        mine = [
+            row
+            for row in rows
+            if all(row[key] == chosen[key] for key in ("run", "split", "evaluation", "training_step"))
+        ]
+        ks = [row["k"] for row in mine]
+        series.append(Series(f"{name}, {split}: pass^k", ks, [row["pass_hat_k"] for row in mine]))
+        series.append(Series(f"{name}, {split}: pass@k", ks, [row["pass_at_k"] for row in mine]))
+    if not series:
+        return None
+    return line_chart("All of k runs succeed, or one does", series, bounds=(0, 1), number=percent, axis="k")
+
+
+def evaluation_cost(measured: Sequence[Row]) -> Drawing | None:
+    """TGC against the cost of one pass over the tasks, a point per measurement; tokens if any has no price."""
+    costed = [row for row in measured if row["tokens_per_pass"] is not None]
+    if not costed:
+        return None
+    priced = all(row["dollars_per_pass"] is not None for row in costed)
+    column, unit = ("dollars_per_pass", "dollars") if priced else ("tokens_per_pass", "tokens")
+    points = [(_label(row), row[column], row["tgc"]) for row in costed]
+    return scatter("TGC against evaluation cost", points, axis=f"{unit} a pass over the tasks")
+
+
+def train_success(measured: Sequence[Row]) -> Drawing | None:
+    """TGC on the training tasks over training steps: evaluated afterwards, no part of any reward."""
+    rows = [row for row in measured if _trained_on(row) and row["training_step"] is not None]
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["run"] for row in rows))
+    rows = sorted(rows, key=lambda row: int(row["training_step"]))
+    return line_chart("TGC on the training tasks", by_run(rows, names, "tgc"), bounds=(0, 1), number=percent)
+
+
+def _trained_on(row: Row) -> bool:
+    return str(row["split"]).startswith("train")
+
+
+def _label(row: Row) -> str:
+    step = "" if row["training_step"] is None else f", step {row['training_step']}"
+    return f"{row['run']}, {row['split']}{step}"
 
 
 def _cost_column(rows: Sequence[Row]) -> tuple[str, str]:

@@ -173,7 +173,6 @@ def _read(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
     first, *lines = kept.read_text(encoding="utf-8").splitlines() or ["null"]
     if json.loads(first) != header:
         return None
-    return [
-        PlantedRollout(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
-        for row in map(json.loads, lines)
-    ]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    sequences = ("cells", "outputs", "planted")
+    return [PlantedRollout(**row | {name: tuple(row[name]) for name in sequences}) for row in rows]

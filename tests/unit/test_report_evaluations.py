@@ -1,0 +1,94 @@
+"""Evaluations inside a run: their tables, and the figures that need them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draco_ray.analysis.evaluations import consistency, evaluations
+from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.report.charts import scatter
+from draco_ray.report.drawing import Dot, Drawing, Text
+from draco_ray.report.figures import figures
+from draco_ray.runs.directory import RunDirectory
+from tests.support.evaluations import a_plan, a_result
+from tests.support.small_run import small_run
+
+TASKS: dict[str, int | None] = {"a_1": 1, "a_2": 2}
+
+
+def add(run: RunDirectory, name: str, split: str, steps: dict[str, list[tuple[str, int, bool]]]) -> EvaluationDirectory:
+    """An evaluation directory of two tasks and two runs."""
+    plan = a_plan(split=split, tasks=TASKS, runs=2, measurements=tuple(steps))
+    directory = EvaluationDirectory.begin(run.path / "evaluations" / name, plan)
+    for measurement, outcomes in steps.items():
+        for task, number, success in outcomes:
+            directory.add(measurement, a_result(task, number, success))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = small_run(tmp_path_factory.mktemp("evaluated") / "small")
+    half = [("a_1", 0, True), ("a_1", 1, True), ("a_2", 0, True), ("a_2", 1, False)]
+    none = [(task, number, False) for task, number, _ in half]
+    add(run, "appworld-train-train-curve", "train", {"step00001": none, "step00002": half})
+    add(run, "appworld-dev-last1", "dev", {"step00002": half, "step00009": half[:3]})
+    return run
+
+
+def test_measurements_are_read_where_they_are_finished(run: RunDirectory) -> None:
+    rows = evaluations(run).to_pylist()
+    assert [(row["evaluation"], row["split"], row["training_step"], row["tgc"]) for row in rows] == [
+        ("training", "test", 2, 0.5),
+        ("appworld-dev-last1", "dev", 2, 0.75),
+        ("appworld-train-train-curve", "train", 1, 0.0),
+        ("appworld-train-train-curve", "train", 2, 0.75),
+    ]
+    # Two rollouts a pass, a quarter of a dollar and 510 tokens each; training does not record what evaluating took.
+    assert [row["dollars_per_pass"] for row in rows] == [None, 0.5, 0.5, 0.5]
+    assert rows[1]["tokens_per_pass"] == 1020.0
+    assert rows[1]["sgc"] == 0.5
+
+
+def test_consistency_needs_several_runs(run: RunDirectory) -> None:
+    rows = [row for row in consistency(run).to_pylist() if row["split"] == "dev"]
+    assert [(row["k"], row["pass_hat_k"], row["pass_at_k"]) for row in rows] == [(1, 0.75, 0.75), (2, 0.5, 1.0)]
+    assert {row["evaluation"] for row in consistency(run).to_pylist()}.isdisjoint({"training"})
+
+
+def test_an_unreadable_evaluation_does_not_hide_the_run(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "old", steps=1)
+    folder = run.path / "evaluations" / "other"
+    folder.mkdir(parents=True)
+    (folder / "evaluation.json").write_text(json.dumps({"format": "another"}))
+    assert [row["evaluation"] for row in evaluations(run).to_pylist()] == ["training"]
+
+
+def hints(drawing: Drawing) -> list[str]:
+    return [shape.hint for shape in drawing.shapes if isinstance(shape, Dot)]
+
+
+def test_figures_of_evaluations_say_what_the_tables_say(run: RunDirectory) -> None:
+    drawn = figures([run])
+    assert hints(drawn["train_success"]) == ["small, step 1: 0%", "small, step 2: 75%"]
+    assert hints(drawn["judge_cost_and_success"]) == ["small, test: 0.24, 50%", "small, dev: 0.24, 75%"]
+    assert "small, dev, step 2: 0.5, 75%" in hints(drawn["evaluation_cost"])
+    assert hints(drawn["pass_k"])[:4] == [
+        "small, dev: pass^k, k 1: 75%",
+        "small, dev: pass^k, k 2: 50%",
+        "small, dev: pass@k, k 1: 75%",
+        "small, dev: pass@k, k 2: 100%",
+    ]
+
+
+def test_points_and_their_names_stay_inside_the_chart() -> None:
+    drawing = scatter("t", [("n" * 200, 0.0, 0.0), ("m" * 200, 8.0, 1.0)], axis="dollars")
+    texts = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.string[0] in "nm"]
+    assert [text.anchor for text in texts] == ["start", "end"]
+    assert all(len(text.string) < 100 for text in texts)
+    assert all(
+        0 <= dot.x <= drawing.width and 0 <= dot.y <= drawing.height for dot in drawing.shapes if isinstance(dot, Dot)
+    )
