@@ -86,14 +86,15 @@ def consistency(run: RunDirectory) -> pa.Table:
     """One row per finished measurement of several runs and k: pass^k and pass@k over tasks."""
     rows = []
     for found in _measurements(run):
-        for k in range(1, found.runs + 1):
-            rates = [
+        # Of one run, both are the rate itself.
+        for k in range(1, found.runs + 1) if found.runs > 1 else ():
+            all_k, any_k = (
                 list(task_values(found.evaluations, found.runs, k, estimator).values())
                 for estimator in (pass_hat_k, pass_at_k)
-            ]
-            all_k, any_k = (sum(values) / len(values) for values in rates)
-            rows.append({**_keys(run, found), "runs": found.runs, "k": k, "pass_hat_k": all_k, "pass_at_k": any_k})
-    return pa.Table.from_pylist([row for row in rows if row["runs"] > 1], schema=CONSISTENCY)
+            )
+            rates = {"pass_hat_k": sum(all_k) / len(all_k), "pass_at_k": sum(any_k) / len(any_k)}
+            rows.append({**_keys(run, found), "runs": found.runs, "k": k, **rates})
+    return pa.Table.from_pylist(rows, schema=CONSISTENCY)
 
 
 def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
@@ -106,8 +107,8 @@ def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
 
 
 def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
-    for (step, split), results in read_evaluations(run).items():
-        yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=results)
+    for (step, split), in_training in read_evaluations(run).items():
+        yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=in_training)
     for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
         try:
             directory = EvaluationDirectory.open(file.parent)
