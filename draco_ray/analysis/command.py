@@ -14,7 +14,7 @@ from draco_ray.analysis.attribution.bench import judge_groups
 from draco_ray.analysis.attribution.measure import measures, rollout_rows
 from draco_ray.analysis.attribution.plant import planted_groups
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
-from draco_ray.analysis.judges import RULES, judge_config, open_complete
+from draco_ray.analysis.judges import RULES, folder_name, judge_config, open_complete
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.analysis.tables import write_table
 from draco_ray.analysis.variants import Variant, replay_variants
@@ -99,7 +99,9 @@ def replay_judge(
         ["phase", *(row["phase"] for row in overall)],
         {name: [row[name] for row in overall] for name in measures},
     )
-    return [*write_table(found, folder, "agreement"), *write_table(replayed, folder, "replayed")]
+    console.print(f"asked for {sum(replayed.column('dollars').to_pylist()):.4f} dollars")
+    tables = folder / folder_name(judge)
+    return [*write_table(found, tables, "agreement"), *write_table(replayed, tables, "replayed")]
 
 
 def attribution_bench(
@@ -149,7 +151,8 @@ def attribution_bench(
             "value"
         ]
     _print(console, "by fault", ["", *SHOWN_BY_FAULT], cells)
-    return [*write_table(found, out, "measures"), *write_table(rollout_rows(judged, judge), out, "rollouts")]
+    tables = out / folder_name(judge)
+    return [*write_table(found, tables, "measures"), *write_table(rollout_rows(judged, judge), tables, "rollouts")]
 
 
 def _open(directory: Path, steps: Sequence[int] | None) -> RunDirectory:

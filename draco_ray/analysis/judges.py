@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from draco_ray.config import JudgeConfig
+from draco_ray.config import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.offline.rule_judge.answering import answer
 
@@ -41,7 +42,7 @@ class RuleComplete:
 def judge_config(
     config: JudgeConfig, model: str, *, api_base: str | None, api_key_env: str | None, cache: Path | None
 ) -> JudgeConfig:
-    """``config`` with another model: its sampling, limits and prices stay, its endpoint and body do not.
+    """``config`` with another model: its prompts, sampling, attempts and prices stay, its endpoint and body do not.
 
     Args:
         config: whose other settings to take.
@@ -57,9 +58,20 @@ def judge_config(
             "api_base": api_base,
             "api_key_env": api_key_env or f"{provider.upper()}_API_KEY",
             "extra_body": {} if model != config.model else config.extra_body,
+            "rule_judge": RuleJudgeConfig(),
+            "self_judge": SelfJudgeConfig(),
             "cache": cache,
         }
     )
+
+
+def folder_name(judge: str) -> str:
+    """A judge's folder for its tables.
+
+    >>> folder_name("openai/gpt-5.4")
+    'openai_gpt-5.4'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", judge).strip(".") or "judge"
 
 
 def open_complete(config: JudgeConfig) -> Complete:

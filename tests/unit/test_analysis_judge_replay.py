@@ -8,8 +8,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from draco_ray.analysis.judges import judge_config
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, replay
 from draco_ray.cli import main
+from draco_ray.config import JudgeConfig, RuleJudgeConfig
 from draco_ray.environments.sandbox.scripts import Fault
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import credit_prompt, score_prompt
@@ -147,14 +149,27 @@ def test_the_rule_judge_is_asked_about_just_what_the_prompt_asked(
         main(["replay", str(run.path), "--judge", "rules", "--out", str(tmp_path)])
     assert ended.value.code == 0
     assert "4 archived prompts to rules" in capsys.readouterr().out
-    table = pq.read_table(tmp_path / "replayed.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "rules" / "replayed.parquet").to_pylist()
     scored = [(row["reference"], row["verdict"]) for row in table if row["phase"] == "score"]
     assert scored == [(1, 1), (1, 1), (-1, -1), (-1, 1)]
     credited = [row for row in table if row["phase"] == "credit"]
     assert [row["criterion"] for row in credited] == [0, 0]
     assert credited[1]["steps"] == [4]
-    agreed = {row["phase"]: row for row in pq.read_table(tmp_path / "agreement.parquet").to_pylist()}
+    agreed = {row["phase"]: row for row in pq.read_table(tmp_path / "rules" / "agreement.parquet").to_pylist()}
     assert agreed["score"]["agreement"] == 0.75
     assert agreed["score"]["false_pass"] == 0.5
     assert 0 < agreed["credit"]["citation_overlap"] < 1
-    assert "1 4" in (tmp_path / "replayed.csv").read_text()
+    assert "1 4" in (tmp_path / "rules" / "replayed.csv").read_text()
+
+
+def test_another_model_takes_nothing_of_the_old_endpoint() -> None:
+    offline = JudgeConfig(
+        rule_judge=RuleJudgeConfig(start=True),
+        model="openai/old",
+        api_base="http://127.0.0.1:1/v1",
+        extra_body={"thinking": False},
+        temperature=0.3,
+    )
+    other = judge_config(offline, "anthropic/new", api_base=None, api_key_env=None, cache=None)
+    assert (other.model, other.api_base, other.api_key_env) == ("anthropic/new", None, "ANTHROPIC_API_KEY")
+    assert (other.temperature, other.extra_body, other.rule_judge.start) == (0.3, {}, False)

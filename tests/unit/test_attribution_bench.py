@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.analysis.attribution.bench import JudgedRollout, judge_groups
@@ -22,12 +23,14 @@ from draco_ray.analysis.attribution.plant import (
 )
 from draco_ray.analysis.attribution.rubric import faults_of, known_rubric, known_verdicts
 from draco_ray.analysis.judges import RuleComplete
+from draco_ray.cli import main
 from draco_ray.config import JudgeConfig
 from draco_ray.environments.sandbox.scripts import FATAL, Fault, families
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
+from draco_ray.offline.judge_server import JudgeServer
 from tests.support.rule_judge_runs import instruction, output_of
 
 FAMILIES = ("count_library_songs", "like_playlist_songs")
@@ -192,3 +195,19 @@ def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(sandbox_root: Pa
     assert planted_groups(sandbox_root, "dev", 1, 1, kept) == []
     with pytest.raises(ConfigError, match="--split 'tests'"):
         planted_groups(sandbox_root, "tests", 1, 1, kept)
+
+
+@pytest.mark.slow
+def test_a_judge_behind_litellm_is_measured_on_the_same_rollouts(
+    sandbox_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["attribution-bench", "--world", str(sandbox_root), "--split", "dev", "--tasks", "1"]
+    arguments += ["--processes", "1", "--out", str(tmp_path)]
+    with JudgeServer() as server:
+        for judge in (["--judge", "rules"], ["--judge", "openai/rule-judge", "--api-base", server.base_url]):
+            with pytest.raises(SystemExit) as ended:
+                main([*arguments, *judge])
+            assert ended.value.code == 0, capsys.readouterr().err
+    tables = [pq.read_table(tmp_path / name / "rollouts.parquet") for name in ("rules", "openai_rule-judge")]
+    assert tables[0].drop_columns(["judge"]).equals(tables[1].drop_columns(["judge"]))
+    assert pq.read_table(tmp_path / "rules" / "measures.parquet").num_rows > 50
