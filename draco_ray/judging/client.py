@@ -24,6 +24,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tenacity
 
@@ -68,6 +69,7 @@ class LiteLLMClient:
         self._leases = leases
         self._config = config
         self._cache = cache
+        self._under_way: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
         self._price = find_price(config.model, config.prices)
@@ -78,14 +80,21 @@ class LiteLLMClient:
         Raises:
             JudgeUnavailable: see the module's table; BudgetSpent where the run's budget does not allow the request.
         """
+        if self._cache is None:
+            return await self._answer(request)
         key = self._key(request)
-        if self._cache is not None and (stored := await self._cache.get(key)) is not None:
-            return _replay(stored)
+        # Rollouts that are equal to the letter are judged at the same time: the later request finds the first's answer.
+        async with self._under_way.setdefault(key, asyncio.Lock()):
+            if (stored := await self._cache.get(key)) is not None:
+                return _replay(stored)
+            completion = await self._answer(request)
+            if completion.error is None:
+                await self._cache.put(key, _stored(completion))
+            return completion
+
+    async def _answer(self, request: Request) -> Completion:
         async with self._slots:
-            completion = await self._ask(request.messages, self._config.max_tokens, self._config.max_attempts)
-        if self._cache is not None and completion.error is None:
-            await self._cache.put(key, _stored(completion))
-        return completion
+            return await self._ask(request.messages, self._config.max_tokens, self._config.max_attempts)
 
     async def forget(self, request: Request) -> None:
         """Drop the stored answer to ``request``."""

@@ -26,7 +26,7 @@ class ReplyCache:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Paid answers are not evicted; a run's worth of text is small beside its adapters.
-        # Judge workers on several nodes share the folder: SQLite's write-ahead log and memory maps work on one host only.
+        # Judge workers on several nodes share the folder; SQLite's write-ahead log and memory maps work on one host.
         self._answers = diskcache.Cache(
             str(folder),
             eviction_policy="none",

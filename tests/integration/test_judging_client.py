@@ -236,3 +236,16 @@ async def test_a_failed_phase_is_forgotten_so_that_the_next_try_asks_anew(tmp_pa
         assert (await build_judge(settings).stage1(PROMPT, where)).value is None
         assert (await build_judge(settings).stage1(PROMPT, where)).value is not None
     assert len(server.requests) == 3
+
+
+async def test_equal_requests_at_the_same_time_are_asked_once_if_answers_are_kept(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply("fine", delay=0.3)) as server:
+        client = LiteLLMClient(config(server.base), ReplyCache(tmp_path / "replies"))
+        first, second, other = await asyncio.gather(client(ask()), client(ask()), client(ask(vote=1)))
+        assert len(server.requests) == 2
+        assert [first.text, second.text, other.text] == ["fine"] * 3
+        assert sorted([first.requests, second.requests]) == [0, 1]
+        assert other.requests == 1
+        independent = LiteLLMClient(config(server.base))
+        await asyncio.gather(independent(ask()), independent(ask()))
+        assert len(server.requests) == 4
