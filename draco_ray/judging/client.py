@@ -191,7 +191,7 @@ class LiteLLMClient:
         arguments = self._arguments(request.messages)
         if self._config.rule_judge.start:
             # A resumed run starts its server anew, on another port: the same judge.
-            del arguments["api_base"]
+            arguments.pop("api_base", None)
         return request_key(arguments | {"vote": request.vote})
 
     def _api_key(self) -> str:
