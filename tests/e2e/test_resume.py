@@ -35,7 +35,6 @@ def resumed(
 ) -> RunDirectory:
     """A run that was killed while step 2 was scored, and continued to its end."""
     root = tmp_path_factory.mktemp("runs")
-    judge.answers_before_holding = PROMPTS * GROUP
     process = start_draco(
         [
             "train",
@@ -59,8 +58,14 @@ def resumed(
         ]
     )
     try:
-        # Every phase before scoring is through for the whole of step 2 when all its scoring calls are under way.
-        wait_until(lambda: judge.held == PROMPTS * GROUP, process)
+        tables = root / "killed" / "tables"
+        wait_until(lambda: any(tables.glob("trajectories/step00002/*.parquet")), process)
+        # Scoring of step 2 begins seconds later: it waits for the criteria of the whole group.
+        judge.answers_before_holding = 0
+        # Every phase before scoring is through when both groups' merge is in the books. How many scoring calls are
+        # under way then is not known: rollouts that are equal to the letter share one.
+        wait_until(lambda: len([*tables.glob("judge_calls/step00002/*union*.parquet")]) == PROMPTS, process)
+        wait_until(lambda: judge.held > 0, process)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
     finally:
