@@ -42,7 +42,11 @@ def manifest(root: Path) -> dict:
 
 
 def files(root: Path) -> dict[Path, bytes]:
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(root): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_the_same_seed_gives_the_same_world_to_the_byte(sandbox_root: Path, tmp_path: Path) -> None:
