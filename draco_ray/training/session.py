@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,15 @@ def _say_how_to_continue(run: RunDirectory, console: Console, resumable: bool) -
 class Actors:
     """Engines, judge, rollout workers and run store of one run."""
 
-    def __init__(self, config: DracoConfig, judge: JudgeConfig, run: RunDirectory, name: str) -> None:
+    def __init__(
+        self,
+        config: DracoConfig,
+        judge: JudgeConfig,
+        run: RunDirectory,
+        name: str,
+        *,
+        engines: Sequence[Any] | None = None,
+    ) -> None:
         """Create them; they begin to load at once.
 
         Args:
@@ -162,6 +170,7 @@ class Actors:
             judge: what `open_judge` gave, with a reply cache.
             run: where the run store writes.
             name: of the run, part of the actors' names.
+            engines: policy engine actors that exist already, as many and under the same names; None starts vLLM.
 
         Raises:
             ConfigError, ClusterError: the cluster cannot carry the run (`draco_ray.training.preflight`).
@@ -174,7 +183,9 @@ class Actors:
         if judge.self_judge.enabled:
             length = max(length, judge.self_judge.context_tokens)
         self.fleet = EngineFleet(
-            start_policy_engines(
+            engines
+            if engines is not None
+            else start_policy_engines(
                 config.engine,
                 config.model,
                 max_model_len=length,
