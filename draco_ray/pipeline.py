@@ -98,7 +98,9 @@ class Pipeline:
             # Where a rollout fails first nobody asks for its error, which asyncio would then report at length.
             stage1.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            members = await _gather(self._member(group, rollout, stage1) for rollout in range(self._config.group_size))
+            members = await gather_or_cancel(
+                self._member(group, rollout, stage1) for rollout in range(self._config.group_size)
+            )
         finally:
             if stage1 is not None and not stage1.done():
                 stage1.cancel()
@@ -158,7 +160,7 @@ class Pipeline:
                 return None
         group.state = GroupState.MERGED
 
-        scores = await _gather(self._score(group, member, rubric) for member in members)
+        scores = await gather_or_cancel(self._score(group, member, rubric) for member in members)
         numbers = [member.rollout for member in members]
         group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:
@@ -169,7 +171,7 @@ class Pipeline:
 
         credits = None
         if self._credit_matters(group.reward):
-            credits = await _gather(
+            credits = await gather_or_cancel(
                 self._credit(group, group.reward, member, rubric, score)
                 for member, score in zip(members, scores, strict=True)
             )
@@ -245,7 +247,7 @@ class Pipeline:
         }
 
 
-async def _gather(work: Iterable[Awaitable[Any]]) -> list[Any]:
+async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
     """Like asyncio.gather, but the first error cancels the rest: a judge that refuses us ends the group at once."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:

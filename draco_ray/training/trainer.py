@@ -25,7 +25,6 @@ from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.learner.group import LearnerGroup
-from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState, Pipeline
@@ -36,6 +35,7 @@ from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.order import TaskOrder
+from draco_ray.training.overlap import busy_seconds
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import StepProgress, step_line
 from draco_ray.training.resume import StartPoint, adopt_config, rewind, sole_driver
@@ -48,6 +48,7 @@ from draco_ray.training.session import (
     stopped_plainly,
     usable_prompts,
 )
+from draco_ray.training.streaming import streamed_update
 
 PROBE_TOKENS = 512
 """Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
@@ -294,37 +295,15 @@ class Trainer:
     async def _learn(
         self, groups: Sequence[Group], work: Sequence[asyncio.Task[Any]]
     ) -> tuple[dict[str, Any], list[int]]:
-        """Feed each group's samples to the learner as they appear, one optimizer update a minibatch.
-
-        Gradients of the first minibatch accumulate while later groups still generate: the weights do not change
-        before its update. The old log-probs of later minibatches are taken before that update, from the policy that
-        sampled them.
-        """
-        size = self._config.learner.minibatch_prompts
-        starts = range(0, len(work), size)
-        updates: list[UpdateMetrics] = []
-        seconds = 0.0
+        """Update the policy with the groups as they finish; returns metrics, and a few tokens for the canary."""
+        update = await streamed_update(self._learner, work, self._config.learner.minibatch_prompts)
         probe: list[int] = []
-        for start in starts:
-            for next_done in asyncio.as_completed(work[start : start + size]):
-                samples = await next_done
-                if samples is None:
-                    continue
-                began = time.time()
-                await self._learner.accumulate(samples)
-                seconds += time.time() - began
-                probe = probe or await self._advantages.probe.remote(samples, PROBE_TOKENS)
-            began = time.time()
-            if start == 0 and len(starts) > 1:
-                for samples in await asyncio.gather(*work[size:]):
-                    if samples is not None:
-                        await self._learner.remember_old_logprobs(samples)
-            updates.append(await self._learner.step())
-            seconds += time.time() - began
+        for samples in update.fed:
+            probe = probe or await self._advantages.probe.remote(samples, PROBE_TOKENS)
         for group in groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
-        return {**update_metrics(updates), "seconds_learning": seconds}, probe
+        return {**update_metrics(update.updates), "seconds_learning": busy_seconds(update.busy)}, probe
 
     async def _sync(self, version: int, probe: list[int], moved: bool) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats."""

@@ -1,0 +1,88 @@
+"""The learner's part of a training step, fed with each group the moment its advantages exist.
+
+The weights do not change before the first update, so until then everything may be done in the order in which groups
+finish: gradients of the first minibatch are added up, old log-probs of the later ones are taken. Which group belongs to
+which minibatch is the batch's order and no accident of timing: it would make the short groups' update the first one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.pipeline import gather_or_cancel
+from draco_ray.training.overlap import Interval
+
+
+class GroupLearner(Protocol):
+    """What a training step asks of the learner; see `draco_ray.learner.group.LearnerGroup`."""
+
+    async def accumulate(self, group: Any) -> Any:
+        """Add the gradients of one group's samples."""
+        ...
+
+    async def remember_old_logprobs(self, group: Any) -> Any:
+        """Keep a later minibatch's log-probs under the weights of the step's start."""
+        ...
+
+    async def step(self) -> UpdateMetrics:
+        """One optimizer update."""
+        ...
+
+
+@dataclass(slots=True)
+class StreamedUpdate:
+    """What became of a training step's groups in the learner."""
+
+    updates: list[UpdateMetrics] = field(default_factory=list)
+    """One a minibatch."""
+    fed: list[Any] = field(default_factory=list)
+    """The groups' samples, in the order in which the learner was given them."""
+    busy: list[Interval] = field(default_factory=list)
+    """When the learner had something to do, Unix seconds."""
+
+
+async def streamed_update(
+    learner: GroupLearner, groups: Sequence[Awaitable[Any | None]], minibatch_prompts: int
+) -> StreamedUpdate:
+    """Give the learner every group as soon as it is there, and update once a minibatch.
+
+    Equal to float tolerance to accumulating whole minibatches one after the other. A group that takes long holds up no
+    other: what can be done for the others before the first update has been done when it arrives.
+
+    Args:
+        learner: at the weights that sampled the groups.
+        groups: each ends with a reference to its samples, or None if the group failed; in the batch's order.
+        minibatch_prompts: groups an update.
+    Raises: the first error of a group or of the learner.
+    """
+    result = StreamedUpdate()
+
+    async def ask(order: Callable[[Any], Awaitable[Any]], samples: Any) -> None:
+        began = time.time()
+        await order(samples)
+        result.busy.append((began, time.time()))
+
+    async def first_pass(position: int, group: Awaitable[Any | None]) -> Any | None:
+        samples = await group
+        if samples is not None:
+            result.fed.append(samples)
+            await ask(learner.accumulate if position < minibatch_prompts else learner.remember_old_logprobs, samples)
+        return samples
+
+    async def update() -> None:
+        began = time.time()
+        result.updates.append(await learner.step())
+        result.busy.append((began, time.time()))
+
+    finished = await gather_or_cancel(first_pass(position, group) for position, group in enumerate(groups))
+    await update()
+    for start in range(minibatch_prompts, len(finished), minibatch_prompts):
+        minibatch = finished[start : start + minibatch_prompts]
+        # Awaited before the update: an actor's calls may overtake each other.
+        await gather_or_cancel(ask(learner.accumulate, samples) for samples in minibatch if samples is not None)
+        await update()
+    return result
