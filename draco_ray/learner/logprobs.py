@@ -62,21 +62,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_slope_VH = torch.empty_like(hidden_VH) if needs_gradient and entropy_gradient else None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            target = target_V[chunk]
-            logprobs = torch.nn.functional.linear(hidden_VH[chunk], weight, bias).float()
-            logprobs -= torch.logsumexp(logprobs, dim=-1, keepdim=True)
-            probabilities = logprobs.exp()
-            logprob_V[chunk] = logprobs.gather(1, target[:, None])[:, 0]
-            # As a batched matrix product, which needs no product array of the size of the logits.
-            entropy = -torch.bmm(probabilities[:, None, :], logprobs[:, :, None])[:, 0, 0]
-            entropy_V[chunk] = entropy
-            if entropy_slope_VH is not None:
-                slope = -probabilities * (logprobs + entropy[:, None])
-                entropy_slope_VH[chunk] = slope.to(weight.dtype) @ weight
+            logprob_V[chunk], entropy_V[chunk], logprob_slope, entropy_slope = _of_one_chunk(
+                hidden_VH[chunk], weight, bias, target_V[chunk], needs_gradient, needs_gradient and entropy_gradient
+            )
             if logprob_slope_VH is not None:
-                slope = probabilities.neg_()
-                slope[torch.arange(len(target), device=target.device), target] += 1.0
-                logprob_slope_VH[chunk] = slope.to(weight.dtype) @ weight
+                logprob_slope_VH[chunk] = logprob_slope
+            if entropy_slope_VH is not None:
+                entropy_slope_VH[chunk] = entropy_slope
         ctx.save_for_backward(logprob_slope_VH, entropy_slope_VH)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_V)
@@ -91,3 +83,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if entropy_slope_VH is not None:
             gradient_VH += entropy_slope_VH * entropy_gradient_V[:, None].to(entropy_slope_VH.dtype)
         return gradient_VH, None, None, None, None, None
+
+
+def _of_one_chunk(
+    hidden_CH: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_C: Tensor,
+    needs_logprob_slope: bool,
+    needs_entropy_slope: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Log-probs, entropies and their slopes, of which None are not needed.
+
+    A function of its own so that nothing of a chunk outlives it. Two float32 arrays of the size of its logits are the
+    most that exists at a time, the log-softmax's own included.
+    """
+    logprob_slope_CH = entropy_slope_CH = None
+    logprobs = torch.nn.functional.linear(hidden_CH, weight, bias).float()
+    logprobs -= torch.logsumexp(logprobs, dim=-1, keepdim=True)
+    logprob_C = logprobs.gather(1, target_C[:, None])[:, 0]
+    probabilities = logprobs.exp()
+    # As a batched matrix product, which needs no product array of the size of the logits.
+    entropy_C = -torch.bmm(probabilities[:, None, :], logprobs[:, :, None])[:, 0, 0]
+    if needs_entropy_slope:
+        logprobs.add_(entropy_C[:, None]).mul_(probabilities).neg_()
+        entropy_slope_CH = logprobs.to(weight.dtype) @ weight
+    del logprobs
+    if needs_logprob_slope:
+        slope = probabilities.neg_()
+        slope[torch.arange(len(target_C), device=target_C.device), target_C] += 1.0
+        logprob_slope_CH = slope.to(weight.dtype) @ weight
+    return logprob_C, entropy_C, logprob_slope_CH, entropy_slope_CH

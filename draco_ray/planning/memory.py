@@ -181,13 +181,12 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> in
 def chunk_bytes(config: DracoConfig) -> int:
     """Of one word of one token while its log-prob is computed.
 
-    In float32 its logits and probabilities, and the probabilities of the chunk before, which live until theirs are
-    there; beside them the logits in the model's type. An entropy bonus needs three more in float32.
+    Two numbers in float32: its log-prob and its probability. The slope of an entropy bonus is copied into the model's
+    type while both are there.
     """
-    if config.learner.entropy_coefficient > 0:
-        return 6 * FLOAT32
     width = DTYPE_BYTES[config.model.dtype]
-    return 3 * FLOAT32 + (width if width < FLOAT32 else 0)
+    copy = width if config.learner.entropy_coefficient > 0 and width < FLOAT32 else 0
+    return 2 * FLOAT32 + copy
 
 
 def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: int) -> EngineMemory:
