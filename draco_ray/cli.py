@@ -244,7 +244,10 @@ def replay(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory; it is not changed but for --out.")],
     judge: Annotated[
         str | None,
-        typer.Option(help="Ask this LiteLLM model (or rules, the offline judge) instead of varying the algorithm."),
+        typer.Option(
+            help="Ask this LiteLLM model (or rules, the offline judge; own, the run's judge again) instead of varying "
+            "the algorithm."
+        ),
     ] = None,
     step: Annotated[
         list[int] | None, typer.Option("--step", min=1, help="Only this training step; may be repeated.")
@@ -253,11 +256,22 @@ def replay(
         list[str] | None, typer.Option("--variant", help="Only this variant of the algorithm; may be repeated.")
     ] = None,
     phase: Annotated[
-        list[Phase] | None, typer.Option("--phase", help="With --judge: score or credit; both unless told.")
+        list[Phase] | None,
+        typer.Option(
+            "--phase", help="With --judge: which of its calls; may be repeated; score and credit unless told."
+        ),
     ] = None,
     api_base: Annotated[str | None, typer.Option(help="With --judge: its endpoint.")] = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="With --judge: the variable that holds its key, else <PROVIDER>_API_KEY.")
+    ] = None,
+    pairing: Annotated[
+        str | None,
+        typer.Option(help="With --phase stage1, stage2 or union: the third model that compares criteria, or rules."),
+    ] = None,
+    pairing_api_base: Annotated[str | None, typer.Option(help="Its endpoint.")] = None,
+    pairing_api_key_env: Annotated[
+        str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the tables; unless told, replay in the run.")] = None,
 ) -> None:
@@ -271,8 +285,8 @@ def replay(
     console = Console(highlight=False, soft_wrap=True, width=120)
     if unknown := sorted(set(variant or ()) - set(Variant)):
         raise ConfigError(f"--variant {unknown[0]!r}: expected one of {', '.join(Variant)}")
-    if judge is None and (phase or api_base or api_key_env):
-        raise ConfigError("--phase, --api-base and --api-key-env: only together with --judge MODEL")
+    if judge is None and (phase or api_base or api_key_env or pairing or pairing_api_base or pairing_api_key_env):
+        raise ConfigError("--phase, --api-base, --api-key-env and --pairing...: only together with --judge MODEL")
     if judge is not None and variant:
         raise ConfigError("--variant: not together with --judge, which asks about verdicts only")
     if judge is None:
@@ -287,6 +301,9 @@ def replay(
             api_key_env=api_key_env,
             phases=phase or [Phase.SCORE, Phase.CREDIT],
             steps=step,
+            pairing=pairing,
+            pairing_api_base=pairing_api_base,
+            pairing_api_key_env=pairing_api_key_env,
             out=out,
             console=console,
         )

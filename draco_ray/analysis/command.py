@@ -10,6 +10,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from draco_ray.analysis import rubric_overlap
 from draco_ray.analysis.attribution.bench import judge_groups
 from draco_ray.analysis.attribution.measure import measures, rollout_rows
 from draco_ray.analysis.attribution.plant import planted_groups
@@ -17,7 +18,9 @@ from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.judges import RULES, folder_name, judge_config, open_complete
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.analysis.tables import write_table
+from draco_ray.analysis.trend import trends
 from draco_ray.analysis.variants import Variant, replay_variants
+from draco_ray.config import JudgeConfig
 from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.judge import Judge
@@ -65,43 +68,62 @@ def replay_judge(
     api_key_env: str | None,
     phases: Sequence[Phase],
     steps: Sequence[int] | None,
+    pairing: str | None,
+    pairing_api_base: str | None,
+    pairing_api_key_env: str | None,
     out: Path | None,
     console: Console,
 ) -> list[Path]:
-    """Send archived scoring and credit prompts to another judge and print how far it agrees.
+    """Send archived judge calls to another judge and print how far it agrees; ``pairing`` compares written criteria.
 
     Raises:
-        ConfigError: not a run, an unknown step or phase, or no call to replay.
+        ConfigError: not a run, an unknown step, no call to replay, or criteria to compare and no model that does.
         JudgeUnavailable: the judge does not answer.
     """
     run = _open(directory, steps)
-    if unknown := sorted(set(phases) - set(PHASES)):
-        raise ConfigError(f"--phase {unknown[0]}: only {' and '.join(PHASES)} judge given criteria")
-    calls = archived_calls(run, steps, phases)
-    if not calls:
+    writing = [phase for phase in phases if phase in rubric_overlap.PHASES]
+    verdicts = [phase for phase in phases if phase in PHASES]
+    if writing and pairing is None:
+        raise ConfigError(
+            f"--phase {writing[0]}: a third model says which criteria of the two judges are the same check; "
+            f"name it with --pairing MODEL ({RULES}: the offline judge)"
+        )
+    own = load_config(str(run.path)).judge
+    calls = archived_calls(run, steps, verdicts)
+    written = rubric_overlap.writing_calls(run, steps, writing, own)
+    if not calls and not written:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
     folder = out or run.path / "replay"
-    config = judge_config(
-        load_config(str(run.path)).judge,
-        judge,
-        api_base=api_base,
-        api_key_env=api_key_env,
-        cache=None if judge == RULES else folder / "judge_cache",
-    )
-    console.print(f"{len(calls)} archived prompts to {judge}")
-    replayed = asyncio.run(replay(run, open_complete(config), calls, judge))
-    found = agreement_table(replayed)
-    overall = [row for row in found.to_pylist() if row["training_step"] is None]
-    measures = [name for name in found.column_names if name not in ("run", "judge", "phase", "training_step")]
-    _print(
-        console,
-        "agreement with the run's own judge",
-        ["phase", *(row["phase"] for row in overall)],
-        {name: [row[name] for row in overall] for name in measures},
-    )
-    console.print(f"asked for {sum(replayed.column('dollars').to_pylist()):.4f} dollars")
+    config = _cached(judge_config(own, judge, api_base=api_base, api_key_env=api_key_env, cache=None), folder)
     tables = folder / folder_name(judge)
-    return [*write_table(found, tables, "agreement"), *write_table(replayed, tables, "replayed")]
+    found: list[Path] = []
+    dollars = 0.0
+    if calls:
+        console.print(f"{len(calls)} archived prompts to {judge}")
+        replayed = asyncio.run(replay(run, open_complete(config), calls, judge))
+        agreed = agreement_table(replayed)
+        _print_overall(console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
+        dollars += sum(replayed.column("dollars").to_pylist())
+        found += [*write_table(agreed, tables, "agreement"), *write_table(replayed, tables, "replayed")]
+        found += write_table(trends(agreed, ("agreement", "kappa", "false_pass", "false_fail")), tables, "trends")
+    if written and pairing is not None:
+        console.print(f"{len(written)} archived prompts to {judge}, paired by {pairing}")
+        third = _cached(
+            judge_config(own, pairing, api_base=pairing_api_base, api_key_env=pairing_api_key_env, cache=None), folder
+        )
+        model = rubric_overlap.ThirdModel(complete=open_complete(third), config=third)
+        compared = asyncio.run(
+            # A client of its own: the other one's locks belong to an event loop that has ended.
+            rubric_overlap.compare_writing(run, written, judge, open_complete(config), own, model)
+        )
+        overlap = rubric_overlap.overlap_table(compared)
+        _print_overall(console, "criteria, beside the run's own judge against itself", overlap, ("run",))
+        dollars += sum(compared.column("dollars").to_pylist())
+        found += [*write_table(overlap, tables, "overlap"), *write_table(compared, tables, "comparisons")]
+        measured = ("recall", "precision", "criteria", "discriminative")
+        found += write_table(trends(overlap, measured), tables, "overlap_trends")
+    console.print(f"asked for {dollars:.4f} dollars")
+    return found
 
 
 def attribution_bench(
@@ -161,6 +183,21 @@ def _open(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
         raise ConfigError(f"{directory}: nothing to replay, the run has no rows yet")
     check_steps(run, steps or ())
     return run
+
+
+def _cached(config: JudgeConfig, folder: Path) -> JudgeConfig:
+    """With a durable reply cache; the rule judge answers faster than a disk."""
+    if config.model == RULES:
+        return config
+    return config.model_copy(update={"cache": folder / "judge_cache"})
+
+
+def _print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[str]) -> None:
+    """A line per measure, a column per row over all steps, headed by its phase."""
+    overall = [row for row in table.to_pylist() if row["training_step"] is None]
+    names = [name for name in table.column_names if name not in (*keys, "phase", "training_step")]
+    heads = [row["phase"] for row in overall]
+    _print(console, title, ["phase", *heads], {name: [row[name] for row in overall] for name in names})
 
 
 def _print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:

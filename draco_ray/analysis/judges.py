@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 from draco_ray.config import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.offline.rule_judge.answering import answer
 
 RULES = "rules"
 """Name of the offline rule judge on the command line."""
+OWN = "own"
+"""Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
 
 
 class RuleComplete:
@@ -46,11 +49,16 @@ def judge_config(
 
     Args:
         config: whose other settings to take.
-        model: LiteLLM model name.
+        model: LiteLLM model name, `RULES`, or `OWN` for the judge that ``config`` is of.
         api_base: endpoint; None is the provider's own.
         api_key_env: variable that holds the key; None is ``<PROVIDER>_API_KEY``.
         cache: folder of the durable reply cache.
+
+    Raises:
+        ConfigError: the run's own judge was its policy, which changes with every step.
     """
+    if model == OWN:
+        return _own(config, api_base=api_base, api_key_env=api_key_env, cache=cache)
     provider = model.partition("/")[0] if "/" in model else "openai"
     return config.model_copy(
         update={
@@ -60,6 +68,23 @@ def judge_config(
             "extra_body": {} if model != config.model else config.extra_body,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
+            "cache": cache,
+        }
+    )
+
+
+def _own(config: JudgeConfig, *, api_base: str | None, api_key_env: str | None, cache: Path | None) -> JudgeConfig:
+    if config.self_judge.enabled:
+        raise ConfigError(
+            "--judge own: this run's judge was its own policy; serve a checkpoint behind vLLM's OpenAI-compatible "
+            "server and name that with --judge and --api-base"
+        )
+    if config.rule_judge.start:
+        return judge_config(config, RULES, api_base=None, api_key_env=None, cache=cache)
+    return config.model_copy(
+        update={
+            "api_base": api_base or config.api_base,
+            "api_key_env": api_key_env or config.api_key_env,
             "cache": cache,
         }
     )

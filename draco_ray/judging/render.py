@@ -42,6 +42,8 @@ TAGS = (
     "rollout",
     "steps_summary",
     "rubric_scores",
+    "first_criteria",
+    "second_criteria",
 )
 """XML-like tags that delimit untrusted text in the prompts."""
 
@@ -99,7 +101,8 @@ def steps_summary(trajectory: Trajectory) -> str:
         sections = [f"### Step {step}"]
         if reasoning := _outside_code(turn.text, turn.code):
             sections.append(f"Reasoning:\n{escape(reasoning)}")
-        sections.append(f"Code:\n{escape(turn.code.strip())}")
+        # To the letter: an indented first line is an error that must stay visible.
+        sections.append(f"Code:\n{escape(turn.code.strip(LINE_ENDS))}")
         if turn.output is not None:
             sections.append(f"Output:\n{escape(turn.output.strip())}")
         blocks.append("\n".join(sections))

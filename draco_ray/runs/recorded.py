@@ -1,7 +1,8 @@
-"""Reading rollouts of a step under way back as they were, so that a resumed run need not play them again."""
+"""Reading rollouts back as they were: a resumed run need not play them again, an analysis can have them judged anew."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,14 +32,29 @@ def read_trajectory(run: RunDirectory, step: int, task_id: str, rollout: int) ->
         steps = _rows(run, "steps", step, f"{task_id}-{rollout}")
     except FileNotFoundError:
         steps = []
+    return _trajectory(row, steps)
+
+
+def step_trajectories(run: RunDirectory, step: int) -> dict[str, list[Trajectory]]:
+    """Task id -> its recorded rollouts of a training step, finished or under way, by their index."""
+    turns: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in run.table("steps", step).to_pylist():
+        turns[row["task_id"], row["rollout"]].append(row)
+    found: dict[str, list[Trajectory]] = defaultdict(list)
+    for row in sorted(run.table("trajectories", step).to_pylist(), key=lambda row: int(row["rollout"])):
+        found[row["task_id"]].append(_trajectory(row, turns[row["task_id"], row["rollout"]]))
+    return dict(found)
+
+
+def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
     return Trajectory(
-        task_id=task_id,
-        group=f"step{step}/{task_id}",
-        rollout=rollout,
+        task_id=row["task_id"],
+        group=f"step{row['training_step']}/{row['task_id']}",
+        rollout=row["rollout"],
         attempt=row["attempt"],
         policy_version=row["policy_version"],
         prompt=tuple(Message(**message) for message in row["prompt"]),
-        turns=tuple(_turn(turn) for turn in sorted(steps, key=lambda turn: int(turn["turn"]))),
+        turns=tuple(_turn(turn) for turn in sorted(turns, key=lambda turn: int(turn["turn"]))),
         token_ids_T=np.array(row["token_ids"], dtype=np.int32),
         sampled_T=np.array(row["sampled"], dtype=np.bool_),
         logprob_T=np.array(row["logprob"], dtype=np.float32),

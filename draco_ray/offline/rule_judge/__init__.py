@@ -14,6 +14,7 @@ of AppWorld's APIs says (`vocabulary`) and how English asks for things (`demands
                a case -> a verdict with the steps that decided it, one function a rule
 `catalogue`    every rule, with the criterion that states it
 `matching`     anybody's criterion -> the rule that decides it
+`pairing`      two lists of criteria -> which of them are the same check
 `answering`    the five phases
 =============  =========================================================================================================
 """

@@ -1,4 +1,4 @@
-"""The five phases: a prompt in, the reply it asks for out."""
+"""The five phases (and the comparison of criteria): a prompt in, the reply it asks for out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from draco_ray.offline.rule_judge.case import Case, Finding, not_applicable
 from draco_ray.offline.rule_judge.catalogue import RULES, Rule, discoveries, proposals
 from draco_ray.offline.rule_judge.demands import read_demands
 from draco_ray.offline.rule_judge.matching import find_rule
+from draco_ray.offline.rule_judge.pairing import answer_pairing
 from draco_ray.offline.rule_judge.reading import TASK_MARK, JudgePrompt, Rubric, read_prompt
 from draco_ray.records import Phase, Verdict
 
@@ -21,10 +22,10 @@ _UNKNOWN = "No rule of this judge covers this criterion."
 
 
 def answer(prompt: str) -> tuple[Phase | None, str]:
-    """The phase of a prompt and the reply to it; ``OK`` and no phase for a prompt that is none of the five."""
+    """The phase of a prompt and the reply to it; no phase for a comparison of criteria, nor for any other (``OK``)."""
     read = read_prompt(prompt)
     if read is None:
-        return None, "OK"
+        return None, answer_pairing(prompt) or "OK"
     entries = {
         Phase.STAGE1: _propose,
         Phase.STAGE2: _add,

@@ -96,6 +96,12 @@ def read_prompt(prompt: str) -> JudgePrompt | None:
     return None
 
 
+def read_pairing(prompt: str) -> tuple[tuple[Rubric, ...], tuple[Rubric, ...]] | None:
+    """The two lists of a prompt that asks which of their criteria are pairs; None for any other text."""
+    first, second = _tagged(prompt, "first_criteria"), _tagged(prompt, "second_criteria")
+    return None if first is None or second is None else (_rubrics(first), _rubrics(second))
+
+
 def instruction(user_text: str) -> str:
     """The task itself, without the introduction and the instructions around it.
 
