@@ -204,19 +204,23 @@ class ServerProcess:
             return []
 
     async def _listen(self) -> None:
-        while line := await self._reader.readline():
-            message = json.loads(line)
-            if message["event"] == "exited":
-                if not self._exited.done():
-                    self._exited.set_result(f"the task's process died (status {message['status']})")
-                continue
-            if self._exited.done():
-                # What ended was the process before this answer.
-                self._exited = asyncio.get_running_loop().create_future()
-            self._answers.put_nowait(message)
+        # A server that dies with an order unread resets the connection instead of ending it.
+        with contextlib.suppress(ConnectionError):
+            while line := await self._reader.readline():
+                self._hear(json.loads(line))
         if not self._exited.done():
             self._exited.set_result("the server died")
         self._answers.put_nowait(None)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["event"] == "exited":
+            if not self._exited.done():
+                self._exited.set_result(f"the task's process died (status {message['status']})")
+            return
+        if self._exited.done():
+            # What ended was the process before this answer.
+            self._exited = asyncio.get_running_loop().create_future()
+        self._answers.put_nowait(message)
 
 
 def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket, socket_path: str) -> None:

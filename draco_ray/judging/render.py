@@ -101,8 +101,9 @@ def steps_summary(trajectory: Trajectory) -> str:
         sections = [f"### Step {step}"]
         if reasoning := _outside_code(turn.text, turn.code):
             sections.append(f"Reasoning:\n{escape(reasoning)}")
-        # To the letter: an indented first line is an error that must stay visible.
-        sections.append(f"Code:\n{escape(turn.code.strip(LINE_ENDS))}")
+        # Its indentation stays: on the first line it is an error, which must be seen.
+        code = turn.code.strip("\r\n")
+        sections.append(f"Code:\n{escape(code)}")
         if turn.output is not None:
             sections.append(f"Output:\n{escape(turn.output.strip())}")
         blocks.append("\n".join(sections))
@@ -173,7 +174,7 @@ def _heading(turn: Turn, step: int) -> str:
 
 def _outside_code(text: str, code: str) -> str:
     """What the turn says besides the block that was executed (the last place where that code stands)."""
-    before, _, after = text.rpartition(code.strip() or "<code>")
+    before, _, after = text.rpartition(code.strip("\r\n") or "<code>")
     return (before.rstrip().removesuffix("<code>") + after.lstrip().removeprefix("</code>")).strip()
 
 

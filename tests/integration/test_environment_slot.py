@@ -259,7 +259,7 @@ async def test_slots_share_what_is_loaded_and_nothing_else(
     verdicts = await asyncio.gather(play(slot, tasks), play(others[0], tasks))
     assert all(verdict.success for verdict in verdicts)
     processes = [*processes_of(others[0]), *processes_of(others[1])]
-    assert len(processes) >= 4
+    assert len(processes) >= 3
     await asyncio.gather(*(other.stop() for other in others))
     assert psutil.wait_procs(processes, timeout=10)[1] == []
     assert template.is_running()

@@ -78,13 +78,13 @@ def test_steps_are_summarised_as_reasoning_code_and_output() -> None:
     )
 
 
-@pytest.mark.parametrize("block", ["<code></code>", "<code>\n \n</code>"])
-def test_an_empty_code_block_is_a_step_like_any_other(block: str) -> None:
+@pytest.mark.parametrize(("block", "shown"), [("<code></code>", ""), ("<code>\n \n</code>", " ")])
+def test_an_empty_code_block_is_a_step_like_any_other(block: str, shown: str) -> None:
     trajectory = example_trajectory()
     code = block.removeprefix("<code>").removesuffix("</code>")
     turn = replace(trajectory.turns[0], text=f"I give up. {block}", code=code, output="")
     summary = render.steps_summary(replace(trajectory, turns=(turn,)))
-    assert summary == "### Step 1\nReasoning:\nI give up.\nCode:\n\nOutput:\n"
+    assert summary == f"### Step 1\nReasoning:\nI give up.\nCode:\n{shown}\nOutput:\n"
 
 
 def test_the_group_shares_its_prompt_and_keeps_its_rollout_numbers() -> None:
