@@ -25,6 +25,7 @@ class RolloutSummary:
     seconds_executing: float
     started_at: float
     ended_at: float
+    """Unix seconds during which it held its environment slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

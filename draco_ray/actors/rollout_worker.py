@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ class RolloutWorkerActor:
             return None, _crashed(request, str(error), started), None
         finally:
             self._free.put_nowait(slot)
-        return trajectory, summarise(trajectory), evaluation
+        # The trajectory knows when it was played; the slot was held from before its world opened until it was closed.
+        return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluation
 
     async def pids(self) -> list[int]:
         """Process ids of the live AppWorld servers."""

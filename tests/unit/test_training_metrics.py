@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from draco_ray.actors.messages import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
+from draco_ray.actors.messages import AdvantageSummary, RewardSummary
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd, Phase
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.progress import step_line
-
-
-def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> RolloutSummary:
-    return RolloutSummary(
-        task_id="t_1",
-        rollout=index,
-        attempt=0,
-        ended=ended,
-        error=None,
-        turns=4,
-        steps=3,
-        prompt_tokens=10,
-        sampled_tokens=20,
-        total_tokens=50,
-        seconds_generating=1.0,
-        seconds_executing=0.5,
-        started_at=start,
-        ended_at=end,
-    )
-
-
-def a_phase(phase: Phase, start: float, end: float, **changes: Any) -> PhaseSummary:
-    values: dict[str, Any] = {
-        "phase": phase,
-        "task_id": "t_1",
-        "rollout": None,
-        "error": None,
-        "criteria": 3,
-        "passes": 0,
-        "fails": 0,
-        "calls": 1,
-        "requests": 1,
-        "failed_calls": 0,
-        "input_tokens": 100,
-        "cached_tokens": 10,
-        "output_tokens": 5,
-        "dollars": 0.25,
-        "started_at": start,
-        "ended_at": end,
-    }
-    return PhaseSummary(**(values | changes))
+from tests.support.summaries import a_phase, a_rollout
 
 
 def an_update(tokens: int, kl: float, grad_norm: float = 1.0, skipped: str | None = None) -> UpdateMetrics:

@@ -1,0 +1,51 @@
+"""Summaries as workers send them to the driver, with everything filled in but what a test is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draco_ray.actors.messages import PhaseSummary, RolloutSummary
+from draco_ray.records import EpisodeEnd, Phase
+
+
+def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> RolloutSummary:
+    """A rollout of four turns."""
+    return RolloutSummary(
+        task_id="t_1",
+        rollout=index,
+        attempt=0,
+        ended=ended,
+        error=None,
+        turns=4,
+        steps=3,
+        prompt_tokens=10,
+        sampled_tokens=20,
+        total_tokens=50,
+        seconds_generating=1.0,
+        seconds_executing=0.5,
+        started_at=start,
+        ended_at=end,
+    )
+
+
+def a_phase(phase: Phase, start: float, end: float, **changes: Any) -> PhaseSummary:
+    """A judge phase of one call of a quarter of a dollar."""
+    values: dict[str, Any] = {
+        "phase": phase,
+        "task_id": "t_1",
+        "rollout": None,
+        "error": None,
+        "criteria": 3,
+        "passes": 0,
+        "fails": 0,
+        "calls": 1,
+        "requests": 1,
+        "failed_calls": 0,
+        "input_tokens": 100,
+        "cached_tokens": 10,
+        "output_tokens": 5,
+        "dollars": 0.25,
+        "started_at": start,
+        "ended_at": end,
+    }
+    return PhaseSummary(**(values | changes))
