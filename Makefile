@@ -9,7 +9,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock world demo bench ablation chaos check format test test-fast clean
+.PHONY: help setup lock world demo bench bench-overlap ablation chaos check format test test-fast clean
 
 # List the targets.
 help:
@@ -52,6 +52,10 @@ demo: world
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world
 	$(VENV)/bin/python jobs/bench.py
+
+# Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
+bench-overlap: world
+	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
 # Train every setting of the ablation and print its table, e.g. make ablation ARGS="--steps 6 --seeds 1" (hours).
 ablation: world

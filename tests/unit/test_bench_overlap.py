@@ -1,0 +1,139 @@
+"""The overlap benchmark's stand-ins: an engine that keeps to its scripts, and barriers that part the phases."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from draco_ray.agent.chat import ChatTokens
+from draco_ray.agent.code_agent import CodeAgent
+from draco_ray.agent.prompts import render_agent_prompt
+from draco_ray.config import AgentConfig
+from draco_ray.engine.sampler import Sample
+from draco_ray.environments.sandbox.scripts import families
+from draco_ray.offline.paced import PacedEngine, Repertoire
+from draco_ray.records import EpisodeEnd, Task
+from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
+
+TOKENIZER = chat_tokenizer(QWEN3)
+CHAT = ChatTokens(TOKENIZER, thinking=False)
+FAMILY = families()["longest_library_song"]
+AGENT = AgentConfig(prompt=Path("prompts/agent_starter.txt"), thinking=False, max_response_length=100_000)
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    path = Path(__file__).parents[2] / "jobs" / "bench_overlap.py"
+    spec = importlib.util.spec_from_file_location("bench_overlap", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class World:
+    """A world in which every cell prints the same."""
+
+    task: Task
+
+    async def execute(self, code: str) -> str:
+        return "ok\nthat is all"
+
+
+@dataclass
+class Client:
+    """Reaches the engine without Ray."""
+
+    engine: PacedEngine
+    name: str = "engine-0"
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
+        return await self.engine.sample(token_ids, max_tokens, seed, None)
+
+
+async def test_an_episode_follows_one_of_its_tasks_scripts_to_the_end(bench: ModuleType) -> None:
+    tasks = [
+        Task(
+            task_id=f"abc_{number}",
+            instruction=instruction,
+            supervisor_first_name="Ann",
+            supervisor_last_name="Lee",
+            supervisor_email="ann@lee.example",
+            supervisor_phone_number="5551234",
+        )
+        for number, instruction in enumerate(("Name the longest song.", "Name the longest song in my library."), 1)
+    ]
+    prompts = [tuple(CHAT.prompt(render_agent_prompt(AGENT.prompt, task))) for task in tasks]
+    scripts = bench.scripts(FAMILY, TOKENIZER, CHAT)
+    assert len({script[0] for script in scripts}) == len(scripts)
+    engine = PacedEngine(
+        Repertoire(scripts=dict.fromkeys(prompts, scripts), end_of_turn_id=CHAT.end_of_turn_id), tokens_per_second=1e6
+    )
+    agent = CodeAgent(Client(engine), CHAT, AGENT)
+    followed = set()
+    for task, seed in [(task, seed) for task in tasks for seed in range(4)]:
+        played = await agent.run(World(task), group=f"step1/{task.task_id}", rollout=0, attempt=0, seed=seed)
+        assert played.ended is EpisodeEnd.FINISHED
+        said = tuple(tuple(played.token_ids_T[turn.first_token : turn.last_token].tolist()) for turn in played.turns)
+        assert said in scripts
+        followed.add(scripts.index(said))
+    assert len(followed) > 2
+    with pytest.raises(ValueError, match="no prepared script"):
+        await engine.sample([1, 2, 3], 10, 0, None)
+
+
+async def test_barriers_part_the_phases(bench: ModuleType) -> None:
+    order: list[str] = []
+
+    class Pool:
+        async def work(self, phase: str, seconds: float) -> str:
+            order.append(phase)
+            await asyncio.sleep(seconds)
+            return phase
+
+        async def run(self, seconds: float) -> str:
+            return await self.work("run", seconds)
+
+        async def stage1(self, seconds: float) -> str:
+            return await self.work("stage1", seconds)
+
+        async def stage2(self, seconds: float) -> str:
+            return await self.work("stage2", seconds)
+
+        async def union(self, seconds: float) -> str:
+            return await self.work("union", seconds)
+
+        async def score(self, seconds: float) -> str:
+            return await self.work("score", seconds)
+
+        async def credit(self, seconds: float) -> str:
+            return await self.work("credit", seconds)
+
+    held = bench.Held(Pool(), bench.Barriers(prompts=2, group_size=2))
+
+    async def member(group: int, rollout: int) -> None:
+        assert await held.run(0.02 * group * rollout) == "run"
+        await held.stage2(0.01 * group)
+
+    async def group(index: int) -> None:
+        await held.stage1(0)
+        await asyncio.gather(*(member(index, rollout) for rollout in range(2)))
+        await held.union(0.01 * index)
+        await asyncio.gather(*(held.score(0.01 * index) for _ in range(2)))
+        if index:
+            await held.credit(0)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(group(0), group(1))
+    later = [phase for phase in order if phase != "stage1"]
+    assert later == ["run"] * 4 + ["stage2"] * 4 + ["union"] * 2 + ["score"] * 4 + ["credit"]
