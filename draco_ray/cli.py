@@ -313,13 +313,26 @@ def replay(
 
 @app.command(
     name="attribution-bench",
-    epilog="Try:  draco attribution-bench      draco attribution-bench --judge openai/gpt-5.4-mini --tasks 5",
+    epilog="Try:  draco attribution-bench --tasks 5      draco attribution-bench --run runs/NAME --judge "
+    "openai/gpt-5.4-mini",
 )
 def attribution_bench(
     judge: Annotated[str, typer.Option(help="LiteLLM model, or rules: the offline judge in this process.")] = "rules",
-    world: Annotated[Path, typer.Option(help="The sandbox whose reference solutions get a fault.")] = SANDBOX_ROOT,
-    split: Annotated[str, typer.Option(help="Its tasks.")] = "test_normal",
-    tasks: Annotated[int | None, typer.Option(min=1, help="Only so many tasks, families in turn.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Plant faults in this run's successful rollouts, not in reference solutions."),
+    ] = None,
+    step: Annotated[
+        list[int] | None, typer.Option("--step", min=1, help="With --run: only this training step; may be repeated.")
+    ] = None,
+    world: Annotated[
+        Path | None,
+        typer.Option(help=f"The sandbox with the tasks; unless told, the run's data.root, or {SANDBOX_ROOT}."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Without --run: its tasks.")] = "test_normal",
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Only so many tasks; families in turn without --run.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="A preset, a YAML file or a run, for the judge's prompts, sampling and limits.")
     ] = None,
@@ -342,7 +355,10 @@ def attribution_bench(
         config=config,
         api_base=api_base,
         api_key_env=api_key_env,
+        run=run,
+        steps=step,
         world=world,
+        sandbox=SANDBOX_ROOT,
         split=split,
         tasks=tasks,
         processes=processes,

@@ -14,6 +14,7 @@ from draco_ray.analysis import rubric_overlap
 from draco_ray.analysis.attribution.bench import judge_groups
 from draco_ray.analysis.attribution.measure import measures, rollout_rows
 from draco_ray.analysis.attribution.plant import planted_groups
+from draco_ray.analysis.attribution.recorded import recorded_groups
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.judges import RULES, folder_name, judge_config, open_complete
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
@@ -132,31 +133,63 @@ def attribution_bench(
     config: str | None,
     api_base: str | None,
     api_key_env: str | None,
-    world: Path,
+    run: Path | None,
+    steps: Sequence[int] | None,
+    world: Path | None,
+    sandbox: Path,
     split: str,
     tasks: int | None,
     processes: int,
     out: Path,
     console: Console,
 ) -> list[Path]:
-    """Plant faults in a sandbox's reference solutions, let a judge find them, print how well it and credit do.
+    """Plant faults in solutions, let a judge find them, print how well it and credit do.
+
+    Args:
+        judge: who is measured.
+        config: for the judge; None is the run's own, else the defaults.
+        api_base: the judge's endpoint.
+        api_key_env: variable that holds its key.
+        run: take its successful rollouts; None takes a sandbox's reference solutions.
+        steps: training steps of the run.
+        world: data root; None is the run's, or ``sandbox`` where there is no run.
+        sandbox: the usual place of a sandbox.
+        split: of the sandbox.
+        tasks: at most so many.
+        processes: AppWorld processes side by side.
+        out: folder of the tables.
+        console: where figures are printed.
 
     Raises:
-        ConfigError: an unknown split, or a configuration that cannot be used.
-        WorldError: no sandbox, or AppWorld fails.
+        ConfigError: an unknown split or step, not a run, or a configuration that cannot be used.
+        WorldError: no sandbox, no successful rollout, or AppWorld fails.
         JudgeUnavailable: the judge does not answer.
     """
+    recorded = None if run is None else _open(run, steps)
+    source = config if config is not None or recorded is None else str(recorded.path)
     settings = judge_config(
-        load_config(config).judge,
+        load_config(source).judge,
         judge,
         api_base=api_base,
         api_key_env=api_key_env,
         cache=None if judge == RULES else out / "judge_cache",
     )
     prompts = load_prompts(settings.prompts)
-    groups = planted_groups(world, split, tasks, processes, out / "rollouts.jsonl")
-    if not groups:
-        raise WorldError(f"{world}: no reference of split {split} passes; check it with `draco sandbox verify`")
+    if recorded is None:
+        world = world or sandbox
+        groups = planted_groups(world, split, tasks, processes, out / "rollouts.jsonl")
+        if not groups:
+            raise WorldError(f"{world}: no reference of split {split} passes; check it with `draco sandbox verify`")
+    else:
+        of_run = load_config(str(recorded.path))
+        world = world or of_run.data.root
+        kept = out / "rollouts.jsonl"
+        groups = recorded_groups(recorded, steps, tasks, world, of_run.environment, processes, kept)
+        if not groups:
+            raise WorldError(
+                f"{run}: no rollout passes its task's tests in {world} without an error and breaks with a planted "
+                "fault; take more training steps, or a run whose policy succeeds"
+            )
     faults = sum(rollout.fault is not None for group in groups for rollout in group)
     console.print(
         f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; judge {judge}"
@@ -165,7 +198,9 @@ def attribution_bench(
     found = measures(judged, judge)
     overall = [row for row in found.to_pylist() if row["scope"] == "all"]
     heads = ("observations", "value", "low", "high", "chance", "last_step")
-    _print(console, "all faults", ["", *heads], {row["measure"]: [row[head] for head in heads] for row in overall})
+    _print(
+        console, "all planted faults", ["", *heads], {row["measure"]: [row[head] for head in heads] for row in overall}
+    )
     by_fault = [row for row in found.to_pylist() if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all"]
     cells: dict[str, list[object]] = {}
     for row in by_fault:

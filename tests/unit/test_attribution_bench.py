@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from draco_ray.analysis.attribution.plant import (
     plan,
     planted_groups,
 )
-from draco_ray.analysis.attribution.rubric import faults_of, known_rubric, known_verdicts
+from draco_ray.analysis.attribution.rubric import faults_of, known_rubric
 from draco_ray.analysis.judges import RuleComplete
 from draco_ray.cli import main
 from draco_ray.config import JudgeConfig
@@ -31,7 +32,7 @@ from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.offline.judge_server import JudgeServer
-from tests.support.rule_judge_runs import instruction, output_of
+from tests.support.rule_judge_runs import REFUSED, instruction, output_of
 
 FAMILIES = ("count_library_songs", "like_playlist_songs")
 
@@ -107,13 +108,37 @@ def test_a_group_is_the_reference_a_benign_mutation_and_every_fault() -> None:
     assert "records" in "".join(group[BENIGN].cells)
 
 
+def truth(kind: str, outputs: Callable[[str], str] = output_of) -> dict[Fault, int]:
+    """Known verdicts on a rollout of the plan, by the fault that the criterion is about."""
+    (rollout,) = [rollout for rollout in plan("t_1", "count_library_songs") if rollout.kind == kind]
+    executed = replace(rollout, outputs=tuple(map(outputs, rollout.cells)))
+    return dict(zip(executed.rubric, executed.truth_K.tolist(), strict=True))
+
+
 def test_the_right_verdicts_are_known_except_where_a_fault_leaves_them_open() -> None:
-    family = families()["count_library_songs"]
-    titles = [criterion.title for criterion in known_rubric(family, "Count.")]
+    faults = faults_of(families()["count_library_songs"])
+    titles = [criterion.title for criterion in known_rubric(faults, "Count.")]
     assert len(titles) == len(set(titles)) == 7
-    assert known_verdicts(family, None).tolist() == [1] * 7
-    assert known_verdicts(family, Fault.WRONG_FILTER).tolist() == [1, 1, -1, 1, 1, 1, 1]
-    assert known_verdicts(family, Fault.WRONG_SOURCE).tolist() == [0, -1, 0, 1, 1, 1, 1]
+    good = dict.fromkeys(faults, 1)
+    assert truth(REFERENCE) == truth(BENIGN) == good
+    for fault in Fault:
+        left_open = {Fault.FIRST_PAGE_ONLY: 0, Fault.WRONG_FILTER: 0} if fault is Fault.WRONG_SOURCE else {}
+        assert truth(fault.value) == good | {fault: -1} | left_open
+
+
+def test_a_fault_that_raises_later_violates_what_the_execution_shows() -> None:
+    def misses_the_field(cell: str) -> str:
+        # The other list has no such field: no answer comes of it, and none can be handed in.
+        return REFUSED if "answer" in cell else output_of(cell)
+
+    known = truth("wrong_source", misses_the_field)
+    assert {fault for fault, verdict in known.items() if verdict == -1} == {
+        Fault.WRONG_SOURCE,
+        Fault.REPEAT_FAILING_CALL,
+        Fault.NO_COMPLETION,
+    }
+    known = truth("first_page_only", lambda cell: REFUSED if "# Count" in cell else output_of(cell))
+    assert (known[Fault.REPEAT_FAILING_CALL], known[Fault.NO_COMPLETION]) == (-1, 1)
 
 
 @pytest.mark.parametrize("family", sorted(families()))

@@ -14,9 +14,8 @@ from draco_ray.agent.prompts import render_agent_prompt
 from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.analysis.attribution.plant import PlantedRollout
-from draco_ray.analysis.attribution.rubric import known_rubric, known_verdicts
+from draco_ray.analysis.attribution.rubric import known_rubric
 from draco_ray.environments.data_root import load_task
-from draco_ray.environments.sandbox.scripts import families
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.records import (
     GAP,
@@ -78,8 +77,7 @@ async def _judge_group(
     judge: Judge, group: Sequence[PlantedRollout], world: Path, template: Path
 ) -> list[JudgedRollout]:
     task = load_task(world, group[0].task_id)
-    family = families()[group[0].family]
-    rubric = known_rubric(family, task.instruction)
+    rubric = known_rubric(group[0].rubric, task.instruction)
     prompt = render_agent_prompt(template, task)
     played = [trajectory(rollout, index, prompt) for index, rollout in enumerate(group)]
     scored = await asyncio.gather(*(judge.score(each, rubric, _context(each)) for each in played))
@@ -109,7 +107,7 @@ async def _judge_group(
         found.append(
             JudgedRollout(
                 planted=rollout,
-                truth_K=known_verdicts(family, rollout.fault),
+                truth_K=rollout.truth_K,
                 verdict_K=None if row is None else verdict_GK[row],
                 attributions=None if row is None else credited[row].value,
                 share=None if row is None else advantages.rollouts[row],
@@ -121,7 +119,7 @@ async def _judge_group(
 
 
 def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...]) -> Trajectory:
-    """The record of a scripted rollout; its tokens are counted, not real."""
+    """The record of a planted rollout; its tokens are counted, not real."""
     texts = [f"<code>\n{cell}\n</code>" for cell in rollout.cells]
     counts = [math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
     ends = np.cumsum(counts)

@@ -36,9 +36,9 @@ import pyarrow as pa
 from draco_ray.analysis.agreement import UNANSWERED, Agreement, agreement, auroc, bootstrap
 from draco_ray.analysis.attribution.bench import JudgedRollout
 from draco_ray.analysis.attribution.plant import BENIGN, REFERENCE
-from draco_ray.analysis.attribution.rubric import UNKNOWN, faults_of
+from draco_ray.analysis.attribution.rubric import UNKNOWN
 from draco_ray.analysis.credit import push_shares
-from draco_ray.environments.sandbox.scripts import Fault, families
+from draco_ray.environments.sandbox.scripts import Fault
 from draco_ray.records import BoolArray, FloatArray, Verdict
 
 MEASURES = pa.schema(
@@ -219,7 +219,7 @@ def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str
     """Task -> (known, judged) of every judgment whose right verdict is known; of one criterion or of all."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rollout in judged:
-        for index, fault in enumerate(faults_of(families()[rollout.planted.family])):
+        for index, fault in enumerate(rollout.planted.rubric):
             if about not in (None, fault) or rollout.truth_K[index] == UNKNOWN:
                 continue
             said = UNANSWERED
@@ -281,7 +281,8 @@ def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
     clusters: dict[str, list[Observation]] = defaultdict(list)
     for rollout in judged:
         if rollout.planted.kind in (REFERENCE, BENIGN) and rollout.verdict_K is not None:
-            blamed = float((rollout.verdict_K == Verdict.FAIL).any())
+            # What a criterion that is left open says is neither right nor wrong.
+            blamed = float(((rollout.verdict_K == Verdict.FAIL) & (rollout.truth_K == 1)).any())
             clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE))
     return _mean_row("all", "false_blame", clusters) if clusters else None
 

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draco_ray.analysis.attribution.rubric import faults_of
+from draco_ray.analysis.attribution.rubric import faults_of, known_verdicts
 from draco_ray.environments.appworld_python import appworld_python
 from draco_ray.environments.sandbox.build import MANIFEST, read_manifest
 from draco_ray.environments.sandbox.scripts import FATAL, SPLITS, Fault, families
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.records import IntArray
 
 EXECUTE = Path(__file__).with_name("execute.py")
 REFERENCE, BENIGN = "reference", "benign"
@@ -32,10 +33,11 @@ _NAMES = re.compile(r"\brows\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedRollout:
-    """A scripted rollout of which it is known what is wrong, and where."""
+    """A rollout of which it is known what is wrong, and where."""
 
     task_id: str
     family: str
+    """Of the sandbox's script; empty for a rollout of a policy."""
     kind: str
     """``reference``, ``benign`` or the planted `Fault`."""
     cells: tuple[str, ...]
@@ -45,6 +47,8 @@ class PlantedRollout:
     """Whether the task's own tests pass."""
     planted: tuple[int, ...] = ()
     """1-based steps that the reference does not have; of a benign mutation, the reworded ones."""
+    rubric: tuple[Fault, ...] = ()
+    """Faults that the group's rubric has a criterion for."""
 
     @property
     def fault(self) -> Fault | None:
@@ -55,6 +59,11 @@ class PlantedRollout:
     def confirmed(self) -> bool:
         """Whether AppWorld's tests say of this rollout what they should."""
         return self.success is (self.fault not in FATAL)
+
+    @property
+    def truth_K(self) -> IntArray:
+        """Known verdicts on the rubric: -1 violated, +1 not, 0 left open."""
+        return known_verdicts(self.rubric, self.fault, self.cells, self.outputs, scripted=bool(self.family))
 
 
 def plan(task_id: str, family: str) -> list[PlantedRollout]:
@@ -70,6 +79,7 @@ def plan(task_id: str, family: str) -> list[PlantedRollout]:
             kind=kind,
             cells=tuple(cells),
             planted=tuple(number for number, cell in enumerate(cells, 1) if cell not in reference),
+            rubric=tuple(faults_of(maker)),
         )
         for kind, cells in scripts.items()
     ]
@@ -97,14 +107,12 @@ def planted_groups(
     if split not in SPLITS:
         raise ConfigError(f"--split {split!r}: expected one of {', '.join(SPLITS)}")
     chosen = choose(manifest["tasks"], split, tasks)
-    header = {"digest": manifest["digest"], "tasks": chosen, "format": 1}
-    played = _read(kept, header)
+    header = {"digest": manifest["digest"], "tasks": chosen, "format": 2}
+    played = read_kept(kept, header)
     if played is None:
         wanted = [rollout for task_id in chosen for rollout in plan(task_id, manifest["tasks"][task_id]["family"])]
         played = play(wanted, world, processes)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        lines = [header, *(asdict(rollout) for rollout in played)]
-        kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_kept(kept, header, played)
     groups = [[rollout for rollout in played if rollout.task_id == task_id] for task_id in chosen]
     return [confirmed for group in groups if (confirmed := _confirmed(group))]
 
@@ -167,7 +175,15 @@ def _execute(share: Sequence[PlantedRollout], root: Path) -> Iterator[PlantedRol
         yield PlantedRollout(**fields)
 
 
-def _read(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
+def write_kept(kept: Path, header: dict[str, Any], played: Sequence[PlantedRollout]) -> None:
+    """Keep executed rollouts as JSON lines; ``header`` says what they were made from."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    lines = [header, *(asdict(rollout) for rollout in played)]
+    kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_kept(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
+    """What `write_kept` wrote under the same header; None if there is no such file."""
     if not kept.is_file():
         return None
     first, *lines = kept.read_text(encoding="utf-8").splitlines() or ["null"]
@@ -175,4 +191,11 @@ def _read(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
         return None
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     sequences = ("cells", "outputs", "planted")
-    return [PlantedRollout(**row | {name: tuple(row[name]) for name in sequences}) for row in rows]
+    return [
+        PlantedRollout(
+            **row
+            | {name: tuple(row[name]) for name in sequences}
+            | {"rubric": tuple(Fault(name) for name in row["rubric"])}
+        )
+        for row in rows
+    ]

@@ -1,7 +1,8 @@
-"""The rubric of the bench: one criterion for each kind of fault, so that the right verdict on each rollout is known."""
+"""The rubric of the bench: a criterion for each kind of fault, so that the right verdict on each rollout is known."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from draco_ray.environments.sandbox.scripts import Family, Fault
 from draco_ray.records import Criterion, IntArray
 
+COMPLETION = "complete_task("
 UNKNOWN = 0
 """Stands where a fault leaves open whether another criterion is violated."""
 
@@ -55,30 +57,72 @@ _CRITERIA = {
         "does. Not applicable if the task was never closed.",
     ),
 }
-_OPEN = {Fault.WRONG_SOURCE: frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_FILTER})}
+_OPEN: dict[Fault | None, frozenset[Fault]] = {
+    Fault.WRONG_SOURCE: frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_FILTER})
+}
 """Whether the pages of a wrong list were read, or the right items of it chosen, is a matter of taste."""
 
 
 def faults_of(family: Family) -> list[Fault]:
     """The faults a family's script can have, in the order of the rubric."""
-    return [fault for fault in _CRITERIA if fault in family.faults]
+    return in_order(family.faults)
 
 
-def known_rubric(family: Family, task: str) -> tuple[Criterion, ...]:
-    """A criterion per fault of the family. Each ends with the task: a credit prompt need not show it."""
-    criteria = [_CRITERIA[fault] for fault in faults_of(family)]
+def in_order(faults: Collection[Fault]) -> list[Fault]:
+    """The faults in the order of a rubric."""
+    return [fault for fault in _CRITERIA if fault in faults]
+
+
+def known_rubric(faults: Sequence[Fault], task: str) -> tuple[Criterion, ...]:
+    """A criterion per fault. Each ends with the task: a credit prompt need not show it."""
+    criteria = [_CRITERIA[fault] for fault in faults]
     return tuple(
         replace(criterion, evaluator_instruction=f"{criterion.evaluator_instruction} The task reads: {task}")
         for criterion in criteria
     )
 
 
-def known_verdicts(family: Family, fault: Fault | None) -> IntArray:
-    """What a judge should say of a rollout with one fault, or with none: -1 violated, +1 not, `UNKNOWN` left open."""
-    truth_K = np.ones(len(faults_of(family)), dtype=np.int8)
-    for index, about in enumerate(faults_of(family)):
-        if about is fault:
+def known_verdicts(
+    faults: Sequence[Fault],
+    planted: Fault | None,
+    cells: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    scripted: bool = True,
+) -> IntArray:
+    """What a judge should say of a rollout: -1 violated, +1 not (not applicable included), `UNKNOWN` left open.
+
+    The planted fault is violated. What an execution shows is read from it, since a fault has consequences: a wrong list
+    may lack a field, and the cell that wants it raises, and then the answer to hand in is missing. Other criteria are
+    kept, as the rollout without the fault passes the task's tests.
+
+    Args:
+        faults: of the rubric.
+        planted: the fault, or None.
+        cells: of the rollout.
+        outputs: what each printed.
+        scripted: whether the code is this project's own; a policy may have shown a secret without our doing.
+    """
+    raised = [failed(output) for output in outputs]
+    completions = [
+        number
+        for number, (cell, broken) in enumerate(zip(cells, raised, strict=True))
+        if COMPLETION in cell and not broken
+    ]
+    seen = {
+        Fault.REPEAT_FAILING_CALL: any(raised),
+        Fault.NO_COMPLETION: not completions,
+        Fault.CONTINUE_AFTER_COMPLETION: bool(completions) and completions[0] < len(cells) - 1,
+    }
+    truth_K = np.ones(len(faults), dtype=np.int8)
+    for index, about in enumerate(faults):
+        if about is planted or seen.get(about, False):
             truth_K[index] = -1
-        elif fault is not None and about in _OPEN.get(fault, ()):
+        elif about in _OPEN.get(planted, ()) or (about is Fault.PRINT_SECRET and not scripted):
             truth_K[index] = UNKNOWN
     return truth_K
+
+
+def failed(output: str) -> bool:
+    """Whether AppWorld reports that a cell raised."""
+    return output.startswith("Execution failed.")
