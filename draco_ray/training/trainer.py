@@ -102,6 +102,9 @@ def resume(
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A rollout carries no verdict of AppWorld's; where that is the reward it is played again, with the same seed.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        if start.step == _steps(config, order) and _measured(run, config, start.step):
+            console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
+            return run.path
         console.print(f"{run.path.name}: continues after step {start.step}")
         for change in changes:
             console.print(f"changed: {change}", markup=False)
@@ -116,6 +119,16 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     config = checked_model(config)
     prompts = usable_prompts(config, console)
     return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
+
+
+def _steps(config: DracoConfig, order: TaskOrder) -> int:
+    train = config.train
+    return train.steps if train.steps is not None else train.epochs * order.steps_per_epoch
+
+
+def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:
+    """Whether the evaluation after the last step is done, or not asked for."""
+    return not config.train.evaluate_before_after or (step, config.data.eval_split) in read_evaluations(run)
 
 
 def _train(
@@ -166,8 +179,7 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Training steps of the run."""
-        train = self._config.train
-        return train.steps if train.steps is not None else train.epochs * self._order.steps_per_epoch
+        return _steps(self._config, self._order)
 
     async def run(self) -> None:
         """Start the actors, train, and report before and after."""

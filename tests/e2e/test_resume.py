@@ -139,4 +139,5 @@ def test_a_finished_run_has_nothing_left_to_do(resumed: RunDirectory) -> None:
     before = resumed.metrics_file.read_text()
     result = draco("train", "--resume", str(resumed.path))
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "finished with step 2; nothing is left to do" in result.stdout
     assert resumed.metrics_file.read_text() == before
