@@ -15,6 +15,7 @@ from draco_ray.config import AgentConfig, EnvironmentConfig, JudgeConfig, Price
 from draco_ray.engine.sampler import Sampler
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.evaluation.results import Usage
+from draco_ray.judging.limiter import Leases
 from draco_ray.records import EpisodeEnd, Evaluation
 
 
@@ -33,6 +34,8 @@ class ApiPolicy:
 
     client: JudgeConfig
     priced: bool
+    leases: Leases | None = None
+    """Asked before every request; None: nothing is limited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,7 @@ def _players(policy: LocalPolicy | ApiPolicy, agent: AgentConfig) -> list[Any]:
     if isinstance(policy, ApiPolicy):
         from draco_ray.judging.client import LiteLLMClient
 
-        return [ChatPlayer(LiteLLMClient(policy.client), agent, priced=policy.priced)]
+        return [ChatPlayer(LiteLLMClient(policy.client, leases=policy.leases), agent, priced=policy.priced)]
     from transformers import AutoTokenizer
 
     from draco_ray.agent.chat import ChatTokens

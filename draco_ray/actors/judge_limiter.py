@@ -20,13 +20,11 @@ LOOK_AGAIN_SECONDS = 5.0
 LEASE_GRACE_SECONDS = 60.0
 
 
-class JudgeLimiterActor:
+class LimiterActor:
     """Serves those who wait in the order of their asking, so that large requests are not overtaken for ever."""
 
-    def __init__(self, limits: JudgeLimits, run: Path, lease_seconds: float) -> None:
-        # What the run has paid for is in its archive: neither a resumed run nor a new process starts from nothing.
-        dollars = RunDirectory(run).table("judge_calls", columns=["dollars"]).column("dollars").to_pylist()
-        self._limiter = Limiter(limits, spent=float(sum(dollars)), lease_seconds=lease_seconds)
+    def __init__(self, limits: JudgeLimits, spent: float, lease_seconds: float) -> None:
+        self._limiter = Limiter(limits, spent=spent, lease_seconds=lease_seconds)
         self._turn = asyncio.Lock()
         self._settled = asyncio.Event()
 
@@ -46,6 +44,14 @@ class JudgeLimiterActor:
         """See `draco_ray.judging.limiter.Leases.settle`."""
         self._limiter.settle(number, tokens, dollars)
         self._settled.set()
+
+
+class JudgeLimiterActor(LimiterActor):
+    """A run's. What it has paid for is in its archive: neither a resumed run nor a new process starts from nothing."""
+
+    def __init__(self, limits: JudgeLimits, run: Path, lease_seconds: float) -> None:
+        dollars = RunDirectory(run).table("judge_calls", columns=["dollars"]).column("dollars").to_pylist()
+        super().__init__(limits, float(sum(dollars)), lease_seconds)
 
 
 class LimiterClient:
@@ -80,6 +86,13 @@ def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[
     """
     if config.self_judge.enabled or config.limits == JudgeLimits():
         return None
+    return start_limiter(JudgeLimiterActor, config, run, run_name)
+
+
+def start_limiter(
+    actor: type[LimiterActor], config: JudgeConfig, book: Path, run_name: str
+) -> tuple[Any, LimiterClient]:
+    """An ``actor`` of this kind, which finds in ``book`` what has been spent; returns as `start_judge_limiter`."""
     options = {
         "name": _actor_name(run_name),
         "num_cpus": 0,
@@ -89,7 +102,7 @@ def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[
         "max_task_retries": -1,
     }
     lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
-    handle = ray.remote(JudgeLimiterActor).options(**options).remote(config.limits, run, lease_seconds)
+    handle = ray.remote(actor).options(**options).remote(config.limits, book, lease_seconds)
     return handle, LimiterClient(run_name)
 
 

@@ -22,12 +22,13 @@ from ray.exceptions import RayActorError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from draco_ray.actors.evaluation_limiter import start_evaluation_limiter
 from draco_ray.actors.evaluation_worker import ApiPolicy, LocalPolicy, Played, PlayRequest, start_evaluation_workers
 from draco_ray.actors.policy_engine import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.actors.pools import SlotQueue
-from draco_ray.config import DracoConfig
+from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.environments.data_root import load_split, load_task
-from draco_ray.errors import CanaryFailed, ConfigError
+from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError
 from draco_ray.evaluation.appworld_outputs import AppWorldOutputs
 from draco_ray.evaluation.policies import Checkpoint, Policy, deciding_settings, load_adapter, lora_rank
 from draco_ray.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage, lost_rollout
@@ -42,7 +43,7 @@ _PROBE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiOptions:
-    """How an API model is reached; the rest (timeouts, retries, prices) is ``judge.*`` of the configuration."""
+    """How an API model is reached; the rest (timeouts, retries, prices, limits) is ``judge.*`` of the configuration."""
 
     api_base: str | None = None
     api_key_env: str | None = None
@@ -83,6 +84,7 @@ def evaluate_appworld(
     tasks = load_split(config.data.root, split)[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
     if policy.api_model is not None:
+        check_budget(config.judge, policy.api_model)
         settings |= {f"api.{key}": value for key, value in asdict(api or ApiOptions()).items() if key != "api_key_env"}
     plan = Plan(
         benchmark=BENCHMARK,
@@ -124,6 +126,16 @@ def summary(result: SplitResult) -> dict[str, Any]:
     return numbers
 
 
+def check_budget(judge: JudgeConfig, model: str) -> None:
+    """Raises ConfigError for a budget in dollars without a price: what the next call may cost is then unknown."""
+    if judge.limits.dollars is not None and find_price(model, judge.prices) is None:
+        name = model.rpartition("/")[2]
+        raise ConfigError(
+            f"judge.limits.dollars={judge.limits.dollars:g}: no price of {model} is known; give it, in dollars per "
+            f"million tokens, as judge.prices={{{name}: {{input: 2.5, output: 15.0}}}}"
+        )
+
+
 class _Evaluator:
     """The actors of one evaluation and its loop over checkpoints."""
 
@@ -145,6 +157,7 @@ class _Evaluator:
         self._fleet: EngineFleet | None = None
         self._clients: list[EngineClient] = []
         self._workers: list[Any] = []
+        self._limiter: object | None = None
         self._outputs = AppWorldOutputs(directory.path / "appworld", config.data.root, directory.plan.tasks)
 
     async def run(self) -> None:
@@ -201,7 +214,12 @@ class _Evaluator:
                 "cache": None,
             }
         )
-        return ApiPolicy(client=client, priced=find_price(model, config.judge.prices) is not None)
+        limiter = start_evaluation_limiter(client, self._directory.path, self._name)
+        leases = None
+        if limiter is not None:
+            # The actor lives for as long as its handle.
+            self._limiter, leases = limiter
+        return ApiPolicy(client=client, priced=find_price(model, config.judge.prices) is not None, leases=leases)
 
     async def _until_engines_fail(self, work: Awaitable[None]) -> None:
         """Await ``work``, or raise what ended the engines for good."""
@@ -317,15 +335,14 @@ class _Evaluator:
 @contextlib.contextmanager
 def _ray(config: DracoConfig, policy: Policy) -> Iterator[None]:
     """Ray for as long as the block runs, with room for engines and slots."""
-    # No learner, and no judge but for the least that a cluster of this project offers.
+    # No learner and no judge.
     learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
     train = config.train.model_copy(update={"evaluate_before_after": False})
     engine = config.engine
     if policy.api_model is not None:
         engine = engine.model_copy(update={"gpus_per_engine": 0.0, "cpus_per_engine": 0.0})
-    judge = config.judge.model_copy(update={"workers": 1})
-    needed = {"learner": learner, "engine": engine, "judge": judge, "train": train}
-    resources = connect(config.model_copy(update=needed))
+    needed = {"learner": learner, "engine": engine, "train": train}
+    resources = connect(config.model_copy(update=needed), judges=False)
     try:
         environment = config.environment
         workers = -(-environment.slots // environment.slots_per_worker)
@@ -354,6 +371,11 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
         plain = plain_error(error)
         if plain is None:
             raise
+        if isinstance(plain, BudgetSpent):
+            raise BudgetSpent(
+                f"evaluation {directory.path}: {plain}; {directory.finished()} of {directory.total} rollouts are kept, "
+                "and the same command with a higher budget goes on from there"
+            ) from None
         raise plain from None
 
 

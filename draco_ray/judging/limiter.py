@@ -144,7 +144,7 @@ class Limiter:
             if self._leases and self.spent + dollars <= budget:
                 return 0, math.inf
             raise BudgetSpent(
-                f"judge budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent and the next call may "
+                f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent and the next call may "
                 f"cost ${dollars:.4f}; raise judge.limits.dollars"
             )
         wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(tokens, now))

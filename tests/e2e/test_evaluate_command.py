@@ -161,23 +161,31 @@ def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
     assert "each of 2 checkpoints" in done.stdout
 
 
-def test_an_api_model_is_measured_with_its_cost(sandbox_root: Path, tmp_path: Path) -> None:
+def test_an_api_model_is_measured_within_its_budget(sandbox_root: Path, tmp_path: Path) -> None:
     script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
+    out = tmp_path / "out"
+    policy = ["--policy", "litellm:openai/scripted", "--runs", "1", "--split", "dev"]
     with ScriptedJudgeServer(*script) as server:
-        command = arguments(sandbox_root, tmp_path / "out", "--policy", "litellm:openai/scripted", "--runs", "1")
-        done = draco(
-            *command,
-            "--api-base",
-            server.base,
-            "--split",
-            "dev",
-            "data.eval_tasks=2",
-            "judge.prices={scripted: {input: 10.0, output: 100.0}}",
-            timeout=300,
-        )
+        command = [*arguments(sandbox_root, out, *policy), "--api-base", server.base, "data.eval_tasks=2"]
+        unpriced = draco(*command, "judge.limits.dollars=0.08")
+        assert unpriced.returncode == 2
+        assert "no price of openai/scripted is known" in unpriced.stderr
+
+        # A call may cost 64 tokens of reply and does cost 10: a cent.
+        command += ["agent.max_turn_tokens=64", "judge.prices={scripted: {input: 0.0, output: 1000.0}}"]
+        stopped = draco(*command, "judge.limits.dollars=0.08", timeout=300)
+        assert stopped.returncode == 1, stopped.stdout + stopped.stderr
+        assert stopped.stderr.count("\n") == 1
+        assert "$0.0200 of judge.limits.dollars=0.08 is spent" in stopped.stderr
+        assert "1 of 2 rollouts are kept" in stopped.stderr
+        kept = (out / "results" / "openai_scripted.jsonl").read_bytes()
+
+        done = draco(*command, "judge.limits.dollars=0.09", timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
-    results = EvaluationDirectory.open(tmp_path / "out").complete_results()["openai_scripted"]
+    assert (out / "results" / "openai_scripted.jsonl").read_bytes().startswith(kept)
+    results = EvaluationDirectory.open(out).complete_results()["openai_scripted"]
     assert [result.evaluation.success for result in results] == [False, False]
-    # The first task has a turn of code and a closing one, the other the closing one: 100 tokens in and 10 out each.
+    # The first task has a turn of code and a closing one, the other the closing one.
     assert sorted(result.usage.calls for result in results) == [1, 2]
-    assert sum(result.usage.dollars or 0 for result in results) == pytest.approx(3 * (100 * 10 + 10 * 100) / 1e6)
+    assert sum(result.usage.dollars or 0 for result in results) == pytest.approx(0.03)
+    assert json.loads((out / "spent.json").read_text()) == {"dollars": pytest.approx(0.03)}

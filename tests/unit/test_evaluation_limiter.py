@@ -1,0 +1,41 @@
+"""What an evaluation of an API model has spent is kept beside its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draco_ray.actors.evaluation_limiter import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
+from draco_ray.config import JudgeConfig, JudgeLimits, Price
+from draco_ray.errors import BudgetSpent, ConfigError
+from draco_ray.evaluation.appworld import check_budget
+
+LIMITS = JudgeLimits(dollars=1.0)
+
+
+async def test_the_next_process_goes_on_with_the_book_of_the_last(tmp_path: Path) -> None:
+    book = tmp_path / BOOK
+    assert dollars_spent(book) == 0.0
+    first = EvaluationLimiterActor(LIMITS, book, lease_seconds=60.0)
+    for cost in (0.25, 0.5):
+        await first.settle(await first.lease(100, 0.5), 50, cost)
+    assert dollars_spent(book) == 0.75
+    second = EvaluationLimiterActor(LIMITS, book, lease_seconds=60.0)
+    with pytest.raises(BudgetSpent, match=r"\$0\.7500 of judge\.limits\.dollars=1 is spent"):
+        await second.lease(100, 0.5)
+    await second.settle(await second.lease(100, 0.25), 50, 0.25)
+    assert json.loads(book.read_text()) == {"dollars": 1.0}
+
+
+def test_without_limits_there_is_no_limiter(tmp_path: Path) -> None:
+    assert start_evaluation_limiter(JudgeConfig(), tmp_path, "evaluation") is None
+
+
+def test_a_budget_needs_a_price() -> None:
+    judge = JudgeConfig(limits=LIMITS, prices={"known": Price(input=1.0, output=2.0)})
+    check_budget(judge, "openai/known")
+    check_budget(JudgeConfig(), "openai/unknown")
+    with pytest.raises(ConfigError, match="no price of openai/unknown is known"):
+        check_budget(judge, "openai/unknown")
