@@ -237,6 +237,9 @@ class LearnerConfig(Tree):
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.2, ge=0)
     dual_clip: float = Field(3.0, gt=1)
+    importance_cap: float | None = Field(None, ge=1)
+    """Most that a token's importance weight may be, p(step's start) / p(at sampling), by which its policy loss is
+    multiplied (decoupled PPO, truncated). null: 2 with train.staleness, no weight without."""
     kl_coefficient: float = Field(0.01, ge=0)
     """Of the k3 estimate against the base model, as a loss term."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -260,6 +263,9 @@ class TrainConfig(Tree):
     epochs: int = Field(20, ge=1)
     steps: int | None = Field(None, ge=0)
     """Stop after so many steps; null derives it from epochs."""
+    staleness: Literal[0, 1] = 0
+    """1: rollouts of the next step begin while this one's tail is judged and learned, with an adapter at most one
+    version old; learner.importance_cap corrects for it. 0 is exactly on-policy."""
     checkpoint_every: int = Field(1, ge=1)
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step."""

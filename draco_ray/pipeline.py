@@ -27,6 +27,9 @@ from draco_ray.config import AlgorithmConfig
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Criterion, Judged, Message
 
+MOST_GROUPS = 1_000_000
+"""Of a step: every group of a step is served before any of the next."""
+
 
 class GroupState(StrEnum):
     """How far a group has come: the unit that is persisted, counted and shown."""
@@ -46,7 +49,7 @@ class Group:
 
     step: int
     index: int
-    """Position in the step's batch; earlier groups get slots first."""
+    """Position in the step's batch; earlier groups, and those of earlier steps, get slots first."""
     task_id: str
     prompt: tuple[Message, ...]
     state: GroupState = GroupState.PENDING
@@ -127,7 +130,7 @@ class Pipeline:
         """rollout ──► stage2, without waiting for the rest of the group."""
         working_on(group.name, rollout)
         member = await self._rollouts.run(
-            group.task_id, group.name, rollout, step=group.step, priority=group.index * self._config.group_size
+            group.task_id, group.name, rollout, step=group.step, priority=group.step * MOST_GROUPS + group.index
         )
         if member is None:
             return None

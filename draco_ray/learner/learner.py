@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draco_ray.config import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
-from draco_ray.learner.loss import grpo_loss
+from draco_ray.learner.loss import grpo_loss, importance_weights
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.learner.model import Policy
 from draco_ray.learner.packing import pack
@@ -33,6 +33,8 @@ SUMS = (
     "clipped",
     "dual_clipped",
     "engine_gap",
+    "importance",
+    "truncated",
 )
 """What `accumulate` adds up, over samples or over valid tokens."""
 
@@ -113,7 +115,12 @@ class Learner:
                 )
             logprob_V, entropy_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)
             old_V = logprob_V.detach() if batch.old_logprob_V is None else batch.old_logprob_V
-            loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config)
+            cap, importance_V = self._config.importance_cap, None
+            if cap is not None:
+                importance_V = importance_weights(old_V, batch.engine_logprob_V, cap)
+                added["truncated"] += (importance_V >= cap).sum().item()
+            added["importance"] += float(len(old_V)) if importance_V is None else importance_V.sum().item()
+            loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config, importance_V)
             loss.total.backward()
             added["valid_tokens"] += len(old_V)
             added["padded_tokens"] += batch.token_ids_BT.numel()
@@ -178,6 +185,8 @@ class Learner:
             dual_clip_fraction=sums["dual_clipped"] / tokens,
             engine_gap=sums["engine_gap"] / tokens,
             learning_rate=self._config.learning_rate,
+            importance_weight=sums["importance"] / tokens,
+            truncated_fraction=sums["truncated"] / tokens,
         )
 
     def adapter(self, version: int) -> Adapter:

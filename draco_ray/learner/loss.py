@@ -38,6 +38,7 @@ def grpo_loss(
     advantage_V: Tensor,
     entropy_V: Tensor,
     config: LearnerConfig,
+    importance_V: Tensor | None = None,
 ) -> LossSums:
     """Clipped policy loss, plus k3 KL to the base model, minus the entropy bonus, summed over the V valid tokens.
 
@@ -51,6 +52,7 @@ def grpo_loss(
         advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
         entropy_V: nats; carries a gradient only where its coefficient is positive.
         config: clip ranges and coefficients.
+        importance_V: factor on each token's policy loss, see `importance_weights`; None is 1.
     """
     ratio_V = (logprob_V - old_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain_V = -advantage_V * ratio_V
@@ -58,7 +60,8 @@ def grpo_loss(
     outer_V = torch.maximum(plain_V, clipped_V)
     bound_V = -advantage_V * config.dual_clip
     losing_V = advantage_V < 0
-    policy = torch.where(losing_V, torch.minimum(outer_V, bound_V), outer_V).sum()
+    policy_V = torch.where(losing_V, torch.minimum(outer_V, bound_V), outer_V)
+    policy = (policy_V if importance_V is None else policy_V * importance_V).sum()
     if reference_logprob_V is None:
         kl = torch.zeros_like(policy)
     else:
@@ -74,3 +77,16 @@ def grpo_loss(
         clipped=(clipped_V > plain_V).sum(),
         dual_clipped=(losing_V & (outer_V > bound_V)).sum(),
     )
+
+
+def importance_weights(old_logprob_V: Tensor, sampled_logprob_V: Tensor, cap: float) -> Tensor:
+    """exp(log p_old - log p_sampled), at most ``cap``: corrects for tokens that an older policy sampled.
+
+    The clipped ratio bounds how far an update moves from the policy of the step's start; who sampled the tokens is a
+    question of its own, so the two are kept apart (decoupled PPO).
+
+    Args:
+        old_logprob_V: under the policy of the start of the training step.
+        sampled_logprob_V: under the policy that sampled the token, as the engine reported it.
+    """
+    return (old_logprob_V - sampled_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=cap)

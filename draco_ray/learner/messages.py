@@ -30,8 +30,13 @@ class UpdateMetrics:
     clip_fraction: float
     dual_clip_fraction: float
     engine_gap: float
-    """Mean |engine's log-prob at sampling - learner's|, both at the weights of the training step's start, nats."""
+    """Mean |engine's log-prob at sampling - learner's at the weights of the training step's start|, nats. Rollouts that
+    an older adapter sampled (`train.staleness`) widen it."""
     learning_rate: float
+    importance_weight: float = 1.0
+    """Mean truncated weight, p(weights of the step's start) / p(at sampling); 1 where there is none."""
+    truncated_fraction: float = 0.0
+    """Share of tokens whose weight was cut at `learner.importance_cap`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,8 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         "kl": mean("kl"),
         "entropy": mean("entropy"),
         "clip_fraction": mean("clip_fraction"),
+        "importance_weight": mean("importance_weight"),
+        "truncated_fraction": mean("truncated_fraction"),
         "engine_gap": mean("engine_gap"),
         "grad_norm": max((update.grad_norm for update in updates), default=None),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ from draco_ray.training.streaming import streamed_update
 
 PROBE_TOKENS = 512
 """Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
+STALE_IMPORTANCE_CAP = 2.0
+"""``learner.importance_cap`` where it is null and ``train.staleness`` is on."""
 PUBLISH_ATTEMPTS = 3
 """Times the adapter is asked for, should the learner's worker die between handing it out and its being copied."""
 
@@ -102,7 +105,7 @@ def resume(
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A rollout carries no verdict of AppWorld's; where that is the reward it is played again, with the same seed.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
-        if start.step == _steps(config, order) and _measured(run, config, start.step):
+        if start.step >= _steps(config, order) and _measured(run, config, start.step):
             console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
             return run.path
         console.print(f"{run.path.name}: continues after step {start.step}")
@@ -151,8 +154,27 @@ def _copied(adapter: Adapter) -> Adapter:
     return adapter
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one training step, on their way through the pipeline."""
+
+    groups: list[Group]
+    work: list[asyncio.Task[Any]]
+    """Each ends with a reference to the group's samples, or None."""
+
+    async def cancel(self) -> None:
+        """End what is not done; errors that follow from the one that is reported are no news."""
+        for task in self.work:
+            task.cancel()
+        await asyncio.gather(*self.work, return_exceptions=True)
+
+
 class Trainer:
-    """One run: its actors and its loop."""
+    """One run: its actors and its loop.
+
+    With ``train.staleness`` the rollouts of the next step begin as soon as those of this one leave slots free. They are
+    sampled with the adapter that is live then, so at most one version before the one they are learned with.
+    """
 
     def __init__(
         self,
@@ -175,6 +197,10 @@ class Trainer:
         self._begin = start
         self._moved = start.moved
         """Whether the adapter differs from the base model yet."""
+        self._ahead: Batch | None = None
+        """The next step's, if it has begun."""
+        self._at = start.step
+        """The step that is shown and counted."""
 
     @property
     def steps(self) -> int:
@@ -204,9 +230,13 @@ class Trainer:
 
     async def _train(self) -> None:
         before = await self._evaluation(0)
-        for step in range(self._begin.step + 1, self.steps + 1):
-            metrics = await self._step(step)
-            self._console.print(step_line(metrics, self.steps))
+        try:
+            for step in range(self._begin.step + 1, self.steps + 1):
+                metrics = await self._step(step)
+                self._console.print(step_line(metrics, self.steps))
+        finally:
+            if self._ahead is not None:
+                await self._ahead.cancel()
         if before and self.steps and (after := await self._evaluation(self.steps)):
             self._report(before, after)
 
@@ -227,8 +257,11 @@ class Trainer:
         config = self._config
         self._observer = RunObserver(config, self._run.path)
         self._actors = Actors(config, self._judge, self._run, self._name)
+        learner = config.learner
+        if config.train.staleness and learner.importance_cap is None:
+            learner = learner.model_copy(update={"importance_cap": STALE_IMPORTANCE_CAP})
         self._learner = LearnerGroup(
-            config.model, config.learner, run=self._run.path, seed=config.seed, resume_from=self._begin.checkpoint
+            config.model, learner, run=self._run.path, seed=config.seed, resume_from=self._begin.checkpoint
         )
         self._advantages = start_advantage_computer(config.algorithm, self._name)
         await asyncio.gather(self._actors.start(), self._learner.start())
@@ -251,20 +284,18 @@ class Trainer:
         config = self._config
         check_disk(config, self._run.path)
         started = time.time()
-        groups = [
-            Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
-            for index, task_id in enumerate(self._order.tasks(step))
-        ]
-        await self._take_over(groups)
+        batch, self._ahead = self._ahead or await self._begin_step(step), None
+        groups = batch.groups
         self._progress.start(f"step {step}/{self.steps}", len(groups), len(groups) * config.algorithm.group_size)
-        work = [asyncio.create_task(self._pipeline.run(group)) for group in groups]
+        self._at = step
+        for group in groups:
+            self._watch(group)
         try:
-            update, probe = await self._learn(groups, work)
+            if config.train.staleness and step < self.steps:
+                self._ahead = await self._begin_step(step + 1)
+            update, probe = await self._learn(batch)
         finally:
-            for task in work:
-                task.cancel()
-            # The first error ends the step; those that follow from it are no news.
-            await asyncio.gather(*work, return_exceptions=True)
+            await batch.cancel()
             self._progress.stop()
         synced = time.time()
         # A step without any signal leaves a new adapter without effect, and that is no fault of the engine.
@@ -284,6 +315,15 @@ class Trainer:
         await self._actors.store.finish_step.remote(step, metrics)
         return metrics
 
+    async def _begin_step(self, step: int) -> Batch:
+        """Send a step's groups into the pipeline; earlier steps' rollouts come first."""
+        groups = [
+            Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
+            for index, task_id in enumerate(self._order.tasks(step))
+        ]
+        await self._take_over(groups)
+        return Batch(groups, [asyncio.create_task(self._pipeline.run(group)) for group in groups])
+
     async def _take_over(self, groups: Sequence[Group]) -> None:
         """Hand the pool the rollouts of these groups that an earlier process has finished."""
         step, store = groups[0].step, self._actors.store
@@ -292,27 +332,28 @@ class Trainer:
         nothing = ray.put(None)
         by_task = {group.task_id: group.name for group in groups}
         taken = 0
-        for task_id, rollout in await store.recorded.remote(step, step - 1):
-            if task_id in by_task and rollout < self._config.algorithm.group_size:
-                trajectory, summary = store.trajectory_again.remote(step, task_id, rollout)
-                member = Member(rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary)
-                self._pool.take_over(by_task[task_id], member)
-                taken += 1
+        for version in range(max(0, step - 1 - self._config.train.staleness), step):
+            for task_id, rollout in await store.recorded.remote(step, version):
+                if task_id in by_task and rollout < self._config.algorithm.group_size:
+                    trajectory, summary = store.trajectory_again.remote(step, task_id, rollout)
+                    member = Member(rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary)
+                    self._pool.take_over(by_task[task_id], member)
+                    taken += 1
         self._console.print(f"step {step}: {taken} finished rollouts taken from the run directory")
 
     def _watch(self, group: Group) -> None:
-        self._progress.update(group)
-        self._observer.group(group)
+        # A group that runs ahead is taken in, with all that has become of it, when its step begins.
+        if group.step == self._at:
+            self._progress.update(group)
+            self._observer.group(group)
 
-    async def _learn(
-        self, groups: Sequence[Group], work: Sequence[asyncio.Task[Any]]
-    ) -> tuple[dict[str, Any], list[int]]:
+    async def _learn(self, batch: Batch) -> tuple[dict[str, Any], list[int]]:
         """Update the policy with the groups as they finish; returns metrics, and a few tokens for the canary."""
-        update = await streamed_update(self._learner, work, self._config.learner.minibatch_prompts)
+        update = await streamed_update(self._learner, batch.work, self._config.learner.minibatch_prompts)
         probe: list[int] = []
         for samples in update.fed:
             probe = probe or await self._advantages.probe.remote(samples, PROBE_TOKENS)
-        for group in groups:
+        for group in batch.groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
         return {**update_metrics(update.updates), "seconds_learning": busy_seconds(update.busy)}, probe
