@@ -223,6 +223,8 @@ class LearnerConfig(Tree):
 
     workers: int = Field(1, ge=1)
     """Ray Train workers."""
+    sharding: Literal["none", "full"] = "none"
+    """Whether each worker holds the whole base, or one part of it (FSDP2) and a layer at a time while it computes."""
     gpus_per_worker: float = Field(1.0, ge=0)
     cpus_per_worker: float = Field(1.0, ge=0)
     lora_rank: int = Field(16, ge=1)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from draco_ray.config import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
@@ -66,6 +67,7 @@ class Learner:
         seed: int,
         device: torch.device | str = "cpu",
         reduce: Callable[[Tensor], object] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Load the model and start with an untrained adapter.
 
@@ -75,12 +77,16 @@ class Learner:
             seed: of the adapter's initial values; equal on all workers.
             device: where to compute.
             reduce: adds a tensor up over all workers, in place; None when there is one worker.
+            mesh: the workers that each keep a part of the base; None: it is whole on each. With a mesh all of them must
+                call `accumulate`, `old_logprobs` and `token_logprobs` together, with equal `passes`.
         Raises: ConfigError if the model cannot be used.
         """
+        self.sharded = mesh is not None
+        """Whether the base is spread over the workers."""
         self._config = config
         self._device = torch.device(device)
         self._reduce = reduce
-        self.policy = Policy(model, config, seed=seed, device=self._device)
+        self.policy = Policy(model, config, seed=seed, device=self._device, mesh=mesh)
         self._parameters = self.policy.parameters
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -92,8 +98,16 @@ class Learner:
         """Optimizer updates applied since the untrained adapter."""
         self._sums = dict.fromkeys(SUMS, 0.0)
 
+    def passes(self, samples: Sequence[TrainingSample]) -> int:
+        """Micro-batches that these samples are cut into."""
+        return len(self._micro_batches(samples))
+
     def accumulate(
-        self, samples: Sequence[TrainingSample], old_logprobs: Sequence[FloatArray] | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        old_logprobs: Sequence[FloatArray] | None = None,
+        *,
+        passes: int = 0,
     ) -> dict[str, float]:
         """Add the gradient of these samples' summed loss to what waits for the next `step`.
 
@@ -101,11 +115,13 @@ class Learner:
             samples: any number of them; one without a valid token adds nothing.
             old_logprobs: what `old_logprobs` returned for them. None: the current policy is the old one and the
                 importance ratio is 1, which holds for the first minibatch of a training step.
+            passes: micro-batches that other workers have at most; missing ones are made up by passes that add zero.
         Returns: the sums named in `SUMS`, over these samples alone.
         Raises: ValueError if a sample's first token is marked valid, or there are not as many old log-probs.
         """
         added = dict.fromkeys(SUMS, 0.0) | {"samples": float(len(samples))}
-        for rows in self._micro_batches(samples):
+        batches = self._micro_batches(samples)
+        for rows in batches:
             batch = self._collate(samples, rows, old_logprobs)
             with torch.no_grad(), self.policy.adapter_off() if self._config.kl_coefficient > 0 else nullcontext():
                 reference_V = (
@@ -130,20 +146,32 @@ class Learner:
             added["clipped"] += loss.clipped.item()
             added["dual_clipped"] += loss.dual_clipped.item()
             added["engine_gap"] += (old_V - batch.engine_logprob_V).abs().sum().item()
+        for _ in range(len(batches), passes):
+            if self._config.kl_coefficient > 0:
+                with torch.no_grad():
+                    self._empty_pass()
+            logprob_V = self._empty_pass()
+            logprob_V.backward(torch.zeros_like(logprob_V))
         for name in SUMS:
             self._sums[name] += added[name]
         return added
 
     @torch.no_grad()
-    def old_logprobs(self, samples: Sequence[TrainingSample]) -> list[FloatArray]:
-        """Log-probs of each sample's valid tokens at the current weights, for `accumulate` once these have changed."""
+    def old_logprobs(self, samples: Sequence[TrainingSample], *, passes: int = 0) -> list[FloatArray]:
+        """Log-probs of each sample's valid tokens at the current weights, for `accumulate` once these have changed.
+
+        `passes` is as there.
+        """
         logprobs: list[FloatArray] = [np.zeros(0, dtype=np.float32) for _ in samples]
-        for rows in self._micro_batches(samples):
+        batches = self._micro_batches(samples)
+        for rows in batches:
             batch = self._collate(samples, rows, None)
             logprob_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)[0]
             tokens = batch.valid_BT.sum(dim=1).tolist()
             for row, logprob in zip(rows, logprob_V.split(tokens), strict=True):
                 logprobs[row] = logprob.cpu().numpy()
+        for _ in range(len(batches), passes):
+            self._empty_pass()
         return logprobs
 
     def step(self) -> UpdateMetrics:
@@ -265,6 +293,11 @@ class Learner:
             self._reduce(flat)
         return flat
 
+    def _empty_pass(self) -> Tensor:
+        """A forward pass over two tokens that count for nothing: other workers need this one's part of the base."""
+        token_ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
+        return self.policy.logprobs(token_ids_BT, torch.tensor([[False, True]], device=self._device))[0]
+
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         """Rows of `samples` per forward pass; a sample without a valid token is in none."""
         lengths = [trained_length(sample) for sample in samples]
@@ -282,10 +315,6 @@ class Learner:
         valid_BT = np.zeros((len(rows), length), dtype=np.bool_)
         for index, row in enumerate(rows):
             sample = samples[row]
-            if sample.loss_mask_T[0]:
-                raise ValueError(
-                    f"sample {sample.group}/{sample.rollout}: its first token is valid, nothing predicts it"
-                )
             kept = trained_length(sample)
             token_ids_BT[index, :kept] = sample.token_ids_T[:kept]
             valid_BT[index, :kept] = sample.loss_mask_T[:kept]
@@ -310,6 +339,13 @@ class Learner:
 
 
 def trained_length(sample: TrainingSample) -> int:
-    """Tokens of a sample that the forward pass needs: all up to the last valid one; 0 if none is valid."""
+    """Tokens of a sample that the forward pass needs: all up to the last valid one; 0 if none is valid.
+
+    Raises: ValueError if its first token is marked valid.
+    """
     valid = np.flatnonzero(sample.loss_mask_T)
-    return int(valid[-1]) + 1 if len(valid) else 0
+    if not len(valid):
+        return 0
+    if valid[0] == 0:
+        raise ValueError(f"sample {sample.group}/{sample.rollout}: its first token is valid, nothing predicts it")
+    return int(valid[-1]) + 1

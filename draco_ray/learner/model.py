@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from draco_ray.config import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.logprobs import token_logprobs
+from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
 
 HEAD_TOLERANCE = 1e-3
@@ -31,12 +33,25 @@ class Policy:
     what comes after it, and without a mask the fast causal kernels run.
     """
 
-    def __init__(self, model: ModelConfig, config: LearnerConfig, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: LearnerConfig,
+        *,
+        seed: int,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         """Load the base model and put a fresh adapter on it: lora_A drawn from `seed`, lora_B zero.
 
+        Args:
+            mesh: the workers that each keep a part of the base; None: it is whole here. With a mesh every pass through
+                the model, `__init__` included, is a collective of all of them.
         Raises: ConfigError if the model cannot be loaded, or its head is not a plain frozen linear layer.
         """
-        base = _load_base(model).to(device)
+        base = _load_base(model)
+        if mesh is None:
+            base = base.to(device)
         base.requires_grad_(False)
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -56,6 +71,8 @@ class Policy:
         self._entropy_gradient = config.entropy_coefficient > 0
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
+        if mesh is not None:
+            shard_base(base, mesh, device)
         self._check_head(model.path)
         self.adapter_config = _as_saved(self.peft.peft_config["default"])
 
@@ -74,13 +91,15 @@ class Policy:
         """
         hidden_BTH = self._decoder(input_ids=token_ids_BT, use_cache=False).last_hidden_state
         wanted_BT = predicted_BT[:, 1:]
-        return token_logprobs(
-            hidden_BTH[:, :-1][wanted_BT],
-            self._head,
-            token_ids_BT[:, 1:][wanted_BT],
-            chunk_tokens=self._chunk_tokens,
-            entropy_gradient=self._entropy_gradient,
-        )
+        # The backward of the log-probs needs no weight: the head is whole for the forward only.
+        with gathered(self._head):
+            return token_logprobs(
+                hidden_BTH[:, :-1][wanted_BT],
+                self._head,
+                token_ids_BT[:, 1:][wanted_BT],
+                chunk_tokens=self._chunk_tokens,
+                entropy_gradient=self._entropy_gradient,
+            )
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     import ray.train.torch
     import torch
     import torch.distributed
+    from torch.distributed.device_mesh import init_device_mesh
 
     from draco_ray.learner.learner import Learner
     from draco_ray.learner.worker import LearnerWorker
@@ -46,13 +47,16 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     if given.config.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(given.config.cpus_per_worker)))
     start = ray.get(given.feed.start.remote())
+    device = ray.train.torch.get_device()
+    sharded = given.config.sharding == "full" and workers > 1
     try:
         learner = Learner(
             given.model,
             given.config,
             seed=given.seed,
-            device=ray.train.torch.get_device(),
+            device=device,
             reduce=torch.distributed.all_reduce if workers > 1 else None,
+            mesh=init_device_mesh(device.type, (workers,)) if sharded else None,
         )
         if start.checkpoint is not None:
             learner.load(Path(start.checkpoint))

@@ -28,7 +28,8 @@ class LearnerWorker:
     """Carries out commands on one of `workers` replicas of the learner.
 
     Every worker sees every command and deals its samples in the same way without asking the others: the next sample
-    goes to the worker with the fewest tokens since the last update. Only `Update` makes workers wait for each other.
+    goes to the worker with the fewest tokens since the last update. Only `Update` makes workers wait for each other;
+    where the base is sharded every pass through the model does, so all run as many as the one with most.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class LearnerWorker:
         self._workers = workers
         self._fetch = fetch
         self._publish = publish
-        self._remembered: dict[SampleKey, FloatArray | None] = {}
-        """Old log-probs by sample; None for a sample that another worker remembers."""
+        self._remembered: dict[SampleKey, tuple[int, FloatArray | None]] = {}
+        """The worker that has a sample, and its old log-probs if that is this one."""
         self._updated = False
         """Whether the weights have changed since the training step began."""
         self._forget_loads()
@@ -82,7 +83,9 @@ class LearnerWorker:
                 self._updated = False
                 return self._learner.save(Path(directory)) if self._rank == 0 else None
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
-                return self._learner.token_logprobs(token_ids, adapter=adapter) if self._rank == 0 else None
+                if self._rank > 0 and not self._learner.sharded:
+                    return None
+                return self._learner.token_logprobs(token_ids, adapter=adapter)
             case Stop():
                 return None
         raise ValueError(f"unknown learner command {command!r}")
@@ -95,25 +98,39 @@ class LearnerWorker:
                 f"{len(fresh)} samples, first {_key(fresh[0])}, follow an update but were not remembered before it; "
                 "their importance ratio is unknown"
             )
-        old = [(sample, self._remembered.pop(_key(sample))) for sample in remembered]
-        mine = [(sample, logprobs) for sample, logprobs in old if logprobs is not None]
-        with_old = self._learner.accumulate([sample for sample, _ in mine], [logprobs for _, logprobs in mine])
-        on_policy = self._learner.accumulate(self._dealt(fresh, self._load_W))
+        old: list[list[TrainingSample]] = [[] for _ in range(self._workers)]
+        old_logprobs = []
+        for sample in remembered:
+            owner, logprobs = self._remembered.pop(_key(sample))
+            old[owner].append(sample)
+            if logprobs is not None:
+                old_logprobs.append(logprobs)
+        new = self._dealt(fresh, self._load_W)
+        with_old = self._learner.accumulate(old[self._rank], old_logprobs, passes=self._passes(old))
+        on_policy = self._learner.accumulate(new[self._rank], passes=self._passes(new))
         return {name: on_policy[name] + with_old[name] for name in on_policy}
 
     def _remember(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        mine = self._dealt(samples, self._remembered_load_W)
-        self._remembered.update(dict.fromkeys(map(_key, samples)))
-        self._remembered.update(zip(map(_key, mine), self._learner.old_logprobs(mine), strict=True))
+        shares = self._dealt(samples, self._remembered_load_W)
+        mine = self._learner.old_logprobs(shares[self._rank], passes=self._passes(shares))
+        for owner, share in enumerate(shares):
+            self._remembered.update((_key(sample), (owner, None)) for sample in share)
+        for sample, logprobs in zip(shares[self._rank], mine, strict=True):
+            self._remembered[_key(sample)] = (self._rank, logprobs)
         return {"samples": float(len(mine))}
 
-    def _dealt(self, samples: Sequence[TrainingSample], load_W: list[int]) -> list[TrainingSample]:
-        """This worker's share; `load_W` is brought up to date."""
+    def _dealt(self, samples: Sequence[TrainingSample], load_W: list[int]) -> list[list[TrainingSample]]:
+        """Every worker's share; `load_W` is brought up to date."""
         lengths = [trained_length(sample) for sample in samples]
-        owners = deal(lengths, load_W)
-        for length, owner in zip(lengths, owners, strict=True):
+        shares: list[list[TrainingSample]] = [[] for _ in range(self._workers)]
+        for sample, length, owner in zip(samples, lengths, deal(lengths, load_W), strict=True):
+            shares[owner].append(sample)
             load_W[owner] += length
-        return [sample for sample, owner in zip(samples, owners, strict=True) if owner == self._rank]
+        return shares
+
+    def _passes(self, shares: Sequence[Sequence[TrainingSample]]) -> int:
+        """Passes through the model that this worker takes part in for the sake of the others."""
+        return max(map(self._learner.passes, shares)) if self._learner.sharded else 0
 
     def _forget_loads(self) -> None:
         self._load_W = [0] * self._workers

@@ -10,10 +10,12 @@ from rich.table import Table
 from draco_ray.config import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.planning.memory import (
+    GATHERED_KEYS,
     GIB,
     EngineMemory,
     LearnerMemory,
     engine_memory,
+    is_sharded,
     learner_memory,
     sequence_tokens,
     total,
@@ -22,6 +24,8 @@ from draco_ray.planning.shape import ModelShape, model_shape
 from draco_ray.planning.step_time import Assumptions, step_time
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
+MOST_WORKERS = 64
+"""Learner workers that a refusal suggests at most."""
 
 
 def plan(
@@ -72,27 +76,33 @@ def learner_problem(
         f"a learner worker needs {_size(memory.peak)} of {_size(room)} on a GPU of {gpu_memory_gib:g} GiB, most of it "
         f"{largest.name} ({_size(largest.bytes)})"
     )
-    if total(memory.resident) >= room:
-        dtype = "model.dtype=bfloat16, " if config.model.dtype == "float32" else ""
-        return (
-            f"{found}, which each worker holds whole: {dtype}a smaller model.path, or GPUs with more memory "
-            "(--gpu-memory-gib)"
-        )
-    if not config.learner.gradient_checkpointing:
-        checkpointed = _changed(config, gradient_checkpointing=True)
-        if learner_memory(checkpointed, shape).peak <= room:
-            return f"{found}: set learner.gradient_checkpointing=true"
-    movable = max(memory.peak_items[len(memory.resident) :], key=lambda item: item.bytes)
-    if movable.keys == "learner.logprob_chunk_tokens":
-        return f"{found}: lower learner.logprob_chunk_tokens ({config.learner.logprob_chunk_tokens})"
+    sharded = is_sharded(config)
+    for key, changed in (
+        ("learner.gradient_checkpointing=true", _changed(config, gradient_checkpointing=True)),
+        ("model.dtype=bfloat16", _in_bfloat16(config)),
+        ("learner.sharding=full", _changed(config, sharding="full")),
+    ):
+        if changed != config and learner_memory(changed, shape).peak <= room:
+            return f"{found}: set {key}"
+    of_moment = memory.peak_items[len(memory.resident) :]
+    movable = max((item for item in of_moment if item.keys != GATHERED_KEYS), key=lambda item: item.bytes)
+    if movable.keys in ("learner.logprob_chunk_tokens", "learner.lora_rank"):
+        return f"{found}: lower {movable.keys} ({getattr(config.learner, movable.keys.removeprefix('learner.'))})"
     tokens = _largest_fitting(config, shape, room)
     if tokens >= sequence_tokens(config):
         return f"{found}: set learner.micro_batch_tokens to {tokens} or less"
+    workers = _fewest_fitting(config, shape, room)
+    if workers is not None:
+        return f"{found}: set {'' if sharded else 'learner.sharding=full and '}learner.workers to {workers} or more"
+    if total(memory.resident) >= room:
+        dtype = "model.dtype=bfloat16, " if config.model.dtype == "float32" else ""
+        held = "" if sharded else ", which each worker holds whole"
+        return f"{found}{held}: {dtype}a smaller model.path, or GPUs with more memory (--gpu-memory-gib)"
     return (
         f"{found}; {movable.name} take {_size(movable.bytes)} with {memory.tokens:,} tokens in a micro-batch and "
         f"{tokens:,} would fit: lower learner.micro_batch_tokens and agent.max_prompt_length + "
         f"agent.max_response_length ({sequence_tokens(config):,}) to that, or use GPUs with more memory "
-        "(--gpu-memory-gib); nothing is sharded over workers"
+        "(--gpu-memory-gib)"
     )
 
 
@@ -118,6 +128,10 @@ def _changed(config: DracoConfig, **learner: object) -> DracoConfig:
     return config.model_copy(update={"learner": config.learner.model_copy(update=learner)})
 
 
+def _in_bfloat16(config: DracoConfig) -> DracoConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+
+
 def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
     """Tokens of the largest micro-batch with which a learner worker fits; 0 if none does."""
     low, high = 0, learner_memory(config, shape).tokens
@@ -125,6 +139,14 @@ def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if learner_memory(config, shape, middle).peak <= room else (low, middle)
     return low
+
+
+def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
+    """Workers over which the base must be sharded for one to fit; None if it needs more than `MOST_WORKERS`."""
+    for workers in range(config.learner.workers, MOST_WORKERS + 1):
+        if learner_memory(_changed(config, sharding="full", workers=workers), shape).peak <= room:
+            return workers
+    return None
 
 
 def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> None:
@@ -141,8 +163,9 @@ def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> No
 def _print_learner(console: Console, config: DracoConfig, memory: LearnerMemory, room: int | None) -> None:
     learner = config.learner
     where = "GPU" if room is not None else "process, on the CPU"
+    held = f"1/{learner.workers} of the base model" if is_sharded(config) else "the whole base model"
     console.print(
-        f"\nlearner: {learner.workers} workers, each with the whole base model; per {where}, "
+        f"\nlearner: {learner.workers} workers, each with {held}; per {where}, "
         f"{memory.tokens:,} tokens in the largest micro-batch"
     )
     table = _table()

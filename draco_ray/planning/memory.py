@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ UPDATE_COPIES = 3
 """Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
 BATCHED_TOKENS = 2048
 """Tokens in one of vLLM's forward passes on a GPU where, as here, it is told nothing else."""
+WEIGHT_KEYS = "model.path, learner.sharding and learner.workers"
+"""What decides how much of the base a worker holds."""
+GATHERED_KEYS = "model.path and learner.sharding"
+"""What decides how much of a sharded base is whole at one time."""
 LENGTH_KEYS = "learner.micro_batch_tokens and agent.max_response_length"
 """What decides how many tokens are in a micro-batch."""
 
@@ -101,7 +106,7 @@ def micro_batch_tokens(config: DracoConfig) -> int:
 
 
 def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = None) -> LearnerMemory:
-    """One learner worker's memory; it holds the whole base model, nothing is sharded.
+    """One learner worker's memory.
 
     Args:
         tokens: of the micro-batch; None is the largest the configuration allows.
@@ -113,7 +118,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     matrices = 2 * len(shape.adapted(learner.lora_target))
     rank_key = "learner.lora_rank"
     resident = (
-        Item(name="base weights", bytes=shape.parameters * width, keys="model.path"),
+        Item(name="base weights", bytes=base_parameters(config, shape) * width, keys=WEIGHT_KEYS),
         Item(name="adapter (float32)", bytes=adapter * FLOAT32, keys=rank_key),
         # AdamW keeps two moments and one step counter for every matrix.
         Item(name="optimizer", bytes=(2 * adapter + matrices) * FLOAT32, keys=rank_key),
@@ -137,13 +142,43 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         bytes=tokens * (shape.intermediate + shape.hidden) * FLOAT32,
         keys=LENGTH_KEYS,
     )
+    gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
     return LearnerMemory(
         resident=resident,
-        forward=(*layers, head, chunk),
-        backward=(*layers, head, *recomputed, slope),
+        forward=(*layers, head, *gathered_head, chunk),
+        backward=(*layers, head, *gathered_layers, *recomputed, slope),
         update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
         tokens=tokens,
     )
+
+
+def is_sharded(config: DracoConfig) -> bool:
+    """Whether a learner worker holds only a part of the base."""
+    return config.learner.sharding == "full" and config.learner.workers > 1
+
+
+def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
+    """Parameters of the base that a learner worker keeps; rows that do not divide by the workers are not counted."""
+    if not is_sharded(config):
+        return shape.parameters
+    whole = shape.hidden + (shape.vocabulary * shape.hidden if shape.tied else 0)
+    return whole + math.ceil((shape.parameters - whole) / config.learner.workers)
+
+
+def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Of a sharded base, what is whole at the LM head and in a layer's backward; `chunk` is the log-prob chunk's bytes.
+
+    What is received lies beside what is made of it for a moment; a layer is fetched while the one above is at work.
+    """
+    if not is_sharded(config):
+        return (), ()
+    width = DTYPE_BYTES[config.model.dtype]
+    layer = max(shape.layer_parameters(kind) for kind in shape.layers) * width
+    layers = Item(name="two layers, gathered", bytes=2 * layer, keys=GATHERED_KEYS)
+    if shape.tied:
+        return (), (layers,)
+    head = shape.vocabulary * shape.hidden * width
+    return (Item(name="LM head, gathered", bytes=max(head, 2 * head - chunk), keys=GATHERED_KEYS),), (layers,)
 
 
 def _activations(

@@ -85,8 +85,9 @@ def make_group(step: int, task: int, size: int = 3) -> list[TrainingSample]:
 
 
 @pytest.fixture
-async def learner(model: ModelConfig, tmp_path: Path) -> AsyncIterator[LearnerGroup]:
-    group = LearnerGroup(model, CONFIG, run=tmp_path / "run", seed=0)
+async def learner(model: ModelConfig, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[LearnerGroup]:
+    config = CONFIG.model_copy(update={"sharding": getattr(request, "param", "none")})
+    group = LearnerGroup(model, config, run=tmp_path / "run", seed=0)
     await group.start()
     yield group
     await group.stop()
@@ -172,6 +173,7 @@ def worker_pids() -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("learner", ["full"], indirect=True)  # the other worker is then waiting for its part
 async def test_a_worker_that_dies_costs_nothing_but_time_until_it_happens_too_often(
     learner: LearnerGroup, model: ModelConfig, tmp_path: Path
 ) -> None:

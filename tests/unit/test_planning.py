@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from draco_ray.cli import main
 from draco_ray.config import DracoConfig
 from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.planning.memory import GIB, engine_memory, kv_bytes, learner_memory, micro_batch_tokens, state_bytes
+from draco_ray.planning.memory import (
+    GIB,
+    LearnerMemory,
+    base_parameters,
+    engine_memory,
+    kv_bytes,
+    learner_memory,
+    micro_batch_tokens,
+    state_bytes,
+)
 from draco_ray.planning.shape import PUBLIC_CONFIGS, ModelShape, model_shape, read_shape
 from draco_ray.planning.step_time import Assumptions, assumptions, learner_flops, step_time
 
@@ -46,34 +56,40 @@ def test_public_models_have_their_published_sizes() -> None:
 
 
 @pytest.mark.parametrize("preset", ["qwen3.6-27b", "qwen2.5-32b"])
-def test_a_preset_does_not_fit_into_80_gib_and_fits_into_140(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(capsys, preset)
-    assert "most of it base weights" in error
-    assert "learner.micro_batch_tokens" in error
-    output = printed(capsys, preset, "--gpu-memory-gib", "140")
+def test_a_preset_fits_into_80_gib_because_the_base_is_sharded(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = printed(capsys, preset)
     for kind in ("base weights", "adapter", "optimizer", "gradients", "log-prob chunk", "KV cache", "engine weights"):
         assert kind in output
-    assert "generation" in output
-    assert "learning" in output
-    assert "sync" in output
+    for part in ("1/4 of the base", "two layers, gathered", "generation", "learning", "sync"):
+        assert part in output
+    error = refused(capsys, preset, "learner.sharding=none")
+    assert "most of it base weights" in error
+    assert "set learner.sharding=full" in error
+    output = printed(capsys, preset, "learner.sharding=none", "--gpu-memory-gib", "140")
+    assert "each with the whole base" in output
+    assert "gathered" not in output
 
 
 def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(capsys, "qwen3.6-27b")
+    gpu = ("--gpu-memory-gib", "40")
+    error = refused(capsys, "qwen3.6-27b", *gpu)
     tokens = int(error.split("micro-batch and ")[1].split(" would fit")[0].replace(",", ""))
     response = f"agent.max_response_length={tokens - 4096}"
-    printed(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens}")
-    refused(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens + 100}")
+    printed(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens}", *gpu)
+    refused(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens + 100}", *gpu)
 
 
 @pytest.mark.parametrize(
     ("overrides", "gpu", "named"),
     [
         (["learner.gradient_checkpointing=false"], "140", "learner.gradient_checkpointing=true"),
-        (["learner.micro_batch_tokens=65536"], "140", "set learner.micro_batch_tokens to"),
-        (["learner.logprob_chunk_tokens=32768"], "125", "lower learner.logprob_chunk_tokens"),
-        (["model.dtype=float32"], "90", "model.dtype=bfloat16"),
-        ([], "40", "smaller model.path"),
+        (["learner.micro_batch_tokens=65536"], "80", "set learner.micro_batch_tokens to"),
+        (["learner.logprob_chunk_tokens=32768"], "80", "lower learner.logprob_chunk_tokens (32768)"),
+        (["model.dtype=float32"], "80", "set model.dtype=bfloat16"),
+        (["learner.sharding=none"], "80", "set learner.sharding=full"),
+        (["learner.workers=1"], "80", "set learner.sharding=full and learner.workers to 3 or more"),
+        ([], "62", "set learner.workers to "),
+        (["learner.sharding=none", "model.dtype=float32"], "40", "model.dtype=bfloat16, a smaller model.path"),
         (["engine.tensor_parallel=1", "engine.gpus_per_engine=1"], "60", "raise engine.tensor_parallel"),
         (["engine.kv_cache_gib=0.5"], "140", "raise engine.kv_cache_gib"),
     ],
@@ -138,11 +154,28 @@ def test_the_largest_micro_batch_is_the_budget_or_one_longest_sequence() -> None
     assert micro_batch_tokens(load_config("qwen3.6-27b", ["learner.micro_batch_tokens=1000000"])) == 6 * longest
 
 
-def test_learner_workers_share_nothing_of_the_base() -> None:
+def test_learner_workers_share_nothing_of_the_base_unless_it_is_sharded() -> None:
     shape = shape_of(QWEN27)
-    one = learner_memory(load_config("qwen3.6-27b", ["learner.workers=1"]), shape)
-    eight = learner_memory(load_config("qwen3.6-27b", ["learner.workers=8"]), shape)
-    assert one.peak == eight.peak
+
+    def memory(workers: int, sharding: str) -> LearnerMemory:
+        keys = [f"learner.workers={workers}", f"learner.sharding={sharding}"]
+        return learner_memory(load_config("qwen3.6-27b", keys), shape)
+
+    assert memory(1, "none") == memory(8, "none") == memory(1, "full")
+    whole, parts = memory(8, "none"), memory(8, "full")
+    weights = 2 * shape.parameters
+    assert whole.resident[0].bytes == weights
+    assert parts.resident[0].bytes == pytest.approx(weights / 8, rel=1e-5)
+    layer = 2 * shape.layer_parameters("linear_attention")
+    assert whole.peak - parts.peak == pytest.approx(weights * 7 / 8 - 2 * layer, rel=1e-5)
+
+
+def test_of_a_sharded_base_a_tied_embedding_stays_whole() -> None:
+    tied = dataclasses.replace(shape_of(QWEN27), tied=True)
+    config = load_config("qwen3.6-27b", ["learner.workers=8"])
+    embedding = tied.vocabulary * tied.hidden
+    assert base_parameters(config, tied) == pytest.approx((tied.parameters - embedding) / 8 + embedding, rel=1e-5)
+    assert "LM head, gathered" not in [item.name for item in learner_memory(config, tied).forward]
 
 
 def test_kv_cache_and_state_of_a_sequence() -> None:
