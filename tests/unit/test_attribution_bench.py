@@ -138,7 +138,8 @@ def test_a_fault_that_raises_later_violates_what_the_execution_shows() -> None:
         Fault.NO_COMPLETION,
     }
     known = truth("first_page_only", lambda cell: REFUSED if "# Count" in cell else output_of(cell))
-    assert (known[Fault.REPEAT_FAILING_CALL], known[Fault.NO_COMPLETION]) == (-1, 1)
+    # It is closed all the same: after what work?
+    assert (known[Fault.REPEAT_FAILING_CALL], known[Fault.NO_COMPLETION]) == (-1, 0)
 
 
 @pytest.mark.parametrize("family", sorted(families()))
