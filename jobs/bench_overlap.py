@@ -48,7 +48,7 @@ from draco_ray.training.overlap import busy_seconds
 from draco_ray.training.session import Actors, open_judge, ray_session, usable_prompts
 from draco_ray.training.streaming import streamed_update
 
-PROMPTS, GROUP, SLOTS, MINIBATCH = 6, 4, 12, 3
+PROMPTS, GROUP, SLOTS = 6, 3, 9
 WARM_UP_SPEED = 1e6
 STEP_SECONDS = 600.0
 """A step that takes longer has lost something."""
@@ -59,7 +59,7 @@ FAULTS: tuple[frozenset[Fault], ...] = (
     frozenset({Fault.REPEAT_FAILING_CALL, Fault.NO_COMPLETION}),
 )
 """Of the scripts: the verdicts of a group must differ, or nothing is left to credit."""
-LENGTHS = (0, 0, 0, 1, 1, 2, 3, 12)
+LENGTHS = (0, 0, 0, 0, 1, 1, 2, 6)
 """Lines of thought that a script adds to each of its cells: a few rollouts are several times as long as most."""
 THOUGHT = "# I look at this once more before I go on."
 
@@ -75,15 +75,18 @@ class Cell:
     """Seconds a reply."""
     learner: float
     """Sampled tokens a second."""
+    minibatch: int = 3
+    """Prompts an update."""
 
 
 CELLS = {
     cell.name: cell
     for cell in (
-        Cell(name="balanced", engine=80.0, judge=1.5, learner=1200.0),
-        Cell(name="generation-bound", engine=40.0, judge=0.5, learner=4000.0),
-        Cell(name="judge-bound", engine=200.0, judge=4.0, learner=4000.0),
-        Cell(name="learner-bound", engine=200.0, judge=0.5, learner=400.0),
+        Cell(name="balanced", engine=100.0, judge=1.5, learner=1000.0),
+        Cell(name="one-update", engine=100.0, judge=1.5, learner=1000.0, minibatch=PROMPTS),
+        Cell(name="generation-bound", engine=50.0, judge=0.5, learner=4000.0),
+        Cell(name="judge-bound", engine=300.0, judge=4.0, learner=4000.0),
+        Cell(name="learner-bound", engine=300.0, judge=0.5, learner=300.0, minibatch=PROMPTS),
     )
 }
 
@@ -232,13 +235,13 @@ class Bench:
             work = [asyncio.create_task(pipeline.run(group)) for group in groups]
             if barriers:
                 await asyncio.gather(*work)
-            await streamed_update(self._learner, work, MINIBATCH)
+            await streamed_update(self._learner, work, self._cell.minibatch)
         seconds = time.time() - started
         failed = [f"{group.name}: {group.reason}" for group in groups if group.state is not GroupState.CREDITED]
         if failed or any(len(group.rollouts) < GROUP for group in groups):
             sys.exit(f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run it again")
         learned = await self._learner.done()
-        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=MINIBATCH)
+        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=self._cell.minibatch)
         return Measured(seconds=seconds, groups=groups, learned=learned, bound=bound)
 
 
@@ -254,11 +257,12 @@ def configuration(world: Path, model: Path, root: Path, cell: Cell) -> DracoConf
             f"environment.slots_per_worker={SLOTS}",
             f"train.prompts_per_step={PROMPTS}",
             f"algorithm.group_size={GROUP}",
-            f"learner.minibatch_prompts={MINIBATCH}",
             "agent.max_response_length=8192",
             "agent.max_turn_tokens=2048",
             f"judge.rule_judge.latency_seconds={cell.judge}",
             "judge.concurrency_per_worker=128",
+            "environment.start_timeout_seconds=600",
+            "environment.cell_timeout_seconds=300",
             "ray.dashboard=false",
         ],
     )
@@ -267,8 +271,9 @@ def configuration(world: Path, model: Path, root: Path, cell: Cell) -> DracoConf
 def row(cell: Cell, streamed: Measured, phased: Measured) -> str:
     """A line of the table."""
     longest = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in streamed.bound.by_stage.items())
+    parts = " : ".join(f"{part:.1f}" for part in phased.parts)
     return (
-        f"| {cell.name} | {' : '.join(f'{part:.1f}' for part in phased.parts)} | {streamed.seconds:.2f} | "
+        f"| {cell.name} | {PROMPTS // cell.minibatch} | {parts} | {streamed.seconds:.2f} | "
         f"{streamed.bound.seconds:.2f} | {streamed.seconds / streamed.bound.seconds:.2f} | {phased.seconds:.2f} | "
         f"{phased.seconds / streamed.seconds:.2f}x | {streamed.early} of {PROMPTS} | {longest} |"
     )
@@ -295,9 +300,9 @@ def main(
     print(
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, "
         f"load average {os.getloadavg()[0]:.1f} at the start\n\n"
-        f"{PROMPTS} prompts x {GROUP} rollouts on {SLOTS} slots, {MINIBATCH} prompts a minibatch. Seconds.\n\n"
-        "| cell | generation : judging : learning | step | bound | step / bound | phase by phase | gain | "
-        "learned before the last rollout ended | longest path |\n|---|---|---|---|---|---|---|---|---|",
+        f"{PROMPTS} prompts x {GROUP} rollouts on {SLOTS} slots. Seconds.\n\n"
+        "| cell | updates | generation : judging : learning | step | bound | step / bound | phase by phase | gain | "
+        "learned before the last rollout ended | longest path |\n|---|---|---|---|---|---|---|---|---|---|",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
