@@ -176,9 +176,15 @@ class JudgeConfig(Tree):
     score_votes: int = Field(1, ge=1)
     """Scoring calls per rollout; a criterion passes only if all of them pass it."""
     workers: int = Field(2, ge=1)
-    """JudgeWorker actors."""
+    """JudgeWorker actors a run begins with, and the fewest it has."""
+    max_workers: int = Field(8, ge=1)
+    """The most it has: calls beyond what there is room for bring more; ``workers`` where that is larger."""
     concurrency_per_worker: int = Field(32, ge=1)
-    """Calls in flight in one worker."""
+    """Calls in flight in one worker; further ones wait, and are what asks for another worker."""
+    idle_seconds: float = Field(60.0, gt=0)
+    """Time a worker above ``workers`` is not needed before it ends, so that its node can go."""
+    start_timeout_seconds: float = Field(1800.0, gt=0)
+    """Time the first worker may take to come up, an autoscaled node included."""
     request_timeout_seconds: float = Field(600.0, gt=0)
     max_attempts: int = Field(8, ge=1)
     """Requests for one call, the first included, over rate limits, timeouts and server errors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,11 @@ class JudgeWorkerActor:
             if config.self_judge.enabled
             else build_judge(config, leases)
         )
+
+    async def up(self) -> str:
+        """The node this process runs on; an answer means that phases would be answered as well."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     async def check(self) -> None:
         """Raise JudgeUnavailable now rather than in the middle of a step."""
@@ -126,25 +131,23 @@ class JudgeWorkerActor:
         return judged, _summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
 
 
-def start_judge_workers(
-    config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str
-) -> tuple[list[Any], Any]:
-    """The pool of judge workers and the union actor, all asking for the custom ``judge`` resource."""
+def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str) -> Callable[[str], Any]:
+    """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``."""
     remote = ray.remote(JudgeWorkerActor)
-    options = {
-        "num_cpus": 0,
-        "resources": {"judge": 1},
-        "max_concurrency": 4 * config.concurrency_per_worker,
-        # A phase repeated by a new process takes the replies that had come from the durable cache.
-        "max_restarts": -1,
-        "max_task_retries": 3,
-    }
-    workers = [
-        remote.options(name=f"JudgeWorker-{index}@{run_name}", **options).remote(config, policy, leases)
-        for index in range(config.workers)
-    ]
-    union = remote.options(name=f"RubricUnion@{run_name}", **options).remote(config, policy, leases)
-    return workers, union
+
+    def start(name: str) -> Any:
+        return remote.options(
+            name=f"{name}@{run_name}",
+            num_cpus=0,
+            resources={"judge": 1},
+            # Beside the calls it answers there are those whose worker was thought lost, and questions whether it is up.
+            max_concurrency=4 * config.concurrency_per_worker,
+            # A phase repeated by a new process takes the replies that had come from the durable cache.
+            max_restarts=-1,
+            max_task_retries=3,
+        ).remote(config, policy, leases)
+
+    return start
 
 
 def _context(trajectory: Trajectory) -> CallContext:

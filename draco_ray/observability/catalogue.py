@@ -45,6 +45,11 @@ class Metric:
 ROLLOUTS_WAITING = Metric("draco_rollouts_waiting", Kind.GAUGE, "Rollouts that wait for an environment slot.")
 ROLLOUTS_IN_FLIGHT = Metric("draco_rollouts_in_flight", Kind.GAUGE, "Rollouts that hold an environment slot.")
 JUDGE_IN_FLIGHT = Metric("draco_judge_phases_in_flight", Kind.GAUGE, "Judge phases handed to judge workers.")
+JUDGE_WAITING = Metric("draco_judge_phases_waiting", Kind.GAUGE, "Judge phases that wait for a judge worker with room.")
+JUDGE_WORKERS_UP = Metric("draco_judge_workers_up", Kind.GAUGE, "Judge workers that answer.")
+JUDGE_WORKERS_WANTED = Metric(
+    "draco_judge_workers_wanted", Kind.GAUGE, "Judge workers that would hold every phase there is, within the bounds."
+)
 
 # What happened, recorded as it does.
 ROLLOUTS = Metric("draco_rollouts_total", Kind.COUNTER, "Finished rollouts by how they ended.", ("ended",))
@@ -66,6 +71,9 @@ EVENTS = (
     ROLLOUTS_WAITING,
     ROLLOUTS_IN_FLIGHT,
     JUDGE_IN_FLIGHT,
+    JUDGE_WAITING,
+    JUDGE_WORKERS_UP,
+    JUDGE_WORKERS_WANTED,
     ROLLOUTS,
     ROLLOUT_SECONDS,
     SAMPLED_TOKENS,

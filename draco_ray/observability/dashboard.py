@@ -67,7 +67,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             tuple(
                 (metric.name.removeprefix("draco_").replace("_", " "), last(metric))
-                for metric in (catalogue.ROLLOUTS_WAITING, catalogue.ROLLOUTS_IN_FLIGHT, catalogue.JUDGE_IN_FLIGHT)
+                for metric in (
+                    catalogue.ROLLOUTS_WAITING,
+                    catalogue.ROLLOUTS_IN_FLIGHT,
+                    catalogue.JUDGE_IN_FLIGHT,
+                    catalogue.JUDGE_WAITING,
+                )
             ),
         ),
         Panel(
@@ -93,6 +98,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Judge tokens a second", "short", (("{{kind}}", rate(catalogue.JUDGE_TOKENS, "kind")),)),
         Panel("Judge requests a second", "reqps", (("{{phase}}", rate(catalogue.JUDGE_REQUESTS, "phase")),)),
         Panel("Judge phases a second", "ops", (("{{outcome}}", rate(catalogue.JUDGE_PHASES, "outcome")),)),
+        Panel(
+            "Judge workers",
+            "short",
+            (("up", last(catalogue.JUDGE_WORKERS_UP)), ("wanted", last(catalogue.JUDGE_WORKERS_WANTED))),
+        ),
         Panel("Rollouts a second, by termination", "ops", (("{{ended}}", rate(catalogue.ROLLOUTS, "ended")),)),
         Panel("Sampled tokens a second", "short", (("{{run}}", rate(catalogue.SAMPLED_TOKENS, "run")),)),
     ),

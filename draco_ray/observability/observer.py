@@ -11,7 +11,14 @@ from typing import Any
 
 from draco_ray.actors.pools import JudgePool, RolloutPool
 from draco_ray.config import DracoConfig
-from draco_ray.observability.catalogue import JUDGE_IN_FLIGHT, ROLLOUTS_IN_FLIGHT, ROLLOUTS_WAITING
+from draco_ray.observability.catalogue import (
+    JUDGE_IN_FLIGHT,
+    JUDGE_WAITING,
+    JUDGE_WORKERS_UP,
+    JUDGE_WORKERS_WANTED,
+    ROLLOUTS_IN_FLIGHT,
+    ROLLOUTS_WAITING,
+)
 from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
@@ -90,4 +97,7 @@ class RunObserver:
             self._metrics.set(ROLLOUTS_WAITING, rollouts.waiting)
             self._metrics.set(ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
             self._metrics.set(JUDGE_IN_FLIGHT, judges.in_flight)
+            self._metrics.set(JUDGE_WAITING, judges.waiting)
+            self._metrics.set(JUDGE_WORKERS_UP, judges.up)
+            self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
             await asyncio.sleep(SAMPLE_SECONDS)

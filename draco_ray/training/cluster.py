@@ -11,7 +11,7 @@ import ray
 
 from draco_ray.config import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.training.preflight import check_resources
+from draco_ray.training.preflight import check_resources, has_autoscaler
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
 """Variables that reach the workers of a cluster that was started elsewhere."""
@@ -20,12 +20,16 @@ LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
 
 
-def connect(config: DracoConfig) -> dict[str, Any]:
+def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
     """Join the cluster of ``ray.address`` or RAY_ADDRESS, or start Ray on this machine.
+
+    Args:
+        config: what is going to run.
+        judges: whether judge workers are part of it.
 
     Returns: the cluster's resources.
     Raises:
-        ConfigError: if the cluster lacks the ``judge`` resource, or GPUs that the configuration asks for.
+        ConfigError: if the cluster lacks ``judge`` slots and cannot get them, or GPUs that the configuration asks for.
         ClusterError: if Ray does not start on this machine.
     """
     # Read by the processes Ray starts as well: no price map is fetched, no model hub is asked.
@@ -58,7 +62,8 @@ def connect(config: DracoConfig) -> dict[str, Any]:
             f"{where}: {_one_line(error)}; wait until the machine has CPU and memory to spare and try again"
         ) from None
     resources: dict[str, Any] = ray.cluster_resources()
-    check_resources(config, resources, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    check_resources(config, resources, nodes, judges=judges, autoscaled=has_autoscaler())
     return resources
 
 

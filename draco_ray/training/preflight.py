@@ -1,8 +1,9 @@
 """Is this cluster able to carry the run? Asked once, before anything is loaded, and answered in one line.
 
-What is checked: GPUs, CPUs and the ``judge`` resource of the whole cluster; that one node holds a whole engine; object
-store and disk against an upper estimate of a training step; that every node sees the run directory, the data and the
-model under the same path. Nodes that an autoscaler adds later cannot be checked: they must be made like the others.
+What is checked: GPUs and CPUs of the whole cluster, and ``judge`` slots where a rubric is used and no autoscaler brings
+them; that one node holds a whole engine; object store and disk against an upper estimate of a training step; that every
+node sees the run directory, the data and the model under the same path. Nodes that an autoscaler adds later cannot be
+checked: they must be made like the others.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from draco_ray.config import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 
+ANONYMOUS_TYPE = "node_"
+"""Begins the node type that Ray reports for a node which is of no autoscaler's making; its own id follows."""
 PROBE_SECONDS = 120.0
 """Time a node has to start a process and look at the run directory."""
 
@@ -96,19 +100,39 @@ def check_session(config: DracoConfig, run: Path) -> None:
         check_shared(config, run, nodes)
 
 
+def has_autoscaler() -> bool:
+    """Whether something adds nodes to the connected cluster: its nodes, the head first, are then of named types."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    nodes = [*status.active_nodes, *status.idle_nodes]
+    return any(not node.ray_node_type_name.startswith(ANONYMOUS_TYPE) for node in nodes)
+
+
 def check_resources(
-    config: DracoConfig, cluster: Mapping[str, float], nodes: Sequence[Mapping[str, float]] | None = None
+    config: DracoConfig,
+    cluster: Mapping[str, float],
+    nodes: Sequence[Mapping[str, float]] | None = None,
+    *,
+    judges: bool = True,
+    autoscaled: bool = False,
 ) -> None:
     """Compare what the actors ask for with what the cluster and its largest node have.
+
+    Args:
+        config: the run's.
+        cluster: resources of all nodes together.
+        nodes: of each.
+        judges: whether judge workers are started where the setting uses a rubric.
+        autoscaled: whether nodes come as they are asked for; judge slots may then be fewer than the run needs.
 
     Raises:
         ConfigError: too few of a resource.
     """
     judge = config.judge.workers + 1
-    if cluster.get("judge", 0) < judge:
+    needed = judges and config.algorithm.reward == "rubric" and not autoscaled
+    if needed and cluster.get("judge", 0) < judge:
         raise ConfigError(
-            f"the Ray cluster offers {cluster.get('judge', 0):g} of the custom resource 'judge'; judge.workers="
-            f"{config.judge.workers} and the union need {judge}: start a node with "
+            f"the Ray cluster offers {cluster.get('judge', 0):g} of the custom resource 'judge' and has no autoscaler; "
+            f"judge.workers={config.judge.workers} and the union need {judge}: start a node with "
             """--resources='{"judge": 16}'"""
         )
     engine, learner, environment = config.engine, config.learner, config.environment

@@ -13,7 +13,7 @@ import ray
 from rich.console import Console
 
 from draco_ray.actors.judge_limiter import start_judge_limiter
-from draco_ray.actors.judge_worker import Policy, start_judge_workers
+from draco_ray.actors.judge_worker import Policy, judge_starter
 from draco_ray.actors.policy_engine import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.actors.pools import JudgePool, RolloutPool
 from draco_ray.actors.rollout_worker import start_rollout_workers
@@ -196,13 +196,11 @@ class Actors:
         )
         self.clients = [EngineClient(index, name) for index in range(len(self.fleet.engines))]
         self._limiter = start_judge_limiter(judge, run.path, name)
-        self._judge_workers, union = start_judge_workers(
-            judge,
-            Policy(samplers=self.clients, model_path=config.model.path),
-            None if self._limiter is None else self._limiter[1],
-            name,
-        )
-        self.judges = JudgePool(self._judge_workers, union)
+        policy = Policy(samplers=self.clients, model_path=config.model.path)
+        leases = None if self._limiter is None else self._limiter[1]
+        self.judges = JudgePool(judge_starter(judge, policy, leases, name), judge)
+        if config.algorithm.reward == "rubric":
+            self.judges.open()
         self.workers = self.rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
         self.store = start_run_store(run.path, name)
 
@@ -211,11 +209,12 @@ class Actors:
 
         Raises:
             JudgeUnavailable: the judge cannot be reached from where its worker runs; not asked where no rubric is used.
+            ClusterError: no judge worker came up.
             EngineError: the model cannot be loaded.
         """
         ready: list[Awaitable[Any]] = [self.fleet.start()]
         if self._config.algorithm.reward == "rubric":
-            ready.insert(0, self._judge_workers[0].check.remote())
+            ready.insert(0, self.judges.ready())
         await asyncio.gather(*ready)
         self._ready = True
 
@@ -245,6 +244,7 @@ class Actors:
 
     async def stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""
+        self.judges.close()
         await self.fleet.stop()
         actors = [*self.fleet.engines, *self.workers]
         if not self._ready:

@@ -1,0 +1,193 @@
+"""Workers that come and go with the calls that wait for them; knows nothing of Ray, a worker is whatever was started."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+WorkerT = TypeVar("WorkerT")
+
+
+class Place(Generic[WorkerT]):
+    """One worker of the pool, from the moment it is asked for."""
+
+    def __init__(self, worker: WorkerT, number: int, now: float) -> None:
+        self.worker = worker
+        self.number = number
+        """Counts the workers asked for so far; none has the number of one that went."""
+        self.up = False
+        """Whether it answers. One that waits for a node, or for its restart, is not up."""
+        self.calls = 0
+        """Calls it has been given and has not answered."""
+        self.idle_since = now
+        self.given_up = asyncio.Event()
+        """Set when it stopped answering while another answers: its calls are to be made there."""
+
+
+class ElasticWorkers(Generic[WorkerT]):
+    """Slots of workers between two bounds; a call gets a slot of one that is up, or waits.
+
+    The oldest ``fewest`` workers share the calls evenly; a younger one gets a call only while all before it are full, so
+    the youngest are idle first.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], WorkerT],
+        *,
+        slots: int,
+        fewest: int,
+        most: int,
+        idle_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is started before the first `adjust`.
+
+        Args:
+            start: asks for the worker of that number.
+            slots: calls of one worker at a time.
+            fewest: workers there are at any time.
+            most: workers there are at most; never fewer than ``fewest``.
+            idle_seconds: after which a worker that is not needed goes.
+            clock: seconds, for tests.
+        """
+        self._start = start
+        self._slots = slots
+        self._fewest = fewest
+        self._most = max(fewest, most)
+        self._idle_seconds = idle_seconds
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._waiting: deque[asyncio.Future[Place[WorkerT]]] = deque()
+        self._full_use_at = -float("inf")
+        """When every worker there is was needed last."""
+        self._grow_after = -float("inf")
+        self._silent: set[Place[WorkerT]] = set()
+        self.places: list[Place[WorkerT]] = []
+        """By age, the oldest first."""
+
+    @property
+    def waiting(self) -> int:
+        """Calls without a slot."""
+        return sum(not future.done() for future in self._waiting)
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that hold a slot."""
+        return sum(place.calls for place in self.places)
+
+    @property
+    def up(self) -> int:
+        """Workers that answer."""
+        return sum(place.up for place in self.places)
+
+    @property
+    def wanted(self) -> int:
+        """Workers that would hold every call there is, within the bounds."""
+        needed = -(-(self.in_flight + self.waiting) // self._slots)
+        return min(max(needed, self._fewest), self._most)
+
+    def adjust(self) -> tuple[list[Place[WorkerT]], list[Place[WorkerT]]]:
+        """Ask for workers that are missing, part with those that have been idle for long.
+
+        Returns: the places that are new, and those that left the pool, whose workers the caller ends.
+        """
+        now = self._clock()
+        wanted = self.wanted
+        if wanted >= len(self.places):
+            self._full_use_at = now
+        missing = wanted - len(self.places) if now >= self._grow_after else 0
+        come = [self._ask() for _ in range(missing)]
+        # Those that never came first, then the youngest.
+        unneeded = sorted(self.places, key=lambda place: (place.up, -place.number))
+        gone = [
+            place
+            for place in unneeded[: max(0, len(self.places) - wanted)]
+            if not place.calls and now - max(place.idle_since, self._full_use_at) >= self._idle_seconds
+        ]
+        for place in gone:
+            self.places.remove(place)
+            self._silent.discard(place)
+        return come, gone
+
+    async def acquire(self) -> Place[WorkerT]:
+        """A slot of a worker that is up; waits for one, in order of arrival."""
+        place = self._free()
+        if place is not None and not self.waiting:
+            place.calls += 1
+            return place
+        future: asyncio.Future[Place[WorkerT]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                # It was given a slot at the very moment it gave up.
+                self.release(future.result())
+            raise
+
+    def release(self, place: Place[WorkerT]) -> None:
+        """Give a slot back."""
+        place.calls -= 1
+        if not place.calls:
+            place.idle_since = self._clock()
+        self._serve()
+
+    def came_up(self, place: Place[WorkerT]) -> None:
+        """The worker answers: it gets calls from now on."""
+        if not place.up:
+            place.up, place.given_up = True, asyncio.Event()
+            place.idle_since = self._clock()
+        self._silent.discard(place)
+        self._give_up_the_silent()
+        self._serve()
+
+    def went_down(self, place: Place[WorkerT]) -> None:
+        """The worker does not answer: it gets no call until it does, and its calls go to others if there are any."""
+        place.up = False
+        self._silent.add(place)
+        self._give_up_the_silent()
+
+    def lost(self, place: Place[WorkerT], error: BaseException) -> None:
+        """The worker is gone for good. Where it was the last one, whoever waits is told ``error``."""
+        place.up = False
+        self._silent.discard(place)
+        if place in self.places:
+            self.places.remove(place)
+        # Another one would most likely fare no better at once.
+        self._grow_after = self._clock() + self._idle_seconds
+        if not self.places:
+            while self._waiting:
+                future = self._waiting.popleft()
+                if not future.done():
+                    future.set_exception(error)
+
+    def _ask(self) -> Place[WorkerT]:
+        number = next(self._numbers)
+        place = Place(self._start(number), number, self._clock())
+        self.places.append(place)
+        return place
+
+    def _free(self) -> Place[WorkerT] | None:
+        ranked = [
+            (max(0, age - self._fewest + 1), place.calls, age)
+            for age, place in enumerate(self.places)
+            if place.up and place.calls < self._slots
+        ]
+        return self.places[min(ranked)[-1]] if ranked else None
+
+    def _serve(self) -> None:
+        while self._waiting and (place := self._free()) is not None:
+            future = self._waiting.popleft()
+            if not future.done():
+                place.calls += 1
+                future.set_result(place)
+
+    def _give_up_the_silent(self) -> None:
+        if self.up:
+            for place in self._silent:
+                place.given_up.set()
