@@ -273,6 +273,10 @@ def replay(
     pairing_api_key_env: Annotated[
         str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
     ] = None,
+    static_rubric: Annotated[
+        Path | None,
+        typer.Option(help="With --judge: score the recorded rollouts against this rubric, and no --phase unless told."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the tables; unless told, replay in the run.")] = None,
 ) -> None:
     """Re-run variants of the algorithm over recorded verdicts, or send archived judge calls to another judge."""
@@ -285,8 +289,12 @@ def replay(
     console = Console(highlight=False, soft_wrap=True, width=120)
     if unknown := sorted(set(variant or ()) - set(Variant)):
         raise ConfigError(f"--variant {unknown[0]!r}: expected one of {', '.join(Variant)}")
-    if judge is None and (phase or api_base or api_key_env or pairing or pairing_api_base or pairing_api_key_env):
-        raise ConfigError("--phase, --api-base, --api-key-env and --pairing...: only together with --judge MODEL")
+    if judge is None and any(
+        (phase, api_base, api_key_env, pairing, pairing_api_base, pairing_api_key_env, static_rubric)
+    ):
+        raise ConfigError(
+            "--phase, --api-base, --api-key-env, --pairing... and --static-rubric: only together with --judge MODEL"
+        )
     if judge is not None and variant:
         raise ConfigError("--variant: not together with --judge, which asks about verdicts only")
     if judge is None:
@@ -299,11 +307,12 @@ def replay(
             judge=judge,
             api_base=api_base,
             api_key_env=api_key_env,
-            phases=phase or [Phase.SCORE, Phase.CREDIT],
+            phases=phase or ([] if static_rubric else [Phase.SCORE, Phase.CREDIT]),
             steps=step,
             pairing=pairing,
             pairing_api_base=pairing_api_base,
             pairing_api_key_env=pairing_api_key_env,
+            static_rubric=static_rubric,
             out=out,
             console=console,
         )

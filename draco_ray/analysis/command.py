@@ -18,6 +18,8 @@ from draco_ray.analysis.attribution.recorded import recorded_groups
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.judges import RULES, folder_name, judge_config, open_complete
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
+from draco_ray.analysis.rescoring import REPLAYS, rescore, rubric_rates
+from draco_ray.analysis.rescoring import TABLE as RESCORED_TABLE
 from draco_ray.analysis.tables import write_table
 from draco_ray.analysis.trend import trends
 from draco_ray.analysis.variants import Variant, replay_variants
@@ -26,6 +28,7 @@ from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.records import Phase
 from draco_ray.runs.directory import RunDirectory
 
@@ -53,7 +56,7 @@ def replay_algorithm(
     survival = survival_by_group_size(run, steps)
     shown = survival.select(["group_size", "surviving", "survival"])
     _print_means(console, "criteria that survive dropout, by group size", shown, "group_size", ())
-    folder = out or run.path / "replay"
+    folder = out or run.path / REPLAYS
     return [
         path
         for name, found in (("variants", table), ("dropout", dropout), ("survival", survival))
@@ -72,10 +75,13 @@ def replay_judge(
     pairing: str | None,
     pairing_api_base: str | None,
     pairing_api_key_env: str | None,
+    static_rubric: Path | None,
     out: Path | None,
     console: Console,
 ) -> list[Path]:
     """Send archived judge calls to another judge and print how far it agrees; ``pairing`` compares written criteria.
+
+    With ``static_rubric`` it also scores the recorded rollouts against that rubric.
 
     Raises:
         ConfigError: not a run, an unknown step, no call to replay, or criteria to compare and no model that does.
@@ -92,9 +98,10 @@ def replay_judge(
     own = load_config(str(run.path)).judge
     calls = archived_calls(run, steps, verdicts)
     written = rubric_overlap.writing_calls(run, steps, writing, own)
-    if not calls and not written:
+    rubric = None if static_rubric is None else load_static_rubric(static_rubric)
+    if not calls and not written and rubric is None:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
-    folder = out or run.path / "replay"
+    folder = out or run.path / REPLAYS
     config = _cached(judge_config(own, judge, api_base=api_base, api_key_env=api_key_env, cache=None), folder)
     tables = folder / folder_name(judge)
     found: list[Path] = []
@@ -123,6 +130,22 @@ def replay_judge(
         found += [*write_table(overlap, tables, "overlap"), *write_table(compared, tables, "comparisons")]
         measured = ("recall", "precision", "criteria", "discriminative")
         found += write_table(trends(overlap, measured), tables, "overlap_trends")
+    if rubric is not None:
+        scorer = config.model_copy(update={"score_votes": 1})
+        scoring = Judge(open_complete(scorer), load_prompts(scorer.prompts), scorer)
+        again = asyncio.run(rescore(run, steps, rubric, scoring, judge))
+        rates = rubric_rates(run, again)
+        overall = [row for row in rates.to_pylist() if row["training_step"] is None]
+        names = [name for name in rates.column_names if name not in ("run", "training_step", "rubric")]
+        heads = [row["rubric"] for row in overall]
+        _print(
+            console,
+            "the same rollouts against a static rubric",
+            ["rubric", *heads],
+            {name: [row[name] for row in overall] for name in names},
+        )
+        dollars += sum(again.column("dollars").to_pylist())
+        found += [*write_table(rates, tables, "rubric_rates"), *write_table(again, tables, RESCORED_TABLE)]
     console.print(f"asked for {dollars:.4f} dollars")
     return found
 

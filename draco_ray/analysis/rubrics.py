@@ -66,7 +66,7 @@ class _Criterion:
     tally: Tally = field(default_factory=Tally)
 
 
-_TALLY = [
+TALLY_COLUMNS = [
     ("judgments", pa.int64()),
     ("passed", pa.int64()),
     ("failed", pa.int64()),
@@ -75,8 +75,11 @@ _TALLY = [
     ("fail_rate", pa.float64()),
     ("na_rate", pa.float64()),
 ]
-PASS_RATES = pa.schema([("run", pa.string()), ("training_step", pa.int64()), *_TALLY])
-CRITERION_PASS_RATES = pa.schema([("run", pa.string()), ("training_step", pa.int64()), ("title", pa.string()), *_TALLY])
+"""Of `Tally.columns`."""
+PASS_RATES = pa.schema([("run", pa.string()), ("training_step", pa.int64()), *TALLY_COLUMNS])
+CRITERION_PASS_RATES = pa.schema(
+    [("run", pa.string()), ("training_step", pa.int64()), ("title", pa.string()), *TALLY_COLUMNS]
+)
 CENSUS = pa.schema(
     [
         ("run", pa.string()),
@@ -85,7 +88,7 @@ CENSUS = pa.schema(
         ("tasks", pa.int64()),
         ("groups", pa.int64()),
         ("survived", pa.int64()),
-        *_TALLY,
+        *TALLY_COLUMNS,
     ]
 )
 CENSUS_SUMMARY = pa.schema(
@@ -96,7 +99,7 @@ CENSUS_SUMMARY = pa.schema(
         ("criteria", pa.int64()),
         ("criteria_share", pa.float64()),
         ("judgment_share", pa.float64()),
-        *_TALLY,
+        *TALLY_COLUMNS,
     ]
 )
 

@@ -13,6 +13,7 @@ from draco_ray.analysis.credit import credit_by_step, inert_windows
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.evaluations import consistency, evaluations
 from draco_ray.analysis.progress import judge_cost, stage_seconds, success, terminations
+from draco_ray.analysis.rescoring import rubric_rates
 from draco_ray.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
 from draco_ray.analysis.variants import replay_variants
 from draco_ray.runs.directory import RunDirectory
@@ -22,6 +23,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "criterion_pass_rates": criterion_pass_rates,
     "criteria_census": criteria_census,
     "census_summary": lambda run: census_summary(criteria_census(run)),
+    "rubric_rates": rubric_rates,
     "credit_by_step": credit_by_step,
     "inert_windows": lambda run: inert_windows(credit_by_step(run)),
     "terminations": terminations,

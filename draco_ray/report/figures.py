@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draco_ray.analysis.rescoring import RUN
 from draco_ray.analysis.tables import tidy
 from draco_ray.records import EpisodeEnd, Phase
 from draco_ray.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
@@ -34,10 +35,7 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
         drawings[f"terminations{suffix}"] = terminations(tidy("terminations", [run]).to_pylist(), label)
         by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
         drawings[f"pass_rate_by_criterion{suffix}"] = pass_rate_by_criterion(by_criterion, label)
-    pass_rates = tidy("pass_rates", runs).to_pylist()
-    drawings["pass_rate"] = line_chart(
-        "Pass rate of the applicable verdicts", by_run(pass_rates, names, "pass_rate"), bounds=(0, 1), number=percent
-    )
+    drawings["pass_rate"] = pass_rate(runs)
     credit = tidy("credit_by_step", runs).to_pylist()
     drawings["inert_share"] = line_chart(
         "Rollouts on which credit is inert", by_run(credit, names, "inert_share"), bounds=(0, 1), number=percent
@@ -75,6 +73,20 @@ def by_run(rows: Sequence[Row], names: Sequence[str], column: str) -> list[Serie
         mine = [row for row in rows if row["run"] == name]
         found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine]))
     return found
+
+
+def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
+    """Pass rate by training step, a line a run, and one for each judge that scored it anew against a static rubric."""
+    series = by_run(tidy("pass_rates", runs).to_pylist(), [run.path.name for run in runs], "pass_rate")
+    again: dict[str, list[Row]] = {}
+    for row in tidy("rubric_rates", runs).to_pylist():
+        if row["scored_by"] != RUN and row["training_step"] is not None:
+            again.setdefault(f"{row['run']}: static rubric, by {row['scored_by']}", []).append(row)
+    series += [
+        Series(name, [row["training_step"] for row in rows], [row["pass_rate"] for row in rows])
+        for name, rows in again.items()
+    ]
+    return line_chart("Pass rate of the applicable verdicts", series, bounds=(0, 1), number=percent)
 
 
 def terminations(rows: Sequence[Row], label: str = "") -> Drawing:

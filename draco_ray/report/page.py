@@ -55,6 +55,7 @@ def write_report(run: RunDirectory, path: Path) -> None:
         charts=[(wide, to_svg(drawing)) for wide, drawing in overview(run)],
         windows=tidy("inert_windows", [run]).to_pylist(),
         census=tidy("census_summary", [run]).to_pylist(),
+        rubrics=[row for row in tidy("rubric_rates", [run]).to_pylist() if row["training_step"] is None],
         config=run.config_text(),
         style=Markup((assets / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
@@ -77,13 +78,12 @@ def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:
     names = [run.path.name]
     steps = [line["step"] for line in metrics]
     reward, kl = ([Series(name, steps, [line.get(name) for line in metrics])] for name in ("reward", "kl"))
-    pass_rates = figures.by_run(tidy("pass_rates", [run]).to_pylist(), names, "pass_rate")
     credit = tidy("credit_by_step", [run]).to_pylist()
     inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread"))
     evaluated = tidy("success", [run]).to_pylist()
     charts = [
         (False, line_chart("Reward", reward, bounds=(-1.0, 1.0))),
-        (False, line_chart("Pass rate of the applicable verdicts", pass_rates, bounds=(0.0, 1.0), number=percent)),
+        (False, figures.pass_rate([run])),
         (False, figures.terminations(tidy("terminations", [run]).to_pylist())),
         *([(False, figures.success(evaluated))] if evaluated else []),
         (False, figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
