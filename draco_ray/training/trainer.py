@@ -364,17 +364,13 @@ class Trainer:
         if len(probe) < 2:
             return None
         learner = (await self._learner.token_logprobs(probe))[1:]
-        readings = [
-            await run_canary(
-                client,
-                [probe],
-                [learner],
-                version=version,
-                moved=moved,
-                tolerance=self._config.engine.canary_tolerance,
+        tolerance = self._config.engine.canary_tolerance
+        readings = await asyncio.gather(
+            *(
+                run_canary(client, [probe], [learner], version=version, moved=moved, tolerance=tolerance)
+                for client in self._actors.clients
             )
-            for client in self._actors.clients
-        ]
+        )
         return max(reading.gap_mean for reading in readings)
 
     async def _publish(self, version: int) -> None:
