@@ -1,4 +1,4 @@
-"""The program as an operator runs it: `ray start --head`, `ray job submit`, token authentication on."""
+"""The program as an operator runs it: `ray start --head`, `ray job submit` of every job, token authentication on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
+from tests.support.command import draco
 
-pytestmark = pytest.mark.slow
+# The first test's time includes the start of the head.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TASKS, ROLLOUTS = 2, 2
+"""Of the authored rubric."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -30,11 +39,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(port: int, head: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     """Until something listens on ``port``; a head that ends before is an error that shows what it said."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        assert head.poll() is None, log.read_text()
+        assert process.poll() is None, log.read_text()
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -42,22 +51,31 @@ def wait_for(port: int, head: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"nothing listens on port {port}: {log.read_text()}")
 
 
-def submit(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Submit a job and wait for its end; the head's agent may come up later than its dashboard."""
-    command = [*RAY, "job", "submit", "--working-dir", str(REPOSITORY / "jobs"), "--", *words]
-    deadline = time.monotonic() + 120
-    while True:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-        if "No available agent" not in done.stderr or time.monotonic() > deadline:
-            return done
-        time.sleep(1)
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A Ray head that jobs are submitted to."""
+
+    environment: dict[str, str]
+    """Of whoever submits."""
+
+    def submit(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Submit a script of ``jobs/`` and wait for its end; the head's agent may come up later than its dashboard."""
+        command = [*RAY, "job", "submit", "--working-dir", str(REPOSITORY / "jobs"), "--", sys.executable, *words]
+        deadline = time.monotonic() + 120
+        while True:
+            done = subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, timeout=400, check=False
+            )
+            if "No available agent" not in done.stderr or time.monotonic() > deadline:
+                return done
+            time.sleep(1)
 
 
-@pytest.mark.timeout(600)
-def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     # Ray's sockets lie in its folder, and the path of a socket must be short.
-    folder = Path(tempfile.mkdtemp(prefix="ray"))
-    token = tmp_path / "token"
+    folder, files = Path(tempfile.mkdtemp(prefix="ray")), tmp_path_factory.mktemp("head")
+    token, log = files / "token", files / "head.log"
     token.write_text(secrets.token_hex(32))
     gcs, dashboard = free_port(), free_port()
     environment = {
@@ -70,31 +88,94 @@ def test_submitted_to_a_head(sandbox_root: Path, starter_model: Path, tmp_path: 
             "DRACO_APPWORLD_PYTHON", str(REPOSITORY / ".venv-appworld" / "bin" / "python")
         ),
     }
-    head = subprocess.Popen(
+    process = subprocess.Popen(
         [
             *(*RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4"),
             *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={folder}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+            # Not the default ones, which the Ray of another program may hold.
+            *(f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"),
             *("--resources", '{"judge": 8}', "--object-store-memory", str(200 << 20)),
         ],
         env={name: value for name, value in environment.items() if name != "RAY_ADDRESS"},
-        stdout=(tmp_path / "head.log").open("w"),
+        stdout=log.open("w"),
         stderr=subprocess.STDOUT,
     )
     try:
-        wait_for(dashboard, head, tmp_path / "head.log")
-        words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
-        submitted = submit([sys.executable, "train.py", *words, "train.steps=1", "data.eval_tasks=1"], environment)
-        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        assert "succeeded" in submitted.stdout + submitted.stderr
-        assert "held-out TGC" in submitted.stdout
+        wait_for(dashboard, process, log)
+        yield Head(environment)
     finally:
-        head.terminate()
-        head.wait(timeout=60)
+        process.terminate()
+        process.wait(timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
+    submitted = head.submit("train.py", *words, "train.steps=1", "data.eval_tasks=1")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "succeeded" in submitted.stdout + submitted.stderr
+    assert "held-out TGC" in submitted.stdout
     run = RunDirectory.open(tmp_path / "job")
     assert run.table("trajectories").num_rows == PROMPTS * GROUP
     # The workers of a cluster that was started elsewhere know the run they log for.
     (line, *_) = (run.path / "logs" / "RolloutWorker-0.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["run"] == "job"
     assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}
+
+
+def test_evaluation(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    words = ["--policy", str(starter_model), "--config", "sandbox", "--split", "dev", "--runs", "1"]
+    words += ["--out", str(tmp_path / "evaluation"), f"data.root={sandbox_root}", "data.eval_tasks=1"]
+    submitted = head.submit("evaluate.py", *words, "environment.slots=1", "environment.slots_per_worker=1")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert EvaluationDirectory.open(tmp_path / "evaluation").finished() == 1
+
+
+def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "rubric.yaml"
+    words = [
+        *("sandbox", "--out", str(out), "--tasks", str(TASKS), "--rollouts", str(ROLLOUTS)),
+        *("--min-applicability", "0.5", "--min-discrimination", "0"),
+        *(f"data.root={sandbox_root}", f"model.path={starter_model}", f"run.root={tmp_path}", "run.name=authored"),
+        *("environment.slots=2", "environment.slots_per_worker=2"),
+    ]
+    result = head.submit("static_rubric.py", *words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{TASKS * ROLLOUTS} of {TASKS * ROLLOUTS} rollouts" in result.stdout
+
+    rubric = load_static_rubric(out)
+    assert 1 <= len(rubric) <= 24
+    # The judge that proposed for one task alone must not leave that task's words in a set for all.
+    assert not [criterion.title for criterion in rubric if "The task reads" in criterion.evaluator_instruction]
+    assert all(criterion.title in result.stdout for criterion in rubric)
+
+    run = RunDirectory.open(tmp_path / "authored")
+    assert run.table("trajectories").num_rows == TASKS * ROLLOUTS
+    calls = Counter((call["training_step"], call["phase"]) for call in run.table("judge_calls").to_pylist())
+    assert calls == {
+        (0, "stage1"): TASKS,
+        (0, "stage2"): TASKS * ROLLOUTS,
+        (0, "union"): TASKS + 1,
+        (1, "score"): TASKS * ROLLOUTS,
+    }
+
+    # The figures beside the criteria are those of the archived verdicts, in falling order of the failure rate.
+    titles = {row["criterion"]: row["title"] for row in run.table("criteria").to_pylist() if row["training_step"] == 1}
+    verdicts = defaultdict(list)
+    for row in run.table("verdicts").to_pylist():
+        verdicts[titles[row["criterion"]]].append(row["verdict"])
+    rates = {}
+    for title, given in verdicts.items():
+        applicable = [verdict for verdict in given if verdict]
+        assert len(given) == TASKS * ROLLOUTS
+        if len(applicable) >= 0.5 * len(given):
+            rates[title] = applicable.count(-1) / len(applicable)
+    assert {criterion.title for criterion in rubric} == set(rates)
+    listed = [rates[criterion.title] for criterion in rubric]
+    assert listed == sorted(listed, reverse=True)
+    assert f"failed {listed[0]:.1%} of" in out.read_text()
+
+    again = draco("rubric", "author", *words, timeout=100)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
