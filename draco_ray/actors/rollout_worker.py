@@ -111,9 +111,9 @@ def start_rollout_workers(
     environment: EnvironmentConfig,
     load_ground_truth: bool,
     run_name: str,
+    kind: str = "RolloutWorker",
 ) -> list[Any]:
-    """As many workers as the configured slots need; those that evaluate are named apart."""
-    kind = "EvaluationWorker" if load_ground_truth else "RolloutWorker"
+    """As many workers as the configured slots need; ``kind`` begins their names, which are unique in a run."""
     remote = ray.remote(RolloutWorkerActor)
     return [
         remote.options(

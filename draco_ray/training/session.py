@@ -201,7 +201,7 @@ class Actors:
         self.judges = JudgePool(judge_starter(judge, policy, leases, name), judge)
         if config.algorithm.reward == "rubric":
             self.judges.open()
-        self.workers = self.rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
+        self.workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
         self.store = start_run_store(run.path, name)
 
     async def start(self) -> None:
@@ -218,8 +218,11 @@ class Actors:
         await asyncio.gather(*ready)
         self._ready = True
 
-    def rollout_workers(self, *, load_ground_truth: bool) -> list[Any]:
-        """New workers for ``environment.slots``."""
+    def evaluation_workers(self) -> list[Any]:
+        """New workers for ``environment.slots`` that see the ground truth, beside those of training."""
+        return self._rollout_workers(load_ground_truth=True, kind="EvaluationWorker")
+
+    def _rollout_workers(self, *, load_ground_truth: bool, kind: str = "RolloutWorker") -> list[Any]:
         config = self._config
         return start_rollout_workers(
             self.clients,
@@ -229,6 +232,7 @@ class Actors:
             environment=config.environment,
             load_ground_truth=load_ground_truth,
             run_name=self._name,
+            kind=kind,
         )
 
     def pool(self, workers: list[Any]) -> RolloutPool:

@@ -399,7 +399,7 @@ class Trainer:
         config = self._config
         tasks = load_split(config.data.root, config.data.eval_split)[: config.data.eval_tasks]
         runs = config.train.evaluation_runs
-        workers = self._actors.rollout_workers(load_ground_truth=True)
+        workers = self._actors.evaluation_workers()
         self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
         try:
             pool = self._actors.pool(workers)

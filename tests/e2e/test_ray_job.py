@@ -112,7 +112,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
-    submitted = head.submit("train.py", *words, "train.steps=1", "data.eval_tasks=1")
+    # The setting whose training sees the ground truth, as its evaluation does.
+    submitted = head.submit("train.py", *words, "--setting", "outcome", "train.steps=1", "data.eval_tasks=1")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "succeeded" in submitted.stdout + submitted.stderr
     assert "held-out TGC" in submitted.stdout
