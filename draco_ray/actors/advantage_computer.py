@@ -138,9 +138,10 @@ class AdvantageComputerActor:
         spreads = [float(np.std(share.quality_M)) for share in shares if share.cited_M.any()]
         summary = AdvantageSummary(
             rollouts=tuple(share.rollout for share in shares),
+            rewards=tuple(float(share.reward) for share in shares),
             inert=sum(share.inert for share in shares),
             fallbacks=dict(Counter(share.fallback.value for share in shares)),
-            quality_spread=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+            quality_spread=math.fsum(spreads) / len(spreads) if spreads else None,
             tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
         )
         tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}

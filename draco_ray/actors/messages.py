@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draco_ray.records import EpisodeEnd, Phase
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group tell its rollouts apart."""
+    return len(rewards) > 1 and max(rewards) > min(rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,7 @@ class RewardSummary:
     @property
     def has_spread(self) -> bool:
         """Whether the group has any advantage to spread."""
-        return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > 0.0
+        return has_spread(self.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +86,11 @@ class AdvantageSummary:
     """What the driver needs to know of a group's advantages."""
 
     rollouts: tuple[int, ...]
+    rewards: tuple[float, ...]
+    """R_i of each of them."""
     inert: int
     fallbacks: dict[str, int]
-    quality_spread: float
-    """Mean over cited rollouts of the standard deviation of Q_j; 0.0 when none is cited."""
+    quality_spread: float | None
+    """Mean over cited rollouts of the standard deviation of Q_j; None when none is cited."""
     tokens: int
     """Valid (sampled) tokens of the group's samples."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from draco_ray.actors.messages import PhaseSummary, RolloutSummary
+from draco_ray.actors.messages import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd, Phase
@@ -32,7 +32,8 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
     phases = [phase for group in groups for phase in group.phases]
     rewards = [group.reward for group in groups if group.reward is not None]
     advantages = [group.advantage for group in groups if group.advantage is not None]
-    reward_values = [value for reward in rewards for value in reward.rewards]
+    # Where no rubric is used rewards come with the advantages.
+    group_rewards = [known.rewards for group in groups if (known := group.reward or group.advantage) is not None]
     shares = sum(len(advantage.rollouts) for advantage in advantages)
     generation, judging = generation_intervals(groups), judge_intervals(groups)
     ended = Counter(rollout.ended for rollout in rollouts)
@@ -52,12 +53,12 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
     }
     return {
         "step": step,
-        "reward": _mean(reward_values),
+        "reward": _mean([value for values in group_rewards for value in values]),
         "pass_rate": _ratio(sum(r.passed for r in rewards), sum(r.applicable for r in rewards)),
         "criteria": _mean([r.criteria for r in rewards]),
         "surviving_criteria": _mean([len(r.surviving) for r in rewards]),
         "groups": len(groups),
-        "groups_with_signal": sum(reward.has_spread for reward in rewards),
+        "groups_with_signal": sum(has_spread(values) for values in group_rewards),
         "groups_failed": sum(group.state is GroupState.FAILED for group in groups),
         "rollouts": len(rollouts),
         "rollouts_lost": len(groups) * group_size - len(rollouts),
@@ -65,7 +66,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "turns": _mean([rollout.turns for rollout in rollouts]),
         "sampled_tokens": sum(rollout.sampled_tokens for rollout in rollouts),
         "inert_share": _ratio(sum(advantage.inert for advantage in advantages), shares),
-        "quality_spread": _mean([advantage.quality_spread for advantage in advantages]),
+        "quality_spread": _mean([a.quality_spread for a in advantages if a.quality_spread is not None]),
         "credit_fallbacks": dict(sum((Counter(a.fallbacks) for a in advantages), Counter())),
         "judge": per_phase,
         "judge_dollars": sum(phase.dollars for phase in phases),

@@ -44,7 +44,12 @@ def groups() -> list[Group]:
         criteria=4, surviving=(0, 3), unanimous=(0,), scored=(0, 1), rewards=(1.0, 0.0), applicable=6, passed=3
     )
     good.advantage = AdvantageSummary(
-        rollouts=(0, 1), inert=1, fallbacks={"none": 1, "no_citation": 1}, quality_spread=0.2, tokens=40
+        rollouts=(0, 1),
+        rewards=(1.0, 0.0),
+        inert=1,
+        fallbacks={"none": 1, "no_citation": 1},
+        quality_spread=0.2,
+        tokens=40,
     )
     lost = Group(step=1, index=1, task_id="u_1", prompt=())
     lost.fail("0 of 2 rollouts finished, 2 are needed")
@@ -62,6 +67,21 @@ def test_a_step_counts_what_its_groups_report(groups: list[Group]) -> None:
     assert metrics["judge"]["score"]["phases"] == 2
     assert metrics["judge"]["score"]["failed"] == 1
     assert metrics["judge_dollars"] == pytest.approx(0.75)
+
+
+def test_settings_without_a_rubric_have_rewards_and_signal_too() -> None:
+    groups = []
+    for index, rewards in enumerate([(1.0, 0.0, 0.0), (1.0, 1.0, 1.0)]):
+        group = Group(step=1, index=index, task_id=f"t_{index}", prompt=(), state=GroupState.CREDITED)
+        group.advantage = AdvantageSummary(
+            rollouts=(0, 1, 2), rewards=rewards, inert=0, fallbacks={}, quality_spread=None, tokens=9
+        )
+        groups.append(group)
+    metrics = step_metrics(1, groups, group_size=3)
+    assert metrics["reward"] == pytest.approx(4 / 6)
+    assert (metrics["groups"], metrics["groups_with_signal"]) == (2, 1)
+    assert metrics["pass_rate"] is None
+    assert metrics["quality_spread"] is None
 
 
 def test_judging_is_hidden_where_a_rollout_runs_at_the_same_time(groups: list[Group]) -> None:
