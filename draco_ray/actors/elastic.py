@@ -1,4 +1,4 @@
-"""Workers that come and go with the calls that wait for them; knows nothing of Ray, a worker is whatever was started."""
+"""Workers that come and go with the calls that wait for them; nothing of Ray is in here."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Place(Generic[WorkerT]):
 class ElasticWorkers(Generic[WorkerT]):
     """Slots of workers between two bounds; a call gets a slot of one that is up, or waits.
 
-    The oldest ``fewest`` workers share the calls evenly; a younger one gets a call only while all before it are full, so
-    the youngest are idle first.
+    The oldest ``fewest`` workers share the calls evenly; a younger one gets a call only while all before it are full,
+    so the youngest are idle first.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +73,8 @@ class Behaviour(BaseModel):
     """Share of replies cut in the middle, with finish_reason ``length``."""
     error: float = Field(0.0, ge=0, le=1)
     """Share of requests answered with status 500."""
+    answered: Path | None = None
+    """File of what was answered, by digest: a server in place of one that was killed goes on counting repeats."""
     require_key: bool = False
     """Answer 401 unless the request bears the key in the environment variable `KEY_VARIABLE`."""
     seed: int = 0
@@ -118,8 +121,10 @@ class JudgeApp:
         self._allowance_at = time.monotonic()
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._phases: Counter[str] = Counter()
-        self._answered: set[bytes] = set()
-        self._repeated = 0
+        self._book = behaviour.answered
+        known = self._book.read_text(encoding="ascii").split() if self._book and self._book.exists() else ()
+        self._answered = set(known)
+        self._repeated = len(known) - len(self._answered)
         self._outcomes: Counter[str] = Counter()
         self._in_flight = 0
         self._most_in_flight = 0
@@ -176,7 +181,7 @@ class JudgeApp:
             return self._refuse(404, "model_not_found", f"no model {asked.model!r} here, only {MODEL_NAME!r}")
         if asked.stream:
             return self._refuse(400, "invalid_request_error", "stream: this server does not stream")
-        question = hashlib.sha256(asked.model_dump_json().encode()).digest()
+        question = hashlib.sha256(asked.model_dump_json().encode()).hexdigest()
         self._repeated += question in self._answered
         self._in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
@@ -184,6 +189,9 @@ class JudgeApp:
             reply = await self._reply(number, asked)
             if reply.status_code == 200 and not await request.is_disconnected():
                 self._answered.add(question)
+                if self._book is not None:
+                    with self._book.open("a", encoding="ascii") as book:
+                        book.write(f"{question}\n")
             return reply
         finally:
             self._in_flight -= 1

@@ -48,6 +48,16 @@ def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
     assert "--resources='{\"judge\": 16}'" in line
 
 
+def test_judge_slots_are_asked_for_only_where_a_rubric_is_used_and_nothing_brings_them(paper: DracoConfig) -> None:
+    short = BIG | {"judge": 2.0}
+    assert "judge.workers=2 and the union need 3" in refusal(paper, short)
+    check_resources(paper, short, autoscaled=True)
+    # What evaluation asks.
+    check_resources(paper, BIG | {"judge": 0.0}, judges=False)
+    for setting in ("outcome", "random"):
+        check_resources(load_config("qwen3.6-27b", setting=setting), BIG | {"judge": 0.0})
+
+
 def test_too_few_gpus(paper: DracoConfig) -> None:
     assert "need 8 GPUs, the Ray cluster has 7" in refusal(paper, BIG | {"GPU": 7.0})
 
