@@ -18,6 +18,8 @@ from draco_ray.runs.directory import RunDirectory
 
 STARTER = "starter"
 API_PREFIX = "litellm:"
+UNTRAINED = "step00000"
+"""Name of the model without an adapter, where a training curve begins."""
 _SMALL_BYTES = 16 << 20
 _STEP = re.compile(r"step(\d+)")
 
@@ -135,7 +137,7 @@ def every_checkpoint(path: Path, every: int) -> Policy:
     if not kept:
         raise ConfigError(f"run {path}: it has no checkpoint yet")
     chosen = [checkpoint for checkpoint in kept if checkpoint.version % every == 0 or checkpoint is kept[-1]]
-    return _run_policy(run, str(path), (Checkpoint(name="step00000"), *chosen))
+    return _run_policy(run, str(path), (Checkpoint(name=UNTRAINED), *chosen))
 
 
 def checkpoints(run: RunDirectory) -> list[Checkpoint]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.evaluation.comparison import Comparison, holm, paired_difference
+from draco_ray.evaluation.policies import UNTRAINED
 from draco_ray.evaluation.rendering import Cell, Column, Table
 from draco_ray.evaluation.results import EvaluationDirectory
 from draco_ray.evaluation.setting import Estimate, SplitResult, read_split
@@ -39,7 +40,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
     """Read evaluation directories, ``DIR`` or ``LABEL=DIR``; equal labels make one row.
 
     Raises:
-        ConfigError: one is no finished evaluation, or a label has the same split twice.
+        ConfigError: one is no finished evaluation, or a training curve, or a label has the same split twice.
     """
     settings: dict[str, dict[str, SplitResult]] = {}
     sources: dict[tuple[str, str], Path] = {}
@@ -47,7 +48,13 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
         label, separator, name = argument.partition("=")
         if not separator or Path(argument).is_dir():
             label, name = "", argument
-        result = read_split(EvaluationDirectory.open(Path(name)), label or None)
+        directory = EvaluationDirectory.open(Path(name))
+        if len(directory.plan.measurements) > 1 and UNTRAINED in directory.plan.measurements:
+            raise ConfigError(
+                f"{name}: a training curve, whose checkpoints have no common mean; its figures are in curve.csv, and "
+                "`draco evaluate --run DIR --last-epochs 3` measures a setting"
+            )
+        result = read_split(directory, label or None)
         title = split_title(result)
         if (result.label, title) in sources:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -159,6 +160,16 @@ def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
     assert directory.plan.measurements == ("step00002", "step00004")
     assert directory.finished() == 2
     assert "each of 2 checkpoints" in done.stdout
+
+    curve = arguments(sandbox_root, tmp_path / "curve", "--run", str(run), "--train-curve", "--every", "3")
+    done = draco(*curve, *brief, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    directory = EvaluationDirectory.open(tmp_path / "curve")
+    assert directory.plan.split == "train"
+    # The untrained policy, every third checkpoint, and the last one.
+    assert directory.plan.measurements == ("step00000", "step00003", "step00004")
+    with (tmp_path / "curve" / "curve.csv").open(encoding="utf-8") as file:
+        assert [row["Step"] for row in csv.DictReader(file)] == ["0", "3", "4"]
 
 
 def test_an_api_model_is_measured_within_its_budget(sandbox_root: Path, tmp_path: Path) -> None:

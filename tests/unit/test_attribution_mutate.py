@@ -16,6 +16,7 @@ from draco_ray.cli import main
 from draco_ray.config import EnvironmentConfig
 from draco_ray.environments.sandbox.build import read_manifest
 from draco_ray.environments.sandbox.scripts import FATAL, Fault, families
+from draco_ray.offline.rule_judge.tracing import trace
 from draco_ray.records import Trajectory
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -57,6 +58,18 @@ def test_a_loop_over_pages_ends_after_the_first() -> None:
         ("rows = [r for p in range(20) for r in apis.venmo.show_transactions(page_index=p, access_token=t)]",),
     )
     assert "for p in range(1) for r" in mutant.cells[0]
+
+
+def test_the_rule_judge_sees_that_a_loop_has_one_round() -> None:
+    comprehension = (
+        "songs = [s for p in range(9) for s in apis.spotify.show_song_library(page_index=p, access_token=t)]"
+    )
+    for cell in (READ, comprehension):
+        (mutant,) = of(Fault.FIRST_PAGE_ONLY, (LOGIN, cell, CLOSE))
+        for cells, varies in (((LOGIN, cell, CLOSE), True), (mutant.cells, False)):
+            found = trace(run_of(*((each, "ok") for each in cells)), "Count my songs.")
+            (call,) = [call for call in found.calls if call.api == "show_song_library"]
+            assert call.page_varies is varies
 
 
 def test_another_list_of_the_same_app_is_read() -> None:
@@ -181,7 +194,7 @@ def test_a_runs_successful_rollout_gets_faults_that_flip_its_tests(
 ) -> None:
     manifest = read_manifest(sandbox_root)
     assert manifest is not None
-    family = "count_library_songs"
+    family = "count_contacts_born"
     task_id = min(name for name, entry in manifest["tasks"].items() if entry["family"] == family)
     good = tuple(families()[family].script())
     faulty = tuple(families()[family].script(frozenset({Fault.FIRST_PAGE_ONLY})))

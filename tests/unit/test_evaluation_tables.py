@@ -214,3 +214,5 @@ def test_a_curve_has_a_row_a_checkpoint(tmp_path: Path) -> None:
     cell = table.rows[1][1][0]
     assert cell is not None
     assert cell.mean == pytest.approx(100 * sum(each.evaluation.success for each in results) / len(results))
+    with pytest.raises(ConfigError, match="a training curve"):
+        read_settings([str(tmp_path)])

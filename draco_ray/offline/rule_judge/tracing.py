@@ -112,13 +112,13 @@ class _Tracer:
             case ast.For(target=target, iter=iterator, body=body, orelse=orelse):
                 items = self._value(iterator)
                 self._bind(target, replace(items, text=None).through("item") if items.calls else items, None)
-                self._loops.append((items, frozenset(_names(target))))
+                self._loops.append((items, _varying(_names(target), body, iterator)))
                 self._block(body)
                 self._loops.pop()
                 self._block(orelse)
             case ast.While(test=test, body=body, orelse=orelse):
                 self._value(test)
-                self._loops.append((EMPTY, frozenset(_assigned(body))))
+                self._loops.append((EMPTY, _varying(_assigned(body), body)))
                 self._block(body)
                 self._loops.pop()
                 self._block(orelse)
@@ -272,7 +272,7 @@ class _Tracer:
             result |= replace(items, text=None)
             for name in _names(generator.target):
                 self._env[name] = replace(items, text=None, apis=frozenset())
-            self._loops.append((items, frozenset(_names(generator.target))))
+            self._loops.append((items, _varying(_names(generator.target), (), generator.iter)))
             for condition in generator.ifs:
                 self._value(condition)
                 tests |= self._condition(condition)
@@ -537,6 +537,14 @@ def _assigned(body: Sequence[ast.stmt]) -> list[str]:
         for node in ast.walk(statement)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]
+
+
+def _varying(names: Iterable[str], body: Sequence[ast.stmt], iterator: ast.expr | None = None) -> frozenset[str]:
+    """The loop's names that differ from round to round: none where there is but one, as with ``range(1)``."""
+    one_round = iterator is not None and ast.unparse(iterator) == "range(1)"
+    if one_round or any(isinstance(statement, ast.Break | ast.Return) for statement in body):
+        return frozenset()
+    return frozenset(names)
 
 
 def _leaves(body: Sequence[ast.stmt]) -> bool:
