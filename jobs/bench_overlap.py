@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import platform
 import sys
@@ -192,34 +193,38 @@ class Measured:
 
 
 class Bench:
-    """The actors of one cell, and its steps."""
+    """The actors of the cells with one speed of the judge, and their steps."""
 
-    def __init__(self, cell: Cell, config: DracoConfig, prompts: dict[str, tuple[Message, ...]], run: RunDirectory):
-        self._cell = cell
+    def __init__(self, config: DracoConfig, prompts: dict[str, tuple[Message, ...]], run: RunDirectory) -> None:
         self._config = config
         self._prompts = prompts
         self._run = run
         self._tasks = TaskOrder(list(prompts), PROMPTS, config.seed).tasks(1)
 
-    async def measure(self, judge: Any, repeats: int) -> list[tuple[Measured, Measured]]:
-        """The step as it is trained, and phase by phase."""
+    async def measure(self, judge: Any, cells: Sequence[Cell], repeats: int) -> None:
+        """Print each cell's step as it is trained, and phase by phase."""
         name = self._run.path.name
-        self._engine = start_paced_engine(repertoire(self._config, self._tasks), WARM_UP_SPEED, name)
-        self._actors = Actors(self._config, judge, self._run, name, engines=[self._engine])
+        engine = start_paced_engine(repertoire(self._config, self._tasks), WARM_UP_SPEED, name)
+        self._actors = Actors(self._config, judge, self._run, name, engines=[engine])
         self._advantages = start_advantage_computer(self._config.algorithm, name)
-        self._learner = PacedLearner(LearnerPace(tokens_per_second=self._cell.learner), name)
+        self._learner = PacedLearner(LearnerPace(tokens_per_second=WARM_UP_SPEED), name)
         try:
             await self._actors.start()
             # Every process has then imported what it needs, and every slot has an AppWorld.
-            await self._step(barriers=False)
-            await self._engine.set_speed.remote(self._cell.engine)
-            return [(await self._step(barriers=False), await self._step(barriers=True)) for _ in range(repeats)]
+            await self._step(PROMPTS, barriers=False)
+            for cell in cells:
+                await engine.set_speed.remote(cell.engine)
+                await self._learner.set_pace(LearnerPace(tokens_per_second=cell.learner))
+                for _ in range(repeats):
+                    streamed = await self._step(cell.minibatch, barriers=False)
+                    phased = await self._step(cell.minibatch, barriers=True)
+                    print(row(cell, streamed, phased), flush=True)
         finally:
             await self._actors.stop()
             self._learner.stop()
-            ray.kill(self._engine)
+            ray.kill(engine)
 
-    async def _step(self, *, barriers: bool) -> Measured:
+    async def _step(self, minibatch: int, *, barriers: bool) -> Measured:
         groups = [
             Group(step=1, index=index, task_id=task_id, prompt=self._prompts[task_id])
             for index, task_id in enumerate(self._tasks)
@@ -235,17 +240,17 @@ class Bench:
             work = [asyncio.create_task(pipeline.run(group)) for group in groups]
             if barriers:
                 await asyncio.gather(*work)
-            await streamed_update(self._learner, work, self._cell.minibatch)
+            await streamed_update(self._learner, work, minibatch)
         seconds = time.time() - started
         failed = [f"{group.name}: {group.reason}" for group in groups if group.state is not GroupState.CREDITED]
         if failed or any(len(group.rollouts) < GROUP for group in groups):
             sys.exit(f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run it again")
         learned = await self._learner.done()
-        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=self._cell.minibatch)
+        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=minibatch)
         return Measured(seconds=seconds, groups=groups, learned=learned, bound=bound)
 
 
-def configuration(world: Path, model: Path, root: Path, cell: Cell) -> DracoConfig:
+def configuration(world: Path, model: Path, root: Path, judge_seconds: float) -> DracoConfig:
     """The sandbox preset at the bench's size."""
     return load_config(
         "sandbox",
@@ -259,7 +264,7 @@ def configuration(world: Path, model: Path, root: Path, cell: Cell) -> DracoConf
             f"algorithm.group_size={GROUP}",
             "agent.max_response_length=8192",
             "agent.max_turn_tokens=2048",
-            f"judge.rule_judge.latency_seconds={cell.judge}",
+            f"judge.rule_judge.latency_seconds={judge_seconds}",
             "judge.concurrency_per_worker=128",
             "environment.start_timeout_seconds=600",
             "environment.cell_timeout_seconds=300",
@@ -281,7 +286,7 @@ def row(cell: Cell, streamed: Measured, phased: Measured) -> str:
 
 @contextlib.contextmanager
 def session(config: DracoConfig) -> Iterator[Any]:
-    """Ray and a judge of the cell's speed."""
+    """Ray, and a judge of the configured speed."""
     with open_judge(config, Console(quiet=True)) as judge, ray_session(config):
         # Without a cache of replies: both ways of working ask the same questions.
         yield judge.model_copy(update={"cache": None})
@@ -293,7 +298,7 @@ def main(
     world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
     model: Annotated[Path, typer.Option(help="The starter policy; its tokenizer is used.")] = Path(".cache/starter"),
 ) -> None:
-    """Measure every cell and print the table; about a minute a cell."""
+    """Measure every cell and print the table; about a minute a cell on a quiet machine."""
     if unknown := [name for name in cells.split() if name not in CELLS]:
         sys.exit(f"bench-overlap: unknown cell {unknown[0]!r}; expected one of {', '.join(CELLS)}")
     memory = psutil.virtual_memory().total / 2**30
@@ -306,13 +311,13 @@ def main(
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for cell in (CELLS[name] for name in cells.split()):
-            config = configuration(world.resolve(), model.resolve(), Path(folder), cell)
-            run = RunDirectory.create(Path(folder) / cell.name, "")
+        chosen = sorted((CELLS[name] for name in cells.split()), key=lambda cell: cell.judge)
+        for seconds, alike in itertools.groupby(chosen, key=lambda cell: cell.judge):
+            config = configuration(world.resolve(), model.resolve(), Path(folder), seconds)
+            run = RunDirectory.create(Path(folder) / f"judge-{seconds}", "")
             with session(config) as judge:
-                bench = Bench(cell, config, usable_prompts(config, Console(quiet=True)), run)
-                for measured in asyncio.run(bench.measure(judge, repeats)):
-                    print(row(cell, *measured), flush=True)
+                bench = Bench(config, usable_prompts(config, Console(quiet=True)), run)
+                asyncio.run(bench.measure(judge, list(alike), repeats))
 
 
 if __name__ == "__main__":

@@ -154,6 +154,10 @@ class PacedLearnerActor:
             learning_rate=0.0,
         )
 
+    async def set_pace(self, pace: LearnerPace) -> None:
+        """From the next task on."""
+        self._pace = pace
+
     async def done(self) -> list[LearnerTask]:
         """What it did since this was asked last."""
         done, self._done = self._done, []
@@ -186,6 +190,10 @@ class PacedLearner:
     async def step(self) -> UpdateMetrics:
         """See `PacedLearnerActor`."""
         return await self._actor.step.remote()
+
+    async def set_pace(self, pace: LearnerPace) -> None:
+        """See `PacedLearnerActor`."""
+        await self._actor.set_pace.remote(pace)
 
     async def done(self) -> list[LearnerTask]:
         """What the learner did since this was asked last."""
