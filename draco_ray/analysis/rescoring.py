@@ -114,11 +114,12 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
         tallies[key][row["training_step"]].add(row["verdict"])
         rollouts[key][row["training_step"]].add((row["task_id"], row["rollout"]))
 
+    own = (rubric_kind(run), RUN)
     chosen = set(again.column("training_step").to_pylist())
     columns = ["training_step", "task_id", "rollout", "verdict"]
     for row in run.table("verdicts", columns=columns).to_pylist():
         if not chosen or row["training_step"] in chosen:
-            count((rubric_kind(run), RUN), row)
+            count(own, row)
     for row in again.select([*columns, "judge"]).to_pylist():
         if row["verdict"] is not None:
             count(("static", row["judge"]), row)
