@@ -156,6 +156,9 @@ async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
     assert found["false_blame"]["value"] == 0.0
     for name in ("citation_precision", "citation_recall", "hit_at_1", "first_error", "blame_auroc", "push_share"):
         assert found[name]["value"] > 0.9 > found[name]["chance"], name
+    # What step credit adds to plain GRPO, which spreads the push over tokens.
+    assert found["grpo_share"]["value"] < 0.5 < found["push_share"]["value"]
+    assert found["grpo_share"]["observations"] == found["push_share"]["observations"]
     assert found["pushed_away"]["value"] > 0.9 > found["pushed_away"]["chance"]
     assert found["reward_auroc"]["value"] > 0.5
 

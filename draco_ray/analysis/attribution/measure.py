@@ -13,8 +13,8 @@ citation_recall      of the planted steps, the share cited by failed criteria   
 hit_at_1             whether the step of least Q is planted; ties share               a random step        the last one
 first_error          whether the first step cited by a fail is the first planted      a random step        the last one
 blame_auroc          a planted step's 1 - Q above another's                           0.5                  the last one
-push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)    the share of tokens, the last one
-                                                                                      plain GRPO
+push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)    a random step        the last one
+grpo_share           the same without step credit: the planted steps' share of tokens a random step        the last one
 pushed_away          of the planted steps, the share with a_j < 0; losers only        the other steps      -
 ==================== ================================================================ ==================== ============
 
@@ -178,8 +178,15 @@ def push_share(rollout: JudgedRollout) -> Observation | None:
     if share is None or share.advantage >= 0:
         return None
     pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
-    tokens_M = rollout.tokens_M
-    return float(pushes[planted_M].sum()), float(tokens_M[planted_M].sum() / tokens_M.sum()), float(planted_M[-1])
+    return float(pushes[planted_M].sum()), float(planted_M.mean()), float(planted_M[-1])
+
+
+def grpo_share(rollout: JudgedRollout) -> Observation | None:
+    """What `push_share` would be with the same advantage on every token; None where that is."""
+    planted_M, tokens_M = _planted(rollout), rollout.tokens_M
+    if rollout.share is None or rollout.share.advantage >= 0:
+        return None
+    return float(tokens_M[planted_M].sum() / tokens_M.sum()), float(planted_M.mean()), float(planted_M[-1])
 
 
 def pushed_away(rollout: JudgedRollout) -> Observation | None:
@@ -198,6 +205,7 @@ STEP_MEASURES: dict[str, Callable[[JudgedRollout], Observation | None]] = {
     "first_error": first_error,
     "blame_auroc": blame_auroc,
     "push_share": push_share,
+    "grpo_share": grpo_share,
     "pushed_away": pushed_away,
 }
 
