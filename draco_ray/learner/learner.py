@@ -98,9 +98,12 @@ class Learner:
         """Optimizer updates applied since the untrained adapter."""
         self._sums = dict.fromkeys(SUMS, 0.0)
 
-    def passes(self, samples: Sequence[TrainingSample]) -> int:
-        """Micro-batches that these samples are cut into."""
-        return len(self._micro_batches(samples))
+    def micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        """Rows of `samples` per forward pass; a sample without a valid token is in none."""
+        lengths = [trained_length(sample) for sample in samples]
+        trained = [row for row, length in enumerate(lengths) if length]
+        batches = pack([lengths[row] for row in trained], self._config.micro_batch_tokens)
+        return [[trained[index] for index in batch] for batch in batches]
 
     def accumulate(
         self,
@@ -115,12 +118,12 @@ class Learner:
             samples: any number of them; one without a valid token adds nothing.
             old_logprobs: what `old_logprobs` returned for them. None: the current policy is the old one and the
                 importance ratio is 1, which holds for the first minibatch of a training step.
-            passes: micro-batches that other workers have at most; missing ones are made up by passes that add zero.
+            passes: micro-batches of the worker that has most; missing ones are made up by passes that add zero.
         Returns: the sums named in `SUMS`, over these samples alone.
         Raises: ValueError if a sample's first token is marked valid, or there are not as many old log-probs.
         """
         added = dict.fromkeys(SUMS, 0.0) | {"samples": float(len(samples))}
-        batches = self._micro_batches(samples)
+        batches = self.micro_batches(samples)
         for rows in batches:
             batch = self._collate(samples, rows, old_logprobs)
             with torch.no_grad(), self.policy.adapter_off() if self._config.kl_coefficient > 0 else nullcontext():
@@ -163,7 +166,7 @@ class Learner:
         `passes` is as there.
         """
         logprobs: list[FloatArray] = [np.zeros(0, dtype=np.float32) for _ in samples]
-        batches = self._micro_batches(samples)
+        batches = self.micro_batches(samples)
         for rows in batches:
             batch = self._collate(samples, rows, None)
             logprob_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)[0]
@@ -297,13 +300,6 @@ class Learner:
         """A forward pass over two tokens that count for nothing: other workers need this one's part of the base."""
         token_ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
         return self.policy.logprobs(token_ids_BT, torch.tensor([[False, True]], device=self._device))[0]
-
-    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        """Rows of `samples` per forward pass; a sample without a valid token is in none."""
-        lengths = [trained_length(sample) for sample in samples]
-        trained = [row for row, length in enumerate(lengths) if length]
-        batches = pack([lengths[row] for row in trained], self._config.micro_batch_tokens)
-        return [[trained[index] for index in batch] for batch in batches]
 
     def _collate(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], old_logprobs: Sequence[FloatArray] | None

@@ -65,9 +65,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprob_V[chunk], entropy_V[chunk], logprob_slope, entropy_slope = _of_one_chunk(
                 hidden_VH[chunk], weight, bias, target_V[chunk], needs_gradient, needs_gradient and entropy_gradient
             )
-            if logprob_slope_VH is not None:
+            if logprob_slope_VH is not None and logprob_slope is not None:
                 logprob_slope_VH[chunk] = logprob_slope
-            if entropy_slope_VH is not None:
+            if entropy_slope_VH is not None and entropy_slope is not None:
                 entropy_slope_VH[chunk] = entropy_slope
         ctx.save_for_backward(logprob_slope_VH, entropy_slope_VH)
         if not entropy_gradient:

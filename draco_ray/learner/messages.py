@@ -50,7 +50,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(Command):
-    """Add the gradients of whole groups. Answers the token counts and loss sums, added over workers.
+    """Add the gradients of whole groups. Answers token counts and loss sums of what it computed, added over workers.
+
+    With a sharded base some samples may wait for those of later commands, at the latest for the update.
 
     Before the first update of a training step the policy is the one that sampled them and the importance ratio is 1;
     afterwards they must have been remembered.
@@ -66,7 +68,7 @@ class Accumulate(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remember(Command):
-    """Compute and keep the old log-probs of groups of a later minibatch. Answers `samples`, how many there were."""
+    """Keep the old log-probs of groups of a later minibatch. Answers `samples`, how many there were."""
 
     groups: tuple[Any, ...]
 

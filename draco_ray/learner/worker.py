@@ -18,6 +18,7 @@ from draco_ray.learner.messages import (
     Update,
 )
 from draco_ray.learner.packing import deal
+from draco_ray.learner.shares import Shares
 from draco_ray.records import Adapter, FloatArray, TrainingSample
 
 SampleKey = tuple[str, int]
@@ -29,7 +30,8 @@ class LearnerWorker:
 
     Every worker sees every command and deals its samples in the same way without asking the others: the next sample
     goes to the worker with the fewest tokens since the last update. Only `Update` makes workers wait for each other;
-    where the base is sharded every pass through the model does, so all run as many as the one with most.
+    where the base is sharded every pass through the model does, so samples may wait until every worker has as many
+    micro-batches, at the latest for the update.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class LearnerWorker:
         self._workers = workers
         self._fetch = fetch
         self._publish = publish
-        self._remembered: dict[SampleKey, tuple[int, FloatArray | None]] = {}
-        """The worker that has a sample, and its old log-probs if that is this one."""
+        self._owner: dict[SampleKey, int] = {}
+        """The worker that remembers a sample."""
+        self._old_logprobs: dict[SampleKey, FloatArray] = {}
+        """Of the samples that this worker remembers."""
+        self._to_remember, self._to_accumulate, self._to_accumulate_with_old = (Shares(workers) for _ in range(3))
         self._updated = False
         """Whether the weights have changed since the training step began."""
         self._forget_loads()
@@ -71,6 +76,8 @@ class LearnerWorker:
             case Remember(groups=groups):
                 return self._remember([sample for group in self._fetch(groups) for sample in group])
             case Update():
+                self._remember_dealt(everything=True)
+                self._accumulate_dealt(everything=True)
                 self._forget_loads()
                 self._updated = True
                 return self._learner.step()
@@ -78,7 +85,7 @@ class LearnerWorker:
                 self._updated = False
                 return self._publish(self._learner.adapter(version)) if self._rank == 0 else None
             case SaveCheckpoint(directory=directory):
-                if self._remembered:
+                if self._owner or self._to_accumulate or self._to_accumulate_with_old:
                     raise ValueError(f"checkpoint {directory} in the middle of a training step; finish its minibatches")
                 self._updated = False
                 return self._learner.save(Path(directory)) if self._rank == 0 else None
@@ -91,46 +98,51 @@ class LearnerWorker:
         raise ValueError(f"unknown learner command {command!r}")
 
     def _accumulate(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        remembered = [sample for sample in samples if _key(sample) in self._remembered]
-        fresh = [sample for sample in samples if _key(sample) not in self._remembered]
+        remembered = [sample for sample in samples if _key(sample) in self._owner]
+        fresh = [sample for sample in samples if _key(sample) not in self._owner]
         if fresh and self._updated:
             raise ValueError(
                 f"{len(fresh)} samples, first {_key(fresh[0])}, follow an update but were not remembered before it; "
                 "their importance ratio is unknown"
             )
-        old: list[list[TrainingSample]] = [[] for _ in range(self._workers)]
-        old_logprobs = []
-        for sample in remembered:
-            owner, logprobs = self._remembered.pop(_key(sample))
-            old[owner].append(sample)
-            if logprobs is not None:
-                old_logprobs.append(logprobs)
-        new = self._dealt(fresh, self._load_W)
-        with_old = self._learner.accumulate(old[self._rank], old_logprobs, passes=self._passes(old))
-        on_policy = self._learner.accumulate(new[self._rank], passes=self._passes(new))
+        if remembered:
+            self._remember_dealt(everything=True)
+        self._to_accumulate.add(fresh, self._dealt(fresh, self._load_W))
+        owners = [self._owner.pop(_key(sample)) for sample in remembered]
+        self._to_accumulate_with_old.add(remembered, owners)
+        return self._accumulate_dealt(everything=not self._learner.sharded)
+
+    def _accumulate_dealt(self, *, everything: bool) -> dict[str, float]:
+        mine, passes = self._taken(self._to_accumulate_with_old, everything)
+        old_logprobs = [self._old_logprobs.pop(_key(sample)) for sample in mine]
+        with_old = self._learner.accumulate(mine, old_logprobs, passes=passes)
+        mine, passes = self._taken(self._to_accumulate, everything)
+        on_policy = self._learner.accumulate(mine, passes=passes)
         return {name: on_policy[name] + with_old[name] for name in on_policy}
 
     def _remember(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        shares = self._dealt(samples, self._remembered_load_W)
-        mine = self._learner.old_logprobs(shares[self._rank], passes=self._passes(shares))
-        for owner, share in enumerate(shares):
-            self._remembered.update((_key(sample), (owner, None)) for sample in share)
-        for sample, logprobs in zip(shares[self._rank], mine, strict=True):
-            self._remembered[_key(sample)] = (self._rank, logprobs)
-        return {"samples": float(len(mine))}
+        owners = self._dealt(samples, self._remembered_load_W)
+        self._owner.update(zip(map(_key, samples), owners, strict=True))
+        self._to_remember.add(samples, owners)
+        self._remember_dealt(everything=not self._learner.sharded)
+        return {"samples": float(owners.count(self._rank))}
 
-    def _dealt(self, samples: Sequence[TrainingSample], load_W: list[int]) -> list[list[TrainingSample]]:
-        """Every worker's share; `load_W` is brought up to date."""
+    def _remember_dealt(self, *, everything: bool) -> None:
+        mine, passes = self._taken(self._to_remember, everything)
+        self._old_logprobs.update(zip(map(_key, mine), self._learner.old_logprobs(mine, passes=passes), strict=True))
+
+    def _dealt(self, samples: Sequence[TrainingSample], load_W: list[int]) -> list[int]:
+        """The worker of each sample; `load_W` is brought up to date."""
         lengths = [trained_length(sample) for sample in samples]
-        shares: list[list[TrainingSample]] = [[] for _ in range(self._workers)]
-        for sample, length, owner in zip(samples, lengths, deal(lengths, load_W), strict=True):
-            shares[owner].append(sample)
+        owners = deal(lengths, load_W)
+        for length, owner in zip(lengths, owners, strict=True):
             load_W[owner] += length
-        return shares
+        return owners
 
-    def _passes(self, shares: Sequence[Sequence[TrainingSample]]) -> int:
-        """Passes through the model that this worker takes part in for the sake of the others."""
-        return max(map(self._learner.passes, shares)) if self._learner.sharded else 0
+    def _taken(self, shares: Shares, everything: bool) -> tuple[list[TrainingSample], int]:
+        """This worker's samples to work off now, and the passes to make of them, with the others where they matter."""
+        mine, passes = shares.take(self._learner.micro_batches, self._rank, everything=everything)
+        return mine, passes if self._learner.sharded else 0
 
     def _forget_loads(self) -> None:
         self._load_W = [0] * self._workers

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -457,6 +458,67 @@ def test_workers_share_every_sample_between_them(model: ModelConfig) -> None:
         tokens.append(sum(added["valid_tokens"] for added in sums))
     assert sum(tokens) == sum(int(sample.loss_mask_T.sum()) for sample in samples)
     assert min(tokens) > 0
+
+
+def test_sharded_workers_make_equally_many_passes_and_few_empty_ones(model: ModelConfig) -> None:
+    """A short first group is dealt to two of three workers; what one has too many of waits for the next commands."""
+    samples = make_samples(14)
+    groups = [samples[:2], samples[2:7], samples[7:8], samples[8:14]]
+    learners = [make_learner(model, micro_batch_tokens=1) for _ in range(3)]
+    passes: list[list[int]] = []
+    for learner in learners:
+        learner.sharded = True
+        seen: list[int] = []
+        learner.policy.logprobs = watched(learner.policy.logprobs, seen)  # type: ignore[method-assign]
+        passes.append(seen)
+    workers = [make_worker(learner, rank, workers=3) for rank, learner in enumerate(learners)]
+    added = []
+    for group in groups[:3]:
+        added.append([worker.execute(Accumulate(groups=(group,)))["samples"] for worker in workers])
+        assert len({len(seen) for seen in passes}) == 1
+    for worker in workers:
+        worker.execute(Remember(groups=(groups[3],)))
+    assert added[0] == [0, 0, 0]
+    assert sum(map(sum, added)) == 6
+    vectors: list[torch.Tensor] = []
+    for learner, worker in zip(learners, workers, strict=True):
+        learner._reduce = lambda flat: vectors.append(flat.clone())
+        worker.execute(Update())
+    assert len({len(seen) for seen in passes}) == 1
+    # A reference and a training pass for each of eight samples, a pass for each of six old log-probs: 22 over three.
+    assert sum(map(len, passes)) <= 3 * 9
+
+    alone = make_learner(model)
+    alone.accumulate(samples[:8])
+    expected = gradients(alone)
+    summed = torch.stack(vectors).sum(0)
+    assert summed[SUMS.index("samples")] == 8
+    torch.testing.assert_close(summed[len(SUMS) :], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+    later = [worker.execute(Accumulate(groups=(groups[3],)))["samples"] for worker in workers]
+    for worker in workers:
+        worker.execute(Update())
+    assert sum(later) <= 6
+    assert len({len(seen) for seen in passes}) == 1
+
+
+def test_no_checkpoint_while_samples_wait(model: ModelConfig, tmp_path: Path) -> None:
+    learner = make_learner(model)
+    learner.sharded = True
+    worker = make_worker(learner, rank=0, workers=2)
+    worker.execute(Accumulate(groups=(make_samples(1),)))
+    with pytest.raises(ValueError, match="in the middle of a training step"):
+        worker.execute(SaveCheckpoint(directory=str(tmp_path / "early")))
+
+
+def watched(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    """The function, which notes that it was called."""
+
+    def call(*arguments: Any) -> Any:
+        seen.append(1)
+        return function(*arguments)
+
+    return call
 
 
 def test_later_minibatches_use_the_old_logprobs_of_the_steps_start(model: ModelConfig, tmp_path: Path) -> None:
