@@ -95,6 +95,8 @@ def replay_judge(
             f"--phase {writing[0]}: a third model says which criteria of the two judges are the same check; "
             f"name it with --pairing MODEL ({RULES}: the offline judge)"
         )
+    if pairing is not None and not writing:
+        raise ConfigError("--pairing: only verdicts were asked about; add --phase stage1, stage2 or union")
     own = load_config(str(run.path)).judge
     calls = archived_calls(run, steps, verdicts)
     written = rubric_overlap.writing_calls(run, steps, writing, own)

@@ -219,6 +219,10 @@ def test_written_criteria_need_a_third_model(run: RunDirectory, capsys: pytest.C
         main(["replay", str(run.path), "--judge", "own", "--phase", "union"])
     assert ended.value.code == 2
     assert "name it with --pairing MODEL" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run.path), "--judge", "own", "--pairing", "rules"])
+    assert ended.value.code == 2
+    assert "add --phase stage1, stage2 or union" in capsys.readouterr().err
 
 
 def test_a_rise_over_training_is_seen_and_noise_is_not() -> None:
