@@ -73,7 +73,7 @@ def recorded_groups(
     """
     rollouts = finished_rollouts(run, steps)
     digest = hashlib.sha256(repr(sorted(rollouts.items())).encode()).hexdigest()
-    header = {"run": run.path.name, "rollouts": digest, "tasks": tasks, "format": 2}
+    header = {"run": run.path.name, "rollouts": digest, "world": str(world), "tasks": tasks, "format": 2}
     played = read_kept(kept, header)
     if played is None:
         played = asyncio.run(_planted(rollouts, tasks, world, environment, processes))
