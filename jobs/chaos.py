@@ -1,18 +1,21 @@
 """Kill the processes of a run with SIGKILL, one fault a run, in the middle of a step, and print what became of it.
 
-python jobs/chaos.py [--faults "engine driver"] [--world DIR] [--model DIR]
+python jobs/chaos.py [--faults "engine actor,driver"] [--world DIR] [--model DIR]
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +33,8 @@ STEPS, PROMPTS, GROUP = 2, 2, 3
 JUDGE_SECONDS = 1.0
 """Of a reply, so that a fault finds calls under way."""
 LIMIT_SECONDS = 900.0
+HEAD_ATTEMPTS = 3
+"""Ray gives a head 30 s to start, which a busy machine may miss."""
 
 
 def actors(driver: int, kind: str) -> list[int]:
@@ -69,6 +74,9 @@ FAULTS: dict[str, Callable[[int], list[int]]] = {
     "driver": lambda driver: [driver],
 }
 """Fault -> the processes to kill, given the driver's."""
+JUDGE_SERVER, NODE = "judge server", "node"
+"""Faults of what is not below the driver: the judge's own process; every process of a Ray head of its own."""
+ALL = (*FAULTS, JUDGE_SERVER, NODE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,7 @@ class Outcome:
 
     fault: str
     survived: str
+    rollouts: int
     lost: int
     repeated: int
     steps: int
@@ -85,36 +94,49 @@ class Outcome:
 
 
 def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
-    """One run with one fault in its last step."""
+    """One run with one fault in its last step, continued if it ended."""
     name = fault.replace(" ", "-")
     run = root / name
     began = time.monotonic()
-    # Outlives the driver, so that it can tell what was asked twice.
-    with JudgeServer(latency=JUDGE_SECONDS) as judge:
-        arguments = [
-            "sandbox",
-            f"data.root={world}",
-            f"model.path={model}",
-            f"run.root={root}",
-            f"run.name={name}",
-            "judge.rule_judge.start=false",
-            f"judge.model=openai/{MODEL_NAME}",
-            f"judge.api_base={judge.base_url}",
-            "judge.api_key_env=NO_KEY_IS_ASKED_FOR",
-            f"train.prompts_per_step={PROMPTS}",
-            f"train.steps={STEPS}",
-            "train.evaluate_before_after=false",
-            f"algorithm.group_size={GROUP}",
-            "learner.minibatch_prompts=1",
-            "ray.dashboard=false",
-        ]
-        process = start(arguments)
+    with contextlib.ExitStack() as stack:
+        # It outlives the driver and, by what it wrote, itself: so it can tell what was asked twice.
+        judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=root / f"{name}.answered"))
+        head = stack.enter_context(ray_head(root)) if fault == NODE else None
+        process = start(
+            [
+                "sandbox",
+                f"data.root={world}",
+                f"model.path={model}",
+                f"run.root={root}",
+                f"run.name={name}",
+                "judge.rule_judge.start=false",
+                f"judge.model=openai/{MODEL_NAME}",
+                f"judge.api_base={judge.base_url}",
+                "judge.api_key_env=NO_KEY_IS_ASKED_FOR",
+                # A judge that is gone is given up on in seconds rather than minutes.
+                "judge.max_attempts=4",
+                f"train.prompts_per_step={PROMPTS}",
+                f"train.steps={STEPS}",
+                "train.evaluate_before_after=false",
+                f"algorithm.group_size={GROUP}",
+                "learner.minibatch_prompts=1",
+                "ray.dashboard=false",
+            ],
+            head,
+        )
+        victims: list[int] = []
         try:
             parts = run / "tables" / "trajectories"
-            ready = wait(lambda: any(parts.glob(f"step{STEPS:05d}/*.parquet")), process)
-            victims = FAULTS[fault](process.pid) if ready else []
+            if wait(lambda: any(parts.glob(f"step{STEPS:05d}/*.parquet")), process):
+                if fault == JUDGE_SERVER:
+                    victims = [judge.pid]
+                elif head is not None:
+                    victims = [child.pid for child in psutil.Process(head.pid).children(recursive=True)]
+                else:
+                    victims = FAULTS[fault](process.pid)
             for victim in victims:
-                os.kill(victim, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
             output, errors = process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             output, errors = "", f"hung for {LIMIT_SECONDS:g} s"
@@ -124,21 +146,30 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         if not victims:
             how = "no process to kill found"
         elif code != 0:
-            process = start(["--resume", str(run)])
+            if fault == JUDGE_SERVER:
+                port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
+                judge = stack.enter_context(
+                    JudgeServer(latency=JUDGE_SECONDS, answered=root / f"{name}.answered", port=port)
+                )
+            head = stack.enter_context(ray_head(root)) if fault == NODE else None
+            process = start(["--resume", str(run)], head)
             try:
                 output, resumed_errors = process.communicate(timeout=LIMIT_SECONDS)
             finally:
                 process.kill()
-            errors += resumed_errors
             how = "resumed" if process.returncode == 0 else "no"
+            if process.returncode != 0:
+                errors = resumed_errors
         if "Traceback" in errors:
             how += ", with a traceback"
         stats = httpx.get(judge.base_url.removesuffix("/v1") + "/stats", trust_env=False).json()
-    metrics = RunDirectory(run).metrics()
+    directory = RunDirectory(run)
+    metrics = directory.metrics()
     lines = [line for line in (errors if code else output).strip().splitlines() if line.strip()]
     return Outcome(
         fault=fault,
         survived=how,
+        rollouts=directory.table("trajectories", columns=["rollout"]).num_rows,
         lost=sum(line["rollouts_lost"] for line in metrics),
         repeated=stats["repeated"],
         steps=len(metrics),
@@ -147,10 +178,56 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
     )
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    """``draco train`` with these words."""
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A Ray head that is no child of the driver's, and what a driver needs to join it."""
+
+    pid: int
+    environment: dict[str, str]
+
+
+@contextlib.contextmanager
+def ray_head(root: Path) -> Iterator[Head]:
+    """``ray start --head`` on a free port, for as long as the block lasts."""
+    # Ray's sockets lie in its folder, and the path of a socket must be short.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        token, log = root / "token", Path(folder) / "head.log"
+        token.write_text(secrets.token_hex(32), encoding="ascii")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        environment.pop("RAY_ADDRESS", None)
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+            *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"),
+            *("--include-dashboard=false", "--num-cpus=4", "--resources", '{"judge": 8}'),
+            f"--object-store-memory={512 << 20}",
+        ]
+        for _ in range(HEAD_ATTEMPTS):
+            process = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
+            while "--block" not in log.read_text(encoding="utf-8") and process.poll() is None:
+                time.sleep(0.2)
+            if process.poll() is None:
+                break
+        else:
+            sys.exit(f"chaos: ray start: {log.read_text(encoding='utf-8').strip().splitlines()[-1]}")
+        try:
+            yield Head(pid=process.pid, environment={**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"})
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def start(arguments: list[str], head: Head | None) -> subprocess.Popen[str]:
+    """``draco train`` with these words, on that head or a Ray of its own."""
     command = [sys.executable, "-m", "draco_ray.cli", "train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = None if head is None else head.environment
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
@@ -164,31 +241,40 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
 
 
 def main(
-    faults: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(FAULTS)}.")] = ",".join(FAULTS),
+    faults: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(ALL)}.")] = ",".join(ALL),
     world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
     model: Annotated[Path, typer.Option(help="The starter policy.")] = Path(".cache/starter"),
 ) -> None:
     """Run each fault once and print the table; exits with 1 if a run was lost."""
+    # So that what was started is ended as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(soft_wrap=True)
-    table = Table("fault", "survived", "rollouts lost", "judge calls repeated", "steps", "seconds", "last words")
+    table = Table(
+        "fault", "survived", "rollouts", "rollouts lost", "judge calls repeated", "steps", "seconds", "last words"
+    )
     lost = False
     with tempfile.TemporaryDirectory() as folder:
         for fault in (name.strip() for name in faults.split(",")):
-            if fault not in FAULTS:
-                sys.exit(f"chaos: unknown fault {fault!r}; expected one of {', '.join(FAULTS)}")
+            if fault not in ALL:
+                sys.exit(f"chaos: unknown fault {fault!r}; expected one of {', '.join(ALL)}")
             console.print(f"chaos: {fault} ...")
             outcome = strike(fault, Path(folder), world.resolve(), model.resolve())
             lost = lost or outcome.steps < STEPS
             table.add_row(
                 fault,
                 outcome.survived,
+                f"{outcome.rollouts}/{STEPS * PROMPTS * GROUP}",
                 str(outcome.lost),
                 str(outcome.repeated),
                 f"{outcome.steps}/{STEPS}",
                 f"{outcome.seconds:.0f}",
                 outcome.last[:120],
             )
-            console.print(f"chaos: {fault}: {outcome.survived}, {outcome.seconds:.0f} s")
+            console.print(
+                f"chaos: {fault}: {outcome.survived}, {outcome.steps} of {STEPS} steps, {outcome.lost} rollouts lost, "
+                f"{outcome.repeated} judge calls repeated, {outcome.seconds:.0f} s: {outcome.last}",
+                markup=False,
+            )
     Console(width=200).print(table)
     sys.exit(1 if lost else 0)
 

@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from draco_ray.actors.messages import AdvantageSummary, RewardSummary
+from draco_ray.actors.placement import beside_the_driver
 from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
@@ -154,6 +155,7 @@ def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
     return remote.options(
         name=f"AdvantageComputer@{run_name}",
         num_cpus=0,
+        scheduling_strategy=beside_the_driver(),
         max_concurrency=64,
         # It holds nothing: a new process answers the same.
         max_restarts=-1,

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from draco_ray.actors.placement import beside_the_driver
 from draco_ray.config import JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent
 from draco_ray.judging.limiter import Limiter
@@ -96,6 +97,7 @@ def start_limiter(
     options = {
         "name": _actor_name(run_name),
         "num_cpus": 0,
+        "scheduling_strategy": beside_the_driver(),
         # Everybody who waits holds a place.
         "max_concurrency": 10_000,
         "max_restarts": -1,

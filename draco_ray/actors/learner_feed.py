@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from draco_ray.actors.placement import beside_the_driver
 from draco_ray.learner.feed import LearnerFeed
 
 
@@ -13,6 +14,11 @@ def start_learner_feed(workers: int, resume_from: str | None, run_name: str) -> 
     """An actor on this node that hands commands to the learner's workers; it holds references, not samples."""
     return (
         ray.remote(LearnerFeed)
-        .options(name=f"LearnerFeed@{run_name}", num_cpus=0, max_concurrency=1000)
+        .options(
+            name=f"LearnerFeed@{run_name}",
+            num_cpus=0,
+            scheduling_strategy=beside_the_driver(),
+            max_concurrency=1000,
+        )
         .remote(workers, resume_from)
     )

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import ray
 
 from draco_ray.actors.messages import RolloutSummary
+from draco_ray.actors.placement import beside_the_driver
 from draco_ray.actors.rollout_worker import summarise
 from draco_ray.errors import StoreError
 from draco_ray.records import Attribution, Criterion, Evaluation, GroupAdvantages, Judged, ScoredCriterion, Trajectory
@@ -127,6 +128,12 @@ def start_run_store(path: Path, run_name: str) -> Any:
     """
     return (
         ray.remote(RunStoreActor)
-        .options(name=f"RunStore@{run_name}", num_cpus=0, max_restarts=-1, max_task_retries=-1)
+        .options(
+            name=f"RunStore@{run_name}",
+            num_cpus=0,
+            scheduling_strategy=beside_the_driver(),
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
         .remote(path)
     )

@@ -43,6 +43,7 @@ from starlette.routing import Route
 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.offline.rule_judge.answering import answer
+from draco_ray.records import Phase
 
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
@@ -182,11 +183,15 @@ class JudgeApp:
         if asked.stream:
             return self._refuse(400, "invalid_request_error", "stream: this server does not stream")
         question = hashlib.sha256(asked.model_dump_json().encode()).hexdigest()
-        self._repeated += question in self._answered
+        known = question in self._answered
         self._in_flight += 1
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
-            reply = await self._reply(number, asked)
+            reply, phase = await self._reply(number, asked)
+            # Whether anybody answers may be asked as often as one likes.
+            if phase is None:
+                return reply
+            self._repeated += known
             if reply.status_code == 200 and not await request.is_disconnected():
                 self._answered.add(question)
                 if self._book is not None:
@@ -196,7 +201,7 @@ class JudgeApp:
         finally:
             self._in_flight -= 1
 
-    async def _reply(self, number: int, asked: _Completion) -> Response:
+    async def _reply(self, number: int, asked: _Completion) -> tuple[Response, Phase | None]:
         behaviour = self._behaviour
         clock = time.monotonic()
         # A second question is about the first reply's form; the first message still holds what is to be judged.
@@ -210,7 +215,7 @@ class JudgeApp:
         finish = "stop"
         outcome = "good"
         if draw < behaviour.error:
-            return self._refuse(500, "server_error", "an error that was asked for")
+            return self._refuse(500, "server_error", "an error that was asked for"), phase
         draw -= behaviour.error
         if draw < behaviour.malformed:
             outcome, text = "malformed", f"Let me think about the criteria.\n[{{{text[2 : len(text) // 2]}"
@@ -228,16 +233,15 @@ class JudgeApp:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens(whole)},
         }
         message = {"role": "assistant", "content": text}
-        return JSONResponse(
-            {
-                "id": f"chatcmpl-{number}",
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": MODEL_NAME,
-                "choices": [{"index": 0, "finish_reason": finish, "message": message}],
-                "usage": usage,
-            }
-        )
+        completion = {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL_NAME,
+            "choices": [{"index": 0, "finish_reason": finish, "message": message}],
+            "usage": usage,
+        }
+        return JSONResponse(completion), phase
 
     def _refuse(self, status: int, code: str, text: str, headers: dict[str, str] | None = None) -> Response:
         self._outcomes[str(status)] += 1

@@ -93,16 +93,19 @@ async def test_other_peoples_criteria_are_judged_by_their_meaning() -> None:
     assert [attribution.steps for attribution in credit.value] == [(1,), (2,)]
 
 
-def test_a_server_that_replaces_a_killed_one_knows_what_was_answered(tmp_path: Path) -> None:
+async def test_a_server_that_replaces_a_killed_one_knows_what_was_answered(tmp_path: Path) -> None:
     with JudgeServer(answered=tmp_path / "answered") as server:
-        ask(server)
-        ask(server)
+        for _ in range(2):
+            judge = build_judge(config(server))
+            # Asking whether it is there is no question about a rollout.
+            await judge.check()
+            await judge.score(example_trajectory(), RUBRIC, WHERE)
         assert stats(server)["repeated"] == 1
         os.kill(server.pid, signal.SIGKILL)
         port = int(server.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
         with JudgeServer(answered=tmp_path / "answered", port=port) as replacement:
             assert replacement.base_url == server.base_url
-            ask(replacement)
+            await judge.score(example_trajectory(), RUBRIC, WHERE)
             assert stats(replacement)["repeated"] == 2
 
 
