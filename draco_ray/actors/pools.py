@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from draco_ray.actors.elastic import ElasticWorkers, Place
 from draco_ray.actors.messages import PhaseSummary, RolloutSummary
@@ -329,7 +329,11 @@ class JudgePool:
     async def _keep_adjusting(self) -> None:
         while True:
             await asyncio.sleep(ADJUST_SECONDS)
-            self._adjust()
+            try:
+                self._adjust()
+            except Exception:
+                # The workers there are go on; what ails Ray, their calls will tell.
+                log.exception("the number of judge workers could not be adjusted")
 
     def _adjust(self) -> None:
         come, gone = self._workers.adjust()
@@ -365,6 +369,9 @@ class JudgePool:
                     self._failure = error
                     self._first.set()
                 return
+            except RayError as error:
+                log.warning("judge worker %d cannot be asked: %s", place.number, " ".join(str(error).split())[:300])
+                self._workers.went_down(place)
             else:
                 self._workers.came_up(place)
                 if place is not self._union:
