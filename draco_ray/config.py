@@ -7,9 +7,9 @@ the configuration is known to be good. A part of the program receives its subtre
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Tree(BaseModel):
@@ -110,6 +110,12 @@ class EngineConfig(Tree):
     """Times the process of one engine is replaced before the run stops."""
     adapter_directory: Path = Path("/dev/shm/draco-ray")
     """Where engines write the versions of the adapter they load."""
+    sync: Literal["serve", "drain"] = "serve"
+    """serve: a new adapter is for new requests, those under way end with theirs; drain: it comes once these have ended,
+    and what arrives meanwhile waits for it, so that no two versions generate side by side."""
+    colocate: bool = False
+    """Engines and learner take turns on the same GPUs: the engines sleep (base weights in host memory, no KV cache)
+    while the learner computes, which then begins only when a step is generated and judged."""
 
 
 class Price(Tree):
@@ -409,3 +415,28 @@ class DracoConfig(Tree):
     tau_bench: TauBenchConfig = TauBenchConfig()
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _colocated(self) -> Self:
+        """Ray fills each GPU by shares: those that are accepted here put one engine and one worker on each."""
+        engine, learner = self.engine, self.learner
+        if not engine.colocate:
+            return self
+        where = "engine.colocate: "
+        if engine.gpus_per_engine == 0 or learner.gpus_per_worker == 0:
+            raise ValueError(f"{where}vLLM cannot sleep on the CPU, and needs no turns there; set it to false")
+        if engine.tensor_parallel != 1 or engine.engines != learner.workers:
+            raise ValueError(
+                f"{where}{engine.engines} engines of {engine.tensor_parallel} GPUs and {learner.workers} learner "
+                "workers; expected engine.tensor_parallel=1 and engine.engines equal to learner.workers"
+            )
+        share, rest = engine.gpus_per_engine, learner.gpus_per_worker
+        if not (0.5 < share < 1 and (1 - share) / 2 < rest <= 1 - share + 1e-9):
+            raise ValueError(
+                f"{where}shares of {share:g} GPU an engine and {rest:g} a learner worker do not put one of each on a "
+                "GPU; expected more than half of one and the rest of it, e.g. engine.gpus_per_engine=0.6 and "
+                "learner.gpus_per_worker=0.4"
+            )
+        if self.train.staleness:
+            raise ValueError(f"{where}sleeping engines cannot run ahead; expected train.staleness=0")
+        return self

@@ -188,5 +188,8 @@ def _nearest(word: str, among: list[str]) -> str:
 
 
 def _describe(problem: Mapping[str, Any]) -> str:
+    if not problem["loc"]:
+        # Of several keys together, which the message names.
+        return f"config: {problem['ctx']['error']}"
     key = ".".join(str(part) for part in problem["loc"])
     return f"config key {key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"

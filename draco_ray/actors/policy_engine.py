@@ -100,6 +100,24 @@ class PolicyEngineActor:
             self._end_if_dead()
             raise
 
+    async def sleep(self) -> None:
+        """Give the GPU away once nothing is under way; calls that come wait for `wake`."""
+        await self._serving.wait()
+        try:
+            await self._engine.sleep()
+        except EngineError:
+            self._end_if_dead()
+            raise
+
+    async def wake(self) -> None:
+        """Take the GPU back and serve."""
+        await self._serving.wait()
+        try:
+            await self._engine.wake()
+        except EngineError:
+            self._end_if_dead()
+            raise
+
     async def stop(self) -> None:
         """End the engine's processes."""
         if self._core_watch is not None:
@@ -151,6 +169,7 @@ class EngineFleet:
         self.replaced = 0
         """Engine processes that died and were replaced."""
         self._adapter: ray.ObjectRef[Any] | None = None
+        self._asleep = False
         self._watches: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
 
@@ -178,6 +197,27 @@ class EngineFleet:
         except RayActorError as error:
             raise _lost(error) from None
 
+    async def sleep(self) -> None:
+        """Return once every engine has given its GPU away (`engine.colocate`); requests that come wait for `wake`.
+
+        Raises:
+            EngineError: an engine is lost for good, or cannot sleep.
+        """
+        # Remembered first: an engine that is replaced meanwhile is put to sleep as well.
+        self._asleep = True
+        await self._each("sleep")
+
+    async def wake(self) -> None:
+        """Return once every engine serves again; raises EngineError when one is lost for good."""
+        self._asleep = False
+        await self._each("wake")
+
+    async def _each(self, method: str) -> None:
+        try:
+            await asyncio.gather(*(getattr(engine, method).remote() for engine in self.engines))
+        except RayActorError as error:
+            raise _lost(error) from None
+
     async def failure(self) -> None:
         """Wait until an engine is lost for good.
 
@@ -202,6 +242,8 @@ class EngineFleet:
                 log.warning("an engine's process died (%s); starting another", _first_line(error))
             try:
                 await engine.start.remote(self._adapter)
+                if self._asleep:
+                    await engine.sleep.remote()
                 self.replaced += 1
             except RayActorError as error:
                 self._fail(_lost(error))

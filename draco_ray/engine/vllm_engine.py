@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from draco_ray.config import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
+from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
@@ -32,6 +33,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allocates room for; an adapter takes the next one up."""
 LIVE_ADAPTERS = 2
 """Adapter versions that may generate side by side: the current one, and one that unfinished requests started with."""
+SLEEP_LEVEL = 1
+"""vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
 TURN_END = "<|im_end|>"
 
 
@@ -90,6 +93,8 @@ class VllmEngine:
         self._unfinished: set[str] = set()
         self._adapter_ids = itertools.count(1)
         self._swap = asyncio.Lock()
+        self._gate = RequestGate()
+        self._asleep = False
 
     @property
     def name(self) -> str:
@@ -162,8 +167,9 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._check_vocabulary(token_ids)
-        version = self._current
-        output = (await self._generate(token_ids, parameters, version)).outputs[0]
+        async with self._gate.request():
+            version = self._current
+            output = (await self._generate(token_ids, parameters, version)).outputs[0]
         return Sample(
             token_ids=list(output.token_ids),
             logprobs=list(output.logprobs.logprobs),
@@ -197,14 +203,16 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._check_vocabulary(token_ids)
-        output = await self._generate(token_ids, parameters, self._current if adapter else None)
+        async with self._gate.request():
+            output = await self._generate(token_ids, parameters, self._current if adapter else None)
         return list(output.prompt_logprobs.logprobs)
 
     async def load_adapter(self, adapter: Adapter) -> float:
         """Make ``adapter`` what new requests sample from, without a restart; returns seconds.
 
         vLLM gets every version under an id, a name and a path of its own. Requests under way keep the weights they
-        began with, and no version finds another's keys and values in the prefix cache.
+        began with, and no version finds another's keys and values in the prefix cache. With ``engine.sync: drain`` it
+        waits for those requests first, and holds new ones until the adapter is live.
 
         Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
         """
@@ -214,12 +222,14 @@ class VllmEngine:
 
         began = time.perf_counter()
         async with self._swap:
-            llm = self._running()
+            llm = self._awake()
             path = await asyncio.to_thread(self._files.write, adapter, self._architectures)
             number = next(self._adapter_ids)
             request = LoRARequest(f"draco-adapter-{number}", number, str(path))
             try:
-                await llm.add_lora(request)
+                async with self._drained():
+                    await llm.add_lora(request)
+                    previous, self._current = self._current, _Version(adapter.version, request, path)
             except Exception as error:
                 self._files.discard(path)
                 self._raise_if_dead(llm, error)
@@ -227,10 +237,48 @@ class VllmEngine:
                     f"engine {self._name}: adapter version {adapter.version} cannot be loaded: {_first_line(error)}; "
                     f"expected a PEFT LoRA adapter of rank at most {self._lora_rank} for {self._model.path}"
                 ) from error
-            previous, self._current = self._current, _Version(adapter.version, request, path)
             if previous is not None:
                 self._retire(previous)
         return time.perf_counter() - began
+
+    async def sleep(self) -> None:
+        """Give the GPU away: end what is under way, move the base weights to host memory, drop the KV cache.
+
+        Requests that come wait for `wake`. Safe to call again.
+
+        Raises: EngineError unless it was started with ``engine.colocate``.
+        """
+        if not self._config.colocate:
+            raise EngineError(f"engine {self._name}: cannot sleep; expected engine.colocate=true when it was started")
+        async with self._swap:
+            llm = self._running()
+            if self._asleep:
+                return
+            await self._gate.shut()
+            try:
+                await llm.sleep(level=SLEEP_LEVEL, mode="wait")
+            except Exception as error:
+                self._gate.open()
+                self._raise_if_dead(llm, error)
+                raise EngineError(f"engine {self._name}: vLLM cannot sleep: {_first_line(error)}") from error
+            self._asleep = True
+
+    async def wake(self) -> None:
+        """Take the GPU back, and serve what has waited. Safe to call again."""
+        async with self._swap:
+            if not self._asleep:
+                return
+            llm = self._running()
+            try:
+                await llm.wake_up()
+            except Exception as error:
+                self._raise_if_dead(llm, error)
+                raise EngineError(
+                    f"engine {self._name}: cannot wake: {_first_line(error)}; the learner may have kept more of the "
+                    "GPU than engine.gpu_memory_utilization leaves it; lower that"
+                ) from error
+            self._asleep = False
+            self._gate.open()
 
     async def stop(self) -> None:
         """End the engine core and remove the adapter files; unfinished requests fail with EngineError.
@@ -240,6 +288,9 @@ class VllmEngine:
         llm, self._llm, self._current = self._llm, None, None
         if llm is None:
             return
+        # What waits finds no engine.
+        self._asleep = False
+        self._gate.open()
         with contextlib.suppress(Exception):  # The core may be dead already.
             await llm.abort(list(self._unfinished))
         # The core holds nothing worth seconds of orderly teardown. In this thread, so that vLLM's output handler does
@@ -278,6 +329,23 @@ class VllmEngine:
         if output is None or output.outputs[0].finish_reason == "abort":
             raise EngineError(f"engine {self._name}: stopped before the request was finished")
         return output
+
+    @contextlib.asynccontextmanager
+    async def _drained(self) -> AsyncIterator[None]:
+        """Inside, no request is under way, where the configuration says so."""
+        if self._config.sync == "serve":
+            yield
+            return
+        await self._gate.shut()
+        try:
+            yield
+        finally:
+            self._gate.open()
+
+    def _awake(self) -> AsyncLLM:
+        if self._asleep:
+            raise EngineError(f"engine {self._name}: asleep; expected wake() before an adapter is loaded")
+        return self._running()
 
     def _check_vocabulary(self, token_ids: list[int]) -> None:
         """Without a tokenizer of its own vLLM does not look, and its core process would die of the look-up."""
@@ -364,6 +432,7 @@ class VllmEngine:
             }
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+            arguments["enable_sleep_mode"] = config.colocate
             if config.kv_cache_gib is not None:
                 arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
         engine_args = AsyncEngineArgs(**arguments)

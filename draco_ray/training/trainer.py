@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -266,7 +267,13 @@ class Trainer:
             config.model, learner, run=self._run.path, seed=config.seed, resume_from=self._begin.checkpoint
         )
         self._advantages = start_advantage_computer(config.algorithm, self._name)
-        await asyncio.gather(self._actors.start(), self._learner.start())
+        if config.engine.colocate:
+            # One after the other: Ray gives each engine a GPU of its own first, and vLLM measures what is free there.
+            await self._actors.start()
+            async with self._engines_asleep():
+                await self._learner.start()
+        else:
+            await asyncio.gather(self._actors.start(), self._learner.start())
         if self._begin.step:
             await self._publish(self._begin.step)
         self._pool = self._actors.pool(self._actors.workers)
@@ -351,7 +358,8 @@ class Trainer:
 
     async def _learn(self, batch: Batch) -> tuple[dict[str, Any], list[int]]:
         """Update the policy with the groups as they finish; returns metrics, and a few tokens for the canary."""
-        update = await streamed_update(self._learner, batch.work, self._config.learner.minibatch_prompts)
+        async with self._engines_asleep(batch.work):
+            update = await streamed_update(self._learner, batch.work, self._config.learner.minibatch_prompts)
         probe: list[int] = []
         for samples in update.fed:
             probe = probe or await self._advantages.probe.remote(samples, PROBE_TOKENS)
@@ -359,6 +367,19 @@ class Trainer:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
         return {**update_metrics(update.updates), "seconds_learning": busy_seconds(update.busy)}, probe
+
+    @asynccontextmanager
+    async def _engines_asleep(self, work: Sequence[asyncio.Task[Any]] = ()) -> AsyncIterator[None]:
+        """With `engine.colocate`: inside, which begins when ``work`` has ended, their GPUs are the learner's."""
+        if not self._config.engine.colocate:
+            yield
+            return
+        if work:
+            # What failed is reported by who takes the results.
+            await asyncio.wait(work)
+        await self._actors.fleet.sleep()
+        yield
+        await self._actors.fleet.wake()
 
     async def _sync(self, version: int, probe: list[int], moved: bool) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats.

@@ -185,6 +185,54 @@ async def test_requests_under_way_keep_their_version(engine: VllmEngine, learner
     assert versions_on_disk(adapters) == {"v7"}
 
 
+async def test_draining_ends_requests_before_the_adapter_changes_and_holds_new_ones(
+    engine: VllmEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.load_adapter(train(learner, 20))
+    older = learner.adapter(20)
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"sync": "drain"}))
+    tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=300, seed=seed)) for seed in range(8)]
+    await asyncio.sleep(0.1)
+    assert not all(task.done() for task in tasks)
+    loading = asyncio.create_task(engine.load_adapter(train(learner, 21)))
+    await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(engine.sample(PROMPT, max_tokens=20, seed=0))
+    await asyncio.wait([loading, waiting], return_when=asyncio.FIRST_COMPLETED)
+    assert all(task.done() for task in tasks)
+    late = await waiting
+    assert late.policy_version == 21
+    assert gap(late.logprobs, learner.token_logprobs(PROMPT + late.token_ids)[len(PROMPT) :]) < 0.02
+
+    learner.policy.load_adapter({name: torch.from_numpy(array) for name, array in older.tensors.items()}, "version 20")
+    for sample in await asyncio.gather(*tasks):
+        assert sample.policy_version == 20
+        assert gap(sample.logprobs, learner.token_logprobs(PROMPT + sample.token_ids)[len(PROMPT) :]) < 0.02
+
+
+async def test_what_comes_while_an_engine_sleeps_is_answered_when_it_wakes(
+    engine: VllmEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU worker moves no memory: this is the protocol around it."""
+    with pytest.raises(EngineError, match=r"^engine engine-0: cannot sleep; expected engine\.colocate=true"):
+        await engine.sleep()
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"colocate": True}))
+    await engine.load_adapter(train(learner, 22))
+    under_way = asyncio.create_task(engine.sample(PROMPT, max_tokens=200, seed=1))
+    await asyncio.sleep(0.05)
+    await engine.sleep()
+    await engine.sleep()
+    assert (await under_way).policy_version == 22
+    waiting = asyncio.create_task(engine.sample(PROMPT, max_tokens=20, seed=0))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    with pytest.raises(EngineError, match="asleep; expected wake"):
+        await engine.load_adapter(learner.adapter(23))
+    await engine.wake()
+    await engine.wake()
+    sample = await waiting
+    assert gap(sample.logprobs, learner.token_logprobs(PROMPT + sample.token_ids)[len(PROMPT) :]) < 0.02
+
+
 async def test_scoring_the_base_model_beside_adapter_requests_changes_neither(
     engine: VllmEngine, learner: Learner
 ) -> None:
