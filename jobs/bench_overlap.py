@@ -49,7 +49,7 @@ from draco_ray.training.overlap import busy_seconds
 from draco_ray.training.session import Actors, open_judge, ray_session, usable_prompts
 from draco_ray.training.streaming import streamed_update
 
-PROMPTS, GROUP, SLOTS = 6, 3, 9
+GROUP, SLOTS = 3, 9
 WARM_UP_SPEED = 1e6
 STEP_SECONDS = 600.0
 """A step that takes longer has lost something."""
@@ -76,18 +76,26 @@ class Cell:
     """Seconds a reply."""
     learner: float
     """Sampled tokens a second."""
-    minibatch: int = 3
-    """Prompts an update."""
+    prompts: int = 6
+    """Of the step."""
+    updates: int = 2
+    """Minibatches that they make."""
+
+    @property
+    def minibatch(self) -> int:
+        """Prompts an update."""
+        return self.prompts // self.updates
 
 
 CELLS = {
     cell.name: cell
     for cell in (
         Cell(name="balanced", engine=100.0, judge=1.5, learner=1000.0),
-        Cell(name="one-update", engine=100.0, judge=1.5, learner=1000.0, minibatch=PROMPTS),
+        Cell(name="one-update", engine=100.0, judge=1.5, learner=1000.0, updates=1),
         Cell(name="generation-bound", engine=50.0, judge=0.5, learner=4000.0),
         Cell(name="judge-bound", engine=300.0, judge=4.0, learner=4000.0),
-        Cell(name="learner-bound", engine=300.0, judge=0.5, learner=300.0, minibatch=PROMPTS),
+        Cell(name="learner-bound", engine=300.0, judge=0.5, learner=300.0, updates=1),
+        Cell(name="wide", engine=200.0, judge=2.0, learner=1500.0, prompts=16, updates=1),
     )
 }
 
@@ -199,7 +207,7 @@ class Bench:
         self._config = config
         self._prompts = prompts
         self._run = run
-        self._tasks = TaskOrder(list(prompts), PROMPTS, config.seed).tasks(1)
+        self._tasks = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).tasks(1)
 
     async def measure(self, judge: Any, cells: Sequence[Cell], repeats: int) -> None:
         """Print each cell's step as it is trained, and phase by phase."""
@@ -211,28 +219,28 @@ class Bench:
         try:
             await self._actors.start()
             # Every process has then imported what it needs, and every slot has an AppWorld.
-            await self._step(PROMPTS, barriers=False)
+            await self._step(cells[0], barriers=False)
             for cell in cells:
                 await engine.set_speed.remote(cell.engine)
                 await self._learner.set_pace(LearnerPace(tokens_per_second=cell.learner))
                 for _ in range(repeats):
-                    streamed = await self._step(cell.minibatch, barriers=False)
-                    phased = await self._step(cell.minibatch, barriers=True)
+                    streamed = await self._step(cell, barriers=False)
+                    phased = await self._step(cell, barriers=True)
                     print(row(cell, streamed, phased), flush=True)
         finally:
             await self._actors.stop()
             self._learner.stop()
             ray.kill(engine)
 
-    async def _step(self, minibatch: int, *, barriers: bool) -> Measured:
+    async def _step(self, cell: Cell, *, barriers: bool) -> Measured:
         groups = [
             Group(step=1, index=index, task_id=task_id, prompt=self._prompts[task_id])
-            for index, task_id in enumerate(self._tasks)
+            for index, task_id in enumerate(self._tasks[: cell.prompts])
         ]
         rollouts: Any = self._actors.pool(self._actors.workers)
         judges: Any = self._actors.judges
         if barriers:
-            gates = Barriers(PROMPTS, GROUP)
+            gates = Barriers(cell.prompts, GROUP)
             rollouts, judges = Held(rollouts, gates), Held(judges, gates)
         pipeline = Pipeline(self._config.algorithm, rollouts, judges, self._advantages, self._actors.store)
         started = time.time()
@@ -240,13 +248,13 @@ class Bench:
             work = [asyncio.create_task(pipeline.run(group)) for group in groups]
             if barriers:
                 await asyncio.gather(*work)
-            await streamed_update(self._learner, work, minibatch)
+            await streamed_update(self._learner, work, cell.minibatch)
         seconds = time.time() - started
         failed = [f"{group.name}: {group.reason}" for group in groups if group.state is not GroupState.CREDITED]
         if failed or any(len(group.rollouts) < GROUP for group in groups):
             sys.exit(f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run it again")
         learned = await self._learner.done()
-        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=minibatch)
+        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=cell.minibatch)
         return Measured(seconds=seconds, groups=groups, learned=learned, bound=bound)
 
 
@@ -260,7 +268,7 @@ def configuration(world: Path, model: Path, root: Path, judge_seconds: float) ->
             f"run.root={root}",
             f"environment.slots={SLOTS}",
             f"environment.slots_per_worker={SLOTS}",
-            f"train.prompts_per_step={PROMPTS}",
+            f"train.prompts_per_step={max(cell.prompts for cell in CELLS.values())}",
             f"algorithm.group_size={GROUP}",
             "agent.max_response_length=8192",
             "agent.max_turn_tokens=2048",
@@ -278,9 +286,9 @@ def row(cell: Cell, streamed: Measured, phased: Measured) -> str:
     longest = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in streamed.bound.by_stage.items())
     parts = " : ".join(f"{part:.1f}" for part in phased.parts)
     return (
-        f"| {cell.name} | {PROMPTS // cell.minibatch} | {parts} | {streamed.seconds:.2f} | "
+        f"| {cell.name} | {cell.prompts} | {cell.updates} | {parts} | {streamed.seconds:.2f} | "
         f"{streamed.bound.seconds:.2f} | {streamed.seconds / streamed.bound.seconds:.2f} | {phased.seconds:.2f} | "
-        f"{phased.seconds / streamed.seconds:.2f}x | {streamed.early} of {PROMPTS} | {longest} |"
+        f"{phased.seconds / streamed.seconds:.2f}x | {streamed.early} of {cell.prompts} | {longest} |"
     )
 
 
@@ -305,9 +313,9 @@ def main(
     print(
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, "
         f"load average {os.getloadavg()[0]:.1f} at the start\n\n"
-        f"{PROMPTS} prompts x {GROUP} rollouts on {SLOTS} slots. Seconds.\n\n"
-        "| cell | updates | generation : judging : learning | step | bound | step / bound | phase by phase | gain | "
-        "learned before the last rollout ended | longest path |\n|---|---|---|---|---|---|---|---|---|---|",
+        f"{GROUP} rollouts a prompt on {SLOTS} slots. Seconds.\n\n"
+        "| cell | prompts | updates | generation : judging : learning | step | bound | step / bound | phase by phase | "
+        "gain | learned before the last rollout ended | longest path |\n|---|---|---|---|---|---|---|---|---|---|---|",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
