@@ -3,6 +3,7 @@
 A reply is used whole or not at all. In this order:
 
 1. ``finish_reason`` (a reply cut at the token limit can look complete once it is repaired), emptiness, length.
+   Reasoning in front of the answer is passed over (`after_thinking`).
 2. JSON: strict, with prose or code fences around it; else json-repair, and only if the array visibly ends.
 3. The schema of the phase. Scores are -1, 0 or 1; steps lie within the trajectory; nothing is coerced to zero.
 4. One entry for each criterion, no more, no fewer: matched by ``rubric_index`` (else by position), cross-checked
@@ -37,6 +38,11 @@ MAX_TEXT_CHARACTERS = 8_000
 """Of one field: what a judge writes is repeated in later prompts."""
 MAX_TITLE_CHARACTERS = 300
 
+MAX_FAILURES = 1_000
+"""Beginnings of JSON in reasoning that turn out to be none; each is looked at in time linear in the reply."""
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+
 ValueT = TypeVar("ValueT")
 
 
@@ -62,6 +68,32 @@ def check_finish(text: str, finish_reason: str) -> None:
         raise ReplyError("the reply is empty")
     if len(text) > MAX_REPLY_CHARACTERS:
         raise ReplyError(f"the reply has {len(text)} characters; at most {MAX_REPLY_CHARACTERS} are read")
+
+
+def after_thinking(text: str, *, opened: bool = False) -> str:
+    """What follows the reasoning that a model served without a reasoning parser writes in front of its answer.
+
+    The reasoning ends at the last ``</think>`` outside JSON. A tag inside JSON is quoted: the agent's turns hold one
+    each, and what a rollout wrote behind it must not become the answer. For the same reason a tag behind JSON that does
+    not parse counts only where reasoning was open.
+
+    Args:
+        text: the reply.
+        opened: whether it begins inside reasoning, because the chat template opened it.
+
+    Returns:
+        ``text`` itself where no reasoning ends.
+    """
+    if THINK_END not in text:
+        return text
+    outside = _without_json(text)
+    begin = 0
+    opened = opened or text.lstrip().startswith(THINK_BEGIN)
+    for closing in re.finditer(THINK_END, outside):
+        if _FIELD.search(outside, begin, closing.start()) and not opened:
+            break
+        begin, opened = closing.end(), False
+    return text[begin:]
 
 
 def parse_criteria(
@@ -247,10 +279,33 @@ _ARRAY_BEGIN = re.compile(r"\[\s*\{")
 _ARRAY_END = re.compile(r"\}\s*,?\s*\]")
 
 
+# A field of any schema: JSON of the answer's kind, if it stands where no valid JSON is.
+_NAMES = {name for schema in (_CriterionReply, _ScoreReply, _AttributionReply) for name in schema.model_fields}
+_FIELD = re.compile(rf"""["'](?:{"|".join(sorted(_NAMES))})["']\s*:""")
+
+
+def _without_json(text: str) -> str:
+    """``text`` with every valid array of objects and every valid object blanked out, at its full length."""
+    decoder = json.JSONDecoder(strict=False)
+    parts: list[str] = []
+    kept = position = failures = 0
+    while failures < MAX_FAILURES and (match := _BEGIN.search(text, position)):
+        try:
+            _, end = decoder.raw_decode(text, match.start())
+        except RecursionError:
+            break
+        except ValueError:
+            position = match.start() + 1
+            failures += 1
+            continue
+        parts += [text[kept : match.start()], " " * (end - match.start())]
+        kept = position = end
+    return "".join([*parts, text[kept:]])
+
+
 def _entries(text: str, schema: type[EntryT]) -> list[EntryT]:
     """The one array of objects in ``text`` that fits ``schema``."""
-    # A reasoning model served without a reasoning parser thinks aloud first.
-    body = text.rpartition("</think>")[2]
+    body = after_thinking(text)
     arrays = _strict_arrays(body)
     if not arrays:
         arrays = _repaired_arrays(body, list(schema.model_fields))

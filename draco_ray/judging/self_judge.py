@@ -17,8 +17,7 @@ from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
 from draco_ray.judging.client import find_price, price_of
 from draco_ray.judging.complete import Completion, Request
-
-THINK_END = "</think>"
+from draco_ray.judging.parsing import THINK_BEGIN, after_thinking
 
 
 class JudgeSampler(Protocol):
@@ -69,13 +68,12 @@ class SelfJudgeClient:
         finally:
             self._in_flight[index] -= 1
         text = self._chat.text(sample.token_ids)
-        if self._chat.opens_thinking or "<think>" in text:
-            reasoning, closed, answer = text.rpartition(THINK_END)
-            if not closed:
+        opened = self._chat.opens_thinking
+        if opened or text.lstrip().startswith(THINK_BEGIN):
+            answer = after_thinking(text, opened=opened)
+            if answer == text:
                 # Reasoning that never came to an end holds no answer, whatever JSON it may quote.
-                return self._completion(
-                    reasoning or text, "length", len(prompt), len(sample.token_ids), started_at, clock, None
-                )
+                return self._completion(text, "length", len(prompt), len(sample.token_ids), started_at, clock, None)
             text = answer.strip()
         return self._completion(text, sample.finish_reason, len(prompt), len(sample.token_ids), started_at, clock, None)
 

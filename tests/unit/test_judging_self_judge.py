@@ -65,6 +65,15 @@ async def test_reasoning_is_left_out_of_the_answer(template: str) -> None:
     assert answer.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+async def test_an_answer_that_quotes_a_turn_with_reasoning_stays_whole(thinking: bool) -> None:
+    entries = [{"score": -1, "evidence": "Step 1: <think>one page</think> <code>x</code>"}]
+    reply = json.dumps(entries)
+    complete, _ = client(QWEN35, f"It wrote.\n</think>\n\n{reply}" if thinking else reply, thinking=thinking)
+    answer = await complete(HELLO)
+    assert (answer.finish_reason, json.loads(answer.text)) == ("stop", entries)
+
+
 async def test_reasoning_that_never_ends_is_a_cut_reply() -> None:
     complete, _ = client(QWEN35, '[{"title": "looks like an answer"}]')
     assert (await complete(HELLO)).finish_reason == "length"
