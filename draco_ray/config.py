@@ -199,6 +199,8 @@ class JudgeConfig(Tree):
     """Times a reply that does not parse is asked again, the error quoted."""
     cache: Path | None = None
     """Folder of the durable reply cache; null puts it in the run directory."""
+    stage1_across_epochs: bool = True
+    """Keep a task's stage1 criteria for the whole run; false asks for them anew whenever the task comes again."""
     prices: dict[str, Price] = Field(
         default_factory=lambda: {
             "gpt-5.4": Price(input=2.5, output=15.0),
@@ -224,8 +226,9 @@ class AlgorithmConfig(Tree):
     skip_useless_credit_calls: bool = True
     """Make no credit call where its result cannot matter: zero spread in the group, or no surviving criterion."""
     skip_inert_credit_calls: bool = False
-    """Make no credit call for a rollout whose surviving verdicts are unanimous: Eq. credit then gives every step the
-    same total, whichever steps are named. Lossless unless the credit call would have overridden a verdict."""
+    """Make no credit call for a rollout whose surviving verdicts are unanimous, or do not apply to it: Eq. credit then
+    gives every step the same total, whichever steps are named. Lossless unless the call would have overridden a
+    verdict."""
     credit_surviving_only: bool = True
     """Send only surviving criteria to the credit call; the others cannot enter the step quality."""
 

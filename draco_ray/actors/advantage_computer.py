@@ -14,7 +14,7 @@ from draco_ray.actors.messages import AdvantageSummary, RewardSummary
 from draco_ray.actors.placement import beside_the_driver
 from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.reward import mixed_verdicts, rubric_rewards, surviving_criteria
 from draco_ray.config import AlgorithmConfig
 from draco_ray.records import (
     Attribution,
@@ -42,8 +42,8 @@ class AdvantageComputerActor:
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         surviving_K = surviving_criteria(verdict_GK)
         rewards_G = rubric_rewards(verdict_GK, surviving_K)
-        # |R| is 1 exactly when the applicable verdicts agree.
-        unanimous = tuple(rollout for rollout, reward in zip(scored, rewards_G, strict=True) if abs(reward) == 1.0)
+        mixed_G = mixed_verdicts(verdict_GK, surviving_K)
+        unanimous = tuple(rollout for rollout, mixed in zip(scored, mixed_G, strict=True) if not mixed)
         return RewardSummary(
             criteria=verdict_GK.shape[1],
             surviving=tuple(int(index) for index in np.flatnonzero(surviving_K)),

@@ -66,7 +66,7 @@ class RewardSummary:
     surviving: tuple[int, ...]
     """Indices of the criteria that some rollout failed."""
     unanimous: tuple[int, ...]
-    """Rollouts whose applicable surviving verdicts, at least one, are all passes or all fails."""
+    """Rollouts whose applicable surviving verdicts agree, or to which none applies."""
     scored: tuple[int, ...]
     """Rollouts that have a reward."""
     rewards: tuple[float, ...]

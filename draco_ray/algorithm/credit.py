@@ -160,16 +160,16 @@ def unanimous_attributions(verdict_K: IntArray) -> tuple[Attribution, ...]:
     """Stands in for the credit call of a rollout whose verdicts all agree.
 
     Every cited step then has the same quality, and an uncited one the mean of them: Eq. ``credit`` gives every step the
-    same total whichever steps are named, so the first is.
+    same total whichever steps are named, so the first is. Where no verdict applies nothing is cited.
 
     Args:
         verdict_K: the surviving verdicts; 0 where a criterion does not apply or did not survive.
     Raises:
-        ValueError: if they do not agree, or none applies.
+        ValueError: if they do not agree.
     """
     applicable = np.flatnonzero(verdict_K)
     verdicts = {int(verdict_K[index]) for index in applicable}
-    if len(verdicts) != 1:
+    if len(verdicts) > 1:
         raise ValueError(f"verdicts {sorted(verdicts)} are not unanimous")
     return tuple(
         Attribution(criterion=int(index), verdict=Verdict(verdicts.copy().pop()), steps=(1,)) for index in applicable

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
 from draco_ray.algorithm.credit import credit_fallback, is_inert, step_advantages, step_quality
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.reward import mixed_verdicts, rubric_rewards, surviving_criteria
 from draco_ray.records import (
     GAP,
     Attribution,
@@ -42,8 +43,9 @@ def group_advantages(
     Args:
         group: identity of the group, for the record.
         verdict_GK: scoring verdicts of the scored rollouts, one row each.
-        attributions: the credit call's result per row; None where it failed or was not made, which falls back to the
-            uniform advantage. Ignored without credit.
+        attributions: the credit call's result per row; None where it failed, which falls back to the uniform advantage;
+            empty where none was made, and whether the row is inert is then for its scoring verdicts to say. Ignored
+            without credit.
         tokens_GM: n_j per row, one entry per step.
         rollouts: index of each row's rollout in its group, ascending.
         credit: whether to reallocate by steps; off is vanilla GRPO on the rubric's reward.
@@ -54,15 +56,19 @@ def group_advantages(
     surviving_K = surviving_criteria(verdict_GK)
     reward_G = rubric_rewards(verdict_GK, surviving_K)
     advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
-    rows = zip(rollouts, reward_G, advantage_G, attributions, tokens_GM, strict=True)
+    mixed_G = mixed_verdicts(verdict_GK, surviving_K)
+    rows = zip(rollouts, reward_G, advantage_G, attributions, tokens_GM, mixed_G, strict=True)
     members = []
-    for rollout, reward, advantage, attributed, tokens_M in rows:
+    for rollout, reward, advantage, attributed, tokens_M, mixed in rows:
         if not credit:
             member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF)
         elif attributed is None:
             member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_CALL_FAILED)
         else:
             member = _credited(rollout, float(reward), float(advantage), tokens_M, attributed, surviving_K)
+            if not attributed and mixed and len(tokens_M):
+                # No call was worth making, for want of an advantage: the verdicts would have told the steps apart.
+                member = replace(member, inert=False)
         members.append(member)
     return GroupAdvantages(group=group, surviving_K=surviving_K, rollouts=tuple(members))
 

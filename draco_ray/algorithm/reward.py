@@ -46,6 +46,21 @@ def rubric_rewards(verdict_GK: IntArray, surviving_K: BoolArray) -> FloatArray:
     return (passed_G - failed_G) / np.maximum(applicable_G, 1)
 
 
+def mixed_verdicts(verdict_GK: IntArray, surviving_K: BoolArray) -> BoolArray:
+    """Rollouts whose surviving verdicts disagree; the others are inert (appendix "Why step credit needs dynamic ...").
+
+    Args:
+        verdict_GK: scoring verdicts, +1 pass, -1 fail, 0 not applicable.
+        surviving_K: criteria left by `surviving_criteria`.
+    Returns: mixed_G, False where all applicable verdicts agree and where none applies.
+
+    >>> mixed_verdicts(np.array([[1, -1, 1], [1, 0, 1], [0, 0, -1]]), np.array([True, True, False]))
+    array([ True, False, False])
+    """
+    kept_GK = verdict_GK[:, surviving_K]
+    return np.any(kept_GK == Verdict.PASS, axis=1) & np.any(kept_GK == Verdict.FAIL, axis=1)
+
+
 def _check_verdicts(verdict_GK: IntArray) -> None:
     if verdict_GK.ndim != 2:
         raise ValueError(f"verdict_GK has {verdict_GK.ndim} dimensions, expected 2 (rollouts, criteria)")

@@ -192,7 +192,8 @@ class LiteLLMClient:
         if self._config.rule_judge.start:
             # A resumed run starts its server anew, on another port: the same judge.
             arguments.pop("api_base", None)
-        return request_key(arguments | {"vote": request.vote})
+        scope = {"scope": request.scope} if request.scope else {}
+        return request_key(arguments | {"vote": request.vote} | scope)
 
     def _api_key(self) -> str:
         name = self._config.api_key_env

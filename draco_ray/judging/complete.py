@@ -15,6 +15,8 @@ class Request:
     messages: tuple[Message, ...]
     vote: int = 0
     """Which of k independent scoring calls this is, so that equal prompts are asked k times."""
+    scope: str = ""
+    """What the answer is kept for; empty: for whoever asks the same again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,8 @@ class Judge:
         def parse(text: str, last: bool) -> Parsed[Rubric]:
             return parse_criteria(text, limit=self._config.max_stage1_criteria, source="stage1")
 
-        return await self._phase(Phase.STAGE1, stage1_prompt(self._prompts, prompt), parse, context)
+        scope = "" if self._config.stage1_across_epochs else context.group
+        return await self._phase(Phase.STAGE1, stage1_prompt(self._prompts, prompt), parse, context, scope=scope)
 
     async def stage2(
         self, trajectory: Trajectory, existing: Sequence[Criterion], context: CallContext
@@ -189,6 +190,7 @@ class Judge:
         parse: Callable[[str, bool], Parsed[ValueT]],
         context: CallContext,
         vote: int = 0,
+        scope: str = "",
     ) -> Judged[ValueT]:
         """Ask, parse, ask again with the error quoted; ``parse`` is told when its answer is the last one."""
         messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
@@ -197,7 +199,7 @@ class Judge:
         requests: list[Request] = []
         error = ""
         for attempt in range(1 + self._config.reasks):
-            request = Request(messages=messages, vote=vote)
+            request = Request(messages=messages, vote=vote, scope=scope)
             requests.append(request)
             completion = await self._complete(request)
             if completion.error is not None:

@@ -1,4 +1,5 @@
-"""Answers that were paid for, on disk: a resumed run asks no question twice, and stage1 is kept across epochs.
+"""Answers that were paid for, on disk: a resumed run asks no question twice, and stage1 can be kept
+across epochs.
 
 Every answer is stored as it arrives, even one that turns out to be malformed: the question that mends it is keyed on
 it, so replaying both costs nothing. When a whole phase fails, its answers are forgotten and the next try asks anew.

@@ -19,7 +19,7 @@ class Saving:
     """One switch, and what it kept from being asked."""
 
     switch: str
-    """The configuration key that turns it off; empty for the durable reply cache, which is always on."""
+    """The configuration key that turns it off; empty for the rest of the durable reply cache, which is always on."""
     what: str
     calls: int
     """Calls that were not made. For criteria left out of a call: 0, the call was made without them."""
@@ -36,21 +36,28 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
         run: a run directory.
         calls: (training step, archived judge call) of the whole run.
     """
-    algorithm = yaml.safe_load(run.config_text())["algorithm"]
+    config = yaml.safe_load(run.config_text())
+    algorithm = config["algorithm"]
     if algorithm["reward"] != "rubric":
         return []
-    found = [_replayed(calls)]
+    kept = config.get("judge", {}).get("stage1_across_epochs", True)
+    replayed = [call for _, call in calls if call.requests == 0]
+    stage1 = [call for call in replayed if kept and call.phase is Phase.STAGE1]
+    others = [call for call in replayed if not (kept and call.phase is Phase.STAGE1)]
+    phases = [phase for phase in Phase if any(call.phase is phase for call in others)]
+    found = [
+        _replayed("judge.stage1_across_epochs", "stage1 kept", stage1),
+        _replayed("", "answers kept: equal requests" + (f" ({', '.join(phases)})" if phases else ""), others),
+    ]
     if algorithm["credit"]:
         found += _credit(run, [(step, call) for step, call in calls if call.phase is Phase.CREDIT])
     return found
 
 
-def _replayed(calls: Sequence[tuple[int, JudgeCall]]) -> Saving:
-    replayed = [call for _, call in calls if call.requests == 0]
-    phases = [phase for phase in Phase if any(call.phase is phase for call in replayed)]
+def _replayed(switch: str, what: str, replayed: Sequence[JudgeCall]) -> Saving:
     return Saving(
-        switch="",
-        what="answers kept: equal requests" + (f" ({', '.join(phases)})" if phases else ""),
+        switch=switch,
+        what=what,
         calls=len(replayed),
         tokens=sum(call.input_tokens + call.output_tokens for call in replayed),
         dollars=sum(call.dollars for call in replayed),
@@ -62,15 +69,16 @@ def _credit(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> Iterat
     paid = [call for _, call in calls if call.requests]
     tokens = sum(call.input_tokens + call.output_tokens for call in paid) / max(len(asked), 1)
     dollars = sum(call.dollars for call in paid) / max(len(asked), 1)
-    scored: dict[_Group, set[int]] = defaultdict(set)
-    for row in run.table("advantages", columns=["training_step", "task_id", "rollout"]).to_pylist():
-        scored[row["training_step"], row["task_id"]].add(row["rollout"])
+    rewards: dict[_Group, dict[int, float]] = defaultdict(dict)
+    for row in run.table("advantages", columns=["training_step", "task_id", "rollout", "reward"]).to_pylist():
+        rewards[row["training_step"], row["task_id"]][row["rollout"]] = row["reward"]
     algorithm = yaml.safe_load(run.config_text())["algorithm"]
     useless = inert = 0
-    for (step, task), rollouts in scored.items():
-        missing = sum((step, task, rollout) not in asked for rollout in rollouts)
-        # Without the switch, what is missing in a group that was asked are rollouts whose scoring failed.
-        if missing == len(rollouts):
+    for (step, task), reward in rewards.items():
+        missing = sum((step, task, rollout) not in asked for rollout in reward)
+        # Without a surviving criterion every reward is 0. Without the switch, what is missing in a group with spread
+        # are rollouts without a step.
+        if len(set(reward.values())) < 2:
             useless += missing * algorithm["skip_useless_credit_calls"]
         else:
             inert += missing * algorithm["skip_inert_credit_calls"]

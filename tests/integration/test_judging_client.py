@@ -229,6 +229,16 @@ async def test_a_phase_over_http_is_asked_again_and_replayed_for_nothing(tmp_pat
     assert [message["role"] for message in server.requests[1]["messages"]] == ["user", "assistant", "user"]
 
 
+@pytest.mark.parametrize(("kept", "asked"), [(True, 1), (False, 2)])
+async def test_stage1_is_kept_across_epochs_or_asked_once_a_step(tmp_path: Path, kept: bool, asked: int) -> None:
+    with ScriptedJudgeServer(Reply(CRITERION)) as server:
+        settings = config(server.base, cache=tmp_path, stage1_across_epochs=kept)
+        for group in ("step1/t_1", "step6/t_1", "step6/t_1"):
+            judged = await build_judge(settings).stage1(PROMPT, CallContext(group=group, task_id="t_1"))
+            assert judged.ok
+    assert len(server.requests) == asked
+
+
 async def test_a_failed_phase_is_forgotten_so_that_the_next_try_asks_anew(tmp_path: Path) -> None:
     where = CallContext(group="step1/t_1", task_id="t_1")
     with ScriptedJudgeServer(Reply("no"), Reply("still no"), Reply(CRITERION)) as server:

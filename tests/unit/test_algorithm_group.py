@@ -274,5 +274,14 @@ def test_unanimous_verdicts_need_no_citations() -> None:
     np.testing.assert_allclose(first.step_advantage_M, second.step_advantage_M)
     assert first.inert
     assert second.inert
+    assert unanimous_attributions(np.array([0, 0])) == ()
     with pytest.raises(ValueError, match="not unanimous"):
         unanimous_attributions(np.array([1, -1]))
+
+
+def test_without_a_credit_call_the_scoring_verdicts_say_what_is_inert() -> None:
+    """Nobody is better than the other, so no call is made; the verdicts of both are mixed all the same."""
+    verdict_GK = np.array([[1, -1, 1], [-1, 1, 0], [0, 0, 1]])
+    members = group_advantages("g", verdict_GK, [(), (), ()], TOKENS, [0, 1, 2], credit=True).rollouts
+    assert [member.advantage for member in members] == [0, 0, 0]
+    assert [member.inert for member in members] == [False, False, True]

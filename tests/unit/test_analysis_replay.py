@@ -164,7 +164,7 @@ def test_the_command_prints_and_writes_the_tables(
         (["--variant", "bigger"], "expected one of draco, no_dropout"),
         (["--step", "9"], "no training step 9"),
         (["--phase", "score"], "only together with --judge"),
-        (["--judge", "rules", "--phase", "union"], "only score and credit"),
+        (["--judge", "rules", "--phase", "union"], "name it with --pairing"),
         (["--judge", "rules"], "no archived score or credit call"),
     ],
 )

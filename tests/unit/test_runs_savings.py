@@ -56,24 +56,31 @@ def written(folder: Path, tables: dict[str, list[dict[str, Any]]], **algorithm: 
     return run
 
 
-ADVANTAGES = [{"task_id": task, "rollout": rollout} for task in ("spread", "even") for rollout in range(3)]
+ADVANTAGES = [
+    {"task_id": task, "rollout": rollout, "reward": reward}
+    for task, rewards in {"spread": (0.0, 0.5, 1.0), "even": (0.0, 0.0, 0.0)}.items()
+    for rollout, reward in enumerate(rewards)
+]
 CRITERIA = [{"task_id": "spread", "criterion": k, "survived": k < 2} for k in range(3)]
 CALLS = [
     call(Phase.STAGE1, "spread", requests=0),
     call(Phase.STAGE1, "even"),
+    call(Phase.SCORE, "spread", 0, requests=0),
     call(Phase.CREDIT, "spread", 0),
     call(Phase.CREDIT, "spread", 1),
 ]
 
 
 def by_switch(found: list[Saving]) -> dict[str, Saving]:
-    return {saving.switch.removeprefix("algorithm."): saving for saving in found}
+    return {saving.switch.rpartition(".")[2]: saving for saving in found}
 
 
 def test_what_was_not_asked_is_counted_and_priced(tmp_path: Path) -> None:
     run = written(tmp_path, {"advantages": ADVANTAGES, "criteria": CRITERIA})
     found = by_switch(savings(run, CALLS))
-    assert (found[""].calls, found[""].tokens, found[""].dollars) == (1, 100, 0.5)
+    stage1 = found["stage1_across_epochs"]
+    assert (stage1.calls, stage1.tokens, stage1.dollars) == (1, 100, 0.5)
+    assert (found[""].calls, found[""].what) == (1, "answers kept: equal requests (score)")
     useless = found["skip_useless_credit_calls"]
     assert (useless.calls, useless.tokens, useless.dollars) == (3, 300, 1.5)
     inert = found["skip_inert_credit_calls"]
@@ -85,12 +92,18 @@ def test_what_was_not_asked_is_counted_and_priced(tmp_path: Path) -> None:
     assert fewer.dollars == pytest.approx(2 * 0.5 * 0.4 / 2)
 
 
+def test_a_group_with_spread_whose_rollouts_are_all_unanimous_is_saved_by_their_switch(tmp_path: Path) -> None:
+    run = written(tmp_path, {"advantages": ADVANTAGES, "criteria": CRITERIA})
+    found = by_switch(savings(run, CALLS[:2]))
+    assert (found["skip_useless_credit_calls"].calls, found["skip_inert_credit_calls"].calls) == (3, 3)
+
+
 def test_nothing_is_claimed_for_a_switch_that_is_off(tmp_path: Path) -> None:
     off = dict.fromkeys(("skip_useless_credit_calls", "skip_inert_credit_calls", "credit_surviving_only"), False)
     run = written(tmp_path, {"advantages": ADVANTAGES, "criteria": CRITERIA}, **off)
-    assert [saving.tokens for saving in savings(run, CALLS)] == [100, 0, 0, 0]
+    assert [saving.tokens for saving in savings(run, CALLS)] == [100, 100, 0, 0, 0]
 
 
 def test_settings_without_rubric_or_credit_have_nothing_to_save(tmp_path: Path) -> None:
     assert savings(written(tmp_path / "a", {}, reward="outcome"), []) == []
-    assert len(savings(written(tmp_path / "b", {"advantages": ADVANTAGES}, credit=False), CALLS[:2])) == 1
+    assert len(savings(written(tmp_path / "b", {"advantages": ADVANTAGES}, credit=False), CALLS[:2])) == 2
