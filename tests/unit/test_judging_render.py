@@ -212,6 +212,20 @@ def test_the_limits_are_in_the_prompts(folder: Path) -> None:
         assert "table stakes" in text.lower()
 
 
+@pytest.mark.parametrize("folder", SETS, ids=str)
+def test_the_rules_that_shape_the_reward_are_in_the_prompts(folder: Path) -> None:
+    texts = {phase: " ".join((folder / name).read_text().split()) for phase, name in FILES.items()}
+    for text in texts.values():
+        assert "leaves the episode open" in text
+        assert "`complete_task`" in text
+        assert "short closing turn after `complete_task`" in text
+    assert "condition never came true gets `0`, never `1`" in texts[Phase.SCORE]
+    assert "Undecided between `-1` and `0`? Give `-1`." in texts[Phase.SCORE]
+    assert "a FAIL always names at least one step" in texts[Phase.CREDIT]
+    assert "Only NOT_APPLICABLE may come with an empty list." in texts[Phase.CREDIT]
+    assert "If all of them pass it" in texts[Phase.UNION] or "If every run passes it" in texts[Phase.UNION]
+
+
 def copy_of_the_set(folder: Path) -> Path:
     for name in FILES.values():
         (folder / name).write_text((SETS[0] / name).read_text())
