@@ -4,12 +4,13 @@ PYTHON ?= python3.11
 PIP_ARGS ?=
 VENV := .venv
 APPWORLD_VENV := .venv-appworld
+BENCH_VENV := .venv-bench
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock world demo bench bench-overlap ablation chaos check format test test-fast clean
+.PHONY: help setup lock world demo bench bench-overlap bench-learner gpu-check ablation chaos check format test test-fast clean
 
 # List the targets.
 help:
@@ -28,6 +29,14 @@ $(APPWORLD_VENV)/.ready: requirements/appworld.lock
 	test -x $(APPWORLD_VENV)/bin/python || $(PYTHON) -m venv $(APPWORLD_VENV)
 	$(APPWORLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/appworld.lock
 	cd $(APPWORLD_VENV) && bin/appworld install >/dev/null
+	touch $@
+
+# TRL, and of what it requires only what the main environment lacks; the rest it sees there.
+$(BENCH_VENV)/.ready: requirements/bench.lock $(VENV)/.ready
+	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
+		> $$($(BENCH_VENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/bench.lock
 	touch $@
 
 # Regenerate the lock files from pyproject.toml and requirements/*.in.
@@ -56,6 +65,14 @@ bench: world
 # Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
+
+# One update of the learner against TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
+bench-learner: $(BENCH_VENV)/.ready
+	$(BENCH_VENV)/bin/python jobs/bench_learner.py $(ARGS)
+
+# Layers of the paper's models at real size on one GPU: agreement, speed, memory; says so where there is none.
+gpu-check: setup
+	$(VENV)/bin/python jobs/gpu_check.py $(ARGS)
 
 # Train every setting of the ablation and print its table, e.g. make ablation ARGS="--steps 6 --seeds 1" (hours).
 ablation: world

@@ -1,0 +1,428 @@
+"""One GRPO update of our learner against one of TRL's GRPO trainer: tokens a second, peak memory, and the same numbers.
+
+python jobs/bench_learner.py [--trl-python PYTHON] [--repeats 3] [--cells "ragged equal"]
+
+Both sides get the same random model, the same LoRA adapter with values that differ from the base model, the same
+tokens, sampled or not, and the same advantages; each run is a process of its own, and the two take turns. What is timed
+is the update: reference log-probs, loss, backward, clipping and the optimizer's step; generation is not part of it. TRL
+is driven through its public interface (`GRPOTrainer.train` with a `rollout_func` that hands out recorded tokens), with
+the settings of `trl_side`; `make bench-learner` gives it an environment of its own. Losses, gradient norms and the
+adapters after the update are compared, so that the faster side cannot be faster by computing something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import psutil
+import typer
+
+GROUP = 4
+"""Rollouts of a prompt."""
+PROMPT_TOKENS = 128
+SAMPLED_TOKENS, OBSERVED_TOKENS = 64, 96
+"""Of a turn: what the policy wrote, and what the environment answered."""
+CELLS = {"ragged": (2, 3, 3, 4, 5, 6, 8, 12), "equal": (5, 5, 5, 5, 5, 5, 5, 5)}
+"""Turns of each rollout. TRL pads every sequence to the longest of the batch, which costs nothing in the second."""
+REWARDS = (1.0, 0.2, -0.4, 0.6, -1.0, 0.8, 0.1, -0.3)
+REWARD_EPSILON = 1e-4
+"""TRL's, on the group's standard deviation."""
+
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32768, 384, 1024, 8, 6, 2, 64
+RANK, ALPHA, LEARNING_RATE, KL, SEED = 16, 32, 5e-5, 0.01, 0
+SIDES = ("draco", "trl")
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A recorded episode: token ids, and which of them the policy sampled."""
+
+    token_ids: list[int]
+    sampled: list[bool]
+    advantage: float
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one side's update cost, and what it computed."""
+
+    seconds: float
+    cpu_seconds: float
+    loaded_mib: float
+    """Resident memory right before the update."""
+    peak_mib: float
+    """Largest resident memory during the update."""
+    computed_tokens: int
+    """Of a forward pass over the batch, padding included."""
+    loss: float
+    grad_norm: float
+
+
+def workload(turns: Sequence[int], seed: int = SEED) -> list[Rollout]:
+    """Rollouts of random tokens, group after group, that end with a sampled turn."""
+    generator = np.random.default_rng(seed)
+    rewards = np.array(REWARDS[: len(turns)]).reshape(-1, GROUP)
+    spread = rewards.std(axis=1, ddof=1, keepdims=True) + REWARD_EPSILON
+    advantages = ((rewards - rewards.mean(axis=1, keepdims=True)) / spread).flatten()
+    rollouts = []
+    for count, reward, advantage in zip(turns, rewards.flatten(), advantages, strict=True):
+        sampled = [False] * PROMPT_TOKENS
+        for turn in range(count):
+            sampled += [False] * (OBSERVED_TOKENS if turn else 0) + [True] * SAMPLED_TOKENS
+        tokens = generator.integers(1, VOCABULARY, len(sampled)).tolist()
+        rollouts.append(Rollout(token_ids=tokens, sampled=sampled, advantage=float(advantage), reward=float(reward)))
+    return rollouts
+
+
+def build_model(folder: Path) -> None:
+    """Save a random Qwen3 model in float32, and the tokenizer that TRL asks for."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder)
+
+
+def learner_config(rollouts: Sequence[Rollout]) -> Any:
+    """Ours: the defaults, with one longest sequence a forward pass."""
+    from draco_ray.config import LearnerConfig
+
+    return LearnerConfig(
+        gpus_per_worker=0,
+        lora_rank=RANK,
+        lora_alpha=ALPHA,
+        learning_rate=LEARNING_RATE,
+        kl_coefficient=KL,
+        micro_batch_tokens=max(len(rollout.token_ids) for rollout in rollouts),
+    )
+
+
+def build_adapter(model: Path, file: Path) -> None:
+    """Save values for the adapter that differ from the base model, or there would be no KL to compare."""
+    import torch
+    from safetensors.numpy import save_file
+
+    from draco_ray.config import ModelConfig
+    from draco_ray.learner.learner import Learner
+
+    learner = Learner(ModelConfig(path=str(model), dtype="float32"), learner_config(workload((1, 1, 1, 1))), seed=SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    tensors = {
+        name: (values + 0.02 * torch.randn(values.shape, generator=generator).numpy()).astype(np.float32)
+        for name, values in learner.adapter(0).tensors.items()
+    }
+    save_file(tensors, file)
+
+
+class Mark(NamedTuple):
+    """Clocks and memory at one moment."""
+
+    wall: float
+    cpu: float
+    resident: float
+
+
+def mark() -> Mark:
+    """Now; the process's peak of resident memory is counted anew from here."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return Mark(time.perf_counter(), time.process_time(), psutil.Process().memory_info().rss / MIB)
+
+
+def cost(since: Mark) -> dict[str, float]:
+    """What `Update` says of time and memory."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return {
+        "seconds": time.perf_counter() - since.wall,
+        "cpu_seconds": time.process_time() - since.cpu,
+        "loaded_mib": since.resident,
+        "peak_mib": peak / 1024,
+    }
+
+
+def draco_side(folder: Path, rollouts: Sequence[Rollout]) -> tuple[Update, dict[str, Any]]:
+    """One update of `draco_ray.learner.learner.Learner`; returns its cost and the adapter after it."""
+    from safetensors.torch import load_file
+
+    from draco_ray.config import ModelConfig
+    from draco_ray.learner.learner import Learner
+    from draco_ray.records import TrainingSample
+
+    model = ModelConfig(path=str(folder / "model"), dtype="float32")
+    learner = Learner(model, learner_config(rollouts), seed=SEED)
+    learner.policy.load_adapter(load_file(folder / "adapter.safetensors"), "adapter.safetensors")
+    samples = []
+    for index, rollout in enumerate(rollouts):
+        mask_T = np.array(rollout.sampled)
+        samples.append(
+            TrainingSample(
+                group=f"g{index // GROUP}",
+                task_id=f"t{index // GROUP}",
+                rollout=index % GROUP,
+                policy_version=0,
+                token_ids_T=np.array(rollout.token_ids, dtype=np.int32),
+                loss_mask_T=mask_T,
+                advantage_T=np.where(mask_T, rollout.advantage, 0.0).astype(np.float32),
+                logprob_T=np.zeros(len(mask_T), dtype=np.float32),
+                prompt_length=PROMPT_TOKENS,
+            )
+        )
+    before = mark()
+    learner.accumulate(samples)
+    metrics = learner.step()
+    update = Update(
+        **cost(before),
+        computed_tokens=metrics.padded_tokens,
+        loss=metrics.policy_loss + KL * metrics.kl,
+        grad_norm=metrics.grad_norm,
+    )
+    return update, learner.adapter(1).tensors
+
+
+def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Update, dict[str, Any]]:
+    """One update of TRL's `GRPOTrainer`; returns its cost and the adapter after it.
+
+    Its defaults, gradient checkpointing and the LM head fused with the log-probs included, with our hyperparameters:
+    the loss is its token mean ("dapo"), the reference is the model without the adapter, and with one generation batch
+    an update it computes no old log-probs of its own, as we do not.
+    """
+    from trl import import_utils
+
+    # It would import vLLM where that is installed, and be charged for its memory.
+    import_utils.is_vllm_available = lambda *_, **__: False
+
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    marks: list[Mark] = []
+    costs: list[dict[str, float]] = []
+    losses: list[float] = []
+
+    def recorded(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+        """TRL's seam for rollouts that it did not sample itself; the update begins when it returns."""
+        answer = {
+            "prompt_ids": [rollout.token_ids[:PROMPT_TOKENS] for rollout in rollouts],
+            "completion_ids": [rollout.token_ids[PROMPT_TOKENS:] for rollout in rollouts],
+            "logprobs": [[0.0] * (len(rollout.token_ids) - PROMPT_TOKENS) for rollout in rollouts],
+            "env_mask": [[int(sampled) for sampled in rollout.sampled[PROMPT_TOKENS:]] for rollout in rollouts],
+            "recorded_reward": [rollout.reward for rollout in rollouts],
+        }
+        marks.append(mark())
+        return answer
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            costs.append(cost(marks[0]))
+
+    class Trainer(GRPOTrainer):
+        """Keeps the losses, which are rounded in the log."""
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    def reward(completions: list[str], recorded_reward: list[float], **_: Any) -> list[float]:
+        return recorded_reward
+
+    trainer = Trainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=len(rollouts) // batch,
+            num_generations=GROUP,
+            max_completion_length=max(len(rollout.token_ids) for rollout in rollouts),
+            shuffle_dataset=False,
+            max_steps=1,
+            loss_type="dapo",
+            beta=KL,
+            epsilon=0.2,
+            temperature=1.0,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            weight_decay=0.01,
+            max_grad_norm=1.0,
+            gradient_checkpointing=True,
+            bf16=False,
+            use_cpu=True,
+            seed=SEED,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [str(group) for group in range(len(rollouts) // GROUP)]}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        peft_config=LoraConfig(
+            r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+        rollout_func=recorded,
+        callbacks=[Stop()],
+    )
+    set_peft_model_state_dict(trainer.model, load_file(folder / "adapter.safetensors"))
+    trainer.train()
+    (log,) = (entry for entry in trainer.state.log_history if "grad_norm" in entry)
+    update = Update(
+        **costs[0],
+        computed_tokens=len(rollouts) * max(len(rollout.token_ids) for rollout in rollouts),
+        loss=sum(losses),
+        grad_norm=log["grad_norm"],
+    )
+    tensors = {name: tensor.float().numpy() for name, tensor in get_peft_model_state_dict(trainer.model).items()}
+    return update, tensors
+
+
+def run_side(side: str, cell: str, folder: Path, batch: int, out: Path) -> None:
+    """In a process of its own: one update, its cost as JSON, and the adapter it led to."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rollouts = workload(CELLS[cell])
+    update, tensors = draco_side(folder, rollouts) if side == "draco" else trl_side(folder, rollouts, batch)
+    np.savez(out.with_suffix(".npz"), **tensors)
+    out.write_text(json.dumps(asdict(update)), encoding="utf-8")
+
+
+def moved(after: Path, adapter: Path) -> np.ndarray[Any, Any]:
+    """By how much an update changed the adapter, as one vector."""
+    from safetensors.numpy import load_file
+
+    before = load_file(adapter)
+    with np.load(after) as values:
+        return np.concatenate([(values[name] - before[name]).ravel() for name in sorted(before)])
+
+
+def cosine(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
+    """Of the angle between two vectors."""
+    return float(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)))
+
+
+def table(cell: str, updates: dict[str, list[Update]]) -> str:
+    """The two sides, and our share of TRL's: medians over the repetitions."""
+    rollouts = workload(CELLS[cell])
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    rows: list[tuple[str, Callable[[Update], float], str]] = [
+        ("seconds", lambda update: update.seconds, ".1f"),
+        ("CPU seconds", lambda update: update.cpu_seconds, ".1f"),
+        ("tokens a second", lambda update: tokens / update.seconds, ".0f"),
+        ("tokens a CPU second", lambda update: tokens / update.cpu_seconds, ".0f"),
+        ("peak memory, MiB", lambda update: update.peak_mib, ".0f"),
+        ("of it above the loaded model, MiB", lambda update: update.peak_mib - update.loaded_mib, ".0f"),
+        ("tokens in a pass, padding included", lambda update: update.computed_tokens, ".0f"),
+    ]
+    sampled = sum(sum(rollout.sampled) for rollout in rollouts)
+    lines = [
+        f"### {cell}: {len(rollouts)} rollouts, {tokens} tokens, {sampled} of them sampled, longest "
+        f"{max(len(rollout.token_ids) for rollout in rollouts)}\n",
+        "| | draco-ray | TRL | draco-ray / TRL |\n|---|---|---|---|",
+    ]
+    for name, of, digits in rows:
+        ours, theirs = (statistics.median(map(of, updates[side])) for side in SIDES)
+        lines.append(f"| {name} | {ours:{digits}} | {theirs:{digits}} | {ours / theirs:.2f} |")
+    return "\n".join(lines)
+
+
+def agreement(cell: str, updates: dict[str, list[Update]], folder: Path) -> str:
+    """Whether both computed the same update."""
+    ours, theirs = (updates[side][0] for side in SIDES)
+    steps = [moved(folder / f"{cell}-{side}-0.npz", folder / "adapter.safetensors") for side in SIDES]
+    return (
+        f"loss {ours.loss:.6f} and {theirs.loss:.6f}, gradient norm {ours.grad_norm:.6f} and {theirs.grad_norm:.6f}; "
+        f"cosine of the two changes of the adapter {cosine(*steps):.6f}"
+    )
+
+
+def main(
+    trl_python: Annotated[Path, typer.Option(help="Python that can import TRL and draco_ray.")] = Path(
+        ".venv-bench/bin/python"
+    ),
+    cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(CELLS),
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Of each side.")] = os.cpu_count() or 1,
+    trl_batch: Annotated[int, typer.Option(min=1, help="Sequences in one of TRL's forward passes.")] = 1,
+    side: Annotated[str | None, typer.Option(hidden=True)] = None,
+    folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure both sides and print them beside each other; a minute or two a run of TRL on two cores."""
+    if unknown := [name for name in cells.split() if name not in CELLS]:
+        sys.exit(f"bench-learner: unknown cell {unknown[0]!r}; expected one of {', '.join(CELLS)}")
+    if side is not None and folder is not None and out is not None:
+        run_side(side, cells, folder, trl_batch, out)
+        return
+    if shutil.which(trl_python) is None:
+        sys.exit(f"bench-learner: no {trl_python}; run `make bench-learner`, which sets it up, or name one")
+    memory = psutil.virtual_memory().total / 2**30
+    print(
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, "
+        f"load average {os.getloadavg()[0]:.1f} at the start; {threads} threads a side, float32, medians of {repeats}",
+        flush=True,
+    )
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        build_model(scratch / "model")
+        build_adapter(scratch / "model", scratch / "adapter.safetensors")
+        for cell in cells.split():
+            updates: dict[str, list[Update]] = {name: [] for name in SIDES}
+            for repeat in range(repeats):
+                for name in SIDES:
+                    result = scratch / f"{cell}-{name}-{repeat}.json"
+                    options = {"--cells": cell, "--side": name, "--folder": scratch, "--out": result}
+                    options["--trl-batch"] = str(trl_batch)
+                    command = [trl_python, Path(__file__), *(part for pair in options.items() for part in pair)]
+                    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+                    if done.returncode:
+                        sys.exit(f"bench-learner: the side {name} failed:\n{done.stderr[-3000:]}")
+                    updates[name].append(Update(**json.loads(result.read_text(encoding="utf-8"))))
+            print(f"\n{table(cell, updates)}\n\n{agreement(cell, updates, scratch)}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
