@@ -165,7 +165,8 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         stats = httpx.get(judge.base_url.removesuffix("/v1") + "/stats", trust_env=False).json()
     directory = RunDirectory(run)
     metrics = directory.metrics()
-    lines = [line for line in (errors if code else output).strip().splitlines() if line.strip()]
+    # What the run itself said last; Ray's own messages come between its lines.
+    lines = [line for line in (errors if code else output).splitlines() if line.startswith(("draco: ", "done in "))]
     return Outcome(
         fault=fault,
         survived=how,
