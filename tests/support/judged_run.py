@@ -20,7 +20,10 @@ from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_
 FAMILY = "count_library_songs"
 TASK = "task_1"
 CONFIG = JudgeConfig(model=RULES, reasks=1)
-STEPS = {1: ((), (Fault.FIRST_PAGE_ONLY,)), 2: ((Fault.PRINT_SECRET,), (Fault.FIRST_PAGE_ONLY, Fault.PRINT_SECRET))}
+STEPS: dict[int, tuple[tuple[Fault, ...], ...]] = {
+    1: ((), (Fault.FIRST_PAGE_ONLY,)),
+    2: ((Fault.PRINT_SECRET,), (Fault.FIRST_PAGE_ONLY, Fault.PRINT_SECRET)),
+}
 
 
 async def judged_run(path: Path) -> RunDirectory:
