@@ -144,15 +144,22 @@ def step_advantages(advantage: float, quality_M: FloatArray, tokens_M: IntArray)
     return advantage * tokens_M.sum() * share_M / np.maximum(tokens_M, 1)
 
 
-def is_inert(quality: StepQuality, fallback: CreditFallback) -> bool:
+def is_inert(quality: StepQuality, fallback: CreditFallback, *, mixed_scores: bool | None = None) -> bool:
     """Whether credit draws no distinction between steps (appendix "Why step credit needs dynamic rubrics").
 
     The appendix classifies by the verdicts alone: a rollout is active when, among the surviving criteria that cite its
     steps, some pass and some fail. It is inert when they are unanimous, when none survives dropout, when none cites a
     step, and when a fallback applies (where every step has tokens this adds nothing: the normaliser vanishes only
     on unanimous verdicts). A zero advantage does not make a rollout inert: there is then nothing to divide, whatever
-    the rubric said.
+    the rubric said. So where no credit call was made for want of an advantage, the scoring verdicts decide.
+
+    Args:
+        quality: of the trajectory's steps.
+        fallback: that its step advantages took.
+        mixed_scores: whether the surviving scoring verdicts disagree; None where there was a credit call.
     """
+    if mixed_scores is not None and len(quality.quality_M):
+        return not mixed_scores
     return fallback is not CreditFallback.NONE or not quality.mixed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -65,10 +64,10 @@ def group_advantages(
         elif attributed is None:
             member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_CALL_FAILED)
         else:
-            member = _credited(rollout, float(reward), float(advantage), tokens_M, attributed, surviving_K)
-            if not attributed and mixed and len(tokens_M):
-                # No call was worth making, for want of an advantage: the verdicts would have told the steps apart.
-                member = replace(member, inert=False)
+            mixed_scores = None if attributed else bool(mixed)
+            member = _credited(
+                rollout, float(reward), float(advantage), tokens_M, attributed, surviving_K, mixed_scores
+            )
         members.append(member)
     return GroupAdvantages(group=group, surviving_K=surviving_K, rollouts=tuple(members))
 
@@ -146,6 +145,7 @@ def _credited(
     tokens_M: IntArray,
     attributed: Sequence[Attribution],
     surviving_K: BoolArray,
+    mixed_scores: bool | None,
 ) -> RolloutAdvantage:
     quality = step_quality(attributed, surviving_K, len(tokens_M))
     fallback = credit_fallback(advantage, quality.quality_M, tokens_M)
@@ -157,7 +157,7 @@ def _credited(
         step_advantage_M=step_advantages(advantage, quality.quality_M, tokens_M),
         cited_M=quality.cited_M,
         fallback=fallback,
-        inert=is_inert(quality, fallback),
+        inert=is_inert(quality, fallback, mixed_scores=mixed_scores),
     )
 
 

@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
 from draco_ray.algorithm.credit import credit_fallback, is_inert, quality_spread, step_advantages, step_quality
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.reward import mixed_verdicts, rubric_rewards, surviving_criteria
 from draco_ray.analysis.credit import push_shares
 from draco_ray.analysis.recorded import RecordedGroup, recorded_groups
 from draco_ray.records import (
@@ -96,6 +96,7 @@ def variant_advantages(
         )
     else:
         advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
+    mixed_G = mixed_verdicts(group.verdict_GK, surviving_K)
     members = []
     for index, rollout in enumerate(group.rollouts):
         attributions = group.attributions[index]
@@ -109,6 +110,7 @@ def variant_advantages(
                 group.tokens_GM[index],
                 attributions,
                 surviving_K,
+                bool(mixed_G[index]),
                 credit=variant is not Variant.NO_CREDIT,
             )
         )
@@ -208,6 +210,7 @@ def _member(
     tokens_M: IntArray,
     attributions: Sequence[Attribution] | None,
     surviving_K: BoolArray,
+    mixed: bool,
     *,
     credit: bool,
 ) -> RolloutAdvantage:
@@ -226,7 +229,7 @@ def _member(
         step_advantage_M=step_advantages(advantage, quality.quality_M, tokens_M),
         cited_M=quality.cited_M,
         fallback=fallback,
-        inert=is_inert(quality, fallback),
+        inert=is_inert(quality, fallback, mixed_scores=mixed if credit and attributions == () else None),
     )
 
 
