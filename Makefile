@@ -93,9 +93,9 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# Every test, those that start real processes included.
+# Every test, those that start real processes included, two files at a time.
 test: setup
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 # The tests that start no process (a minute).
 test-fast: setup

@@ -102,7 +102,7 @@ async def pair_criteria(
         return Pairing(pairs=())
     swapped = zlib.crc32(render.rubrics(one).encode()) > zlib.crc32(render.rubrics(other).encode())
     first, second = (other, one) if swapped else (one, other)
-    messages = (Message(role="user", content=pairing_prompt(first, second, template)),)
+    messages: tuple[Message, ...] = (Message(role="user", content=pairing_prompt(first, second, template)),)
     requests: list[Request] = []
     dollars = 0.0
     error = ""

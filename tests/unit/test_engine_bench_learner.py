@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,23 @@ def test_the_table_shows_medians_beside_each_other(bench: ModuleType) -> None:
     text = bench.table("equal", {"draco": ours, "trl": theirs})
     assert "| seconds | 2.0 | 4.0 | 0.50 |" in text
     assert "| of it above the loaded model, MiB | 50 | 200 | 0.25 |" in text
+
+
+def test_sides_that_computed_different_updates_end_it(bench: ModuleType, tmp_path: Path) -> None:
+    before = {"a": np.zeros(3, dtype=np.float32)}
+    save_file(before, tmp_path / "adapter.safetensors")
+    np.savez(tmp_path / "cell-draco-0.npz", a=np.array([1.0, 2.0, 3.0]))
+    np.savez(tmp_path / "cell-trl-0.npz", a=np.array([1.0, 2.0, 3.001]))
+    update = bench.Update(
+        seconds=1.0, cpu_seconds=1.0, loaded_mib=1.0, peak_mib=1.0, computed_tokens=1, loss=0.5, grad_norm=1.0
+    )
+    text = bench.agreement("cell", {"draco": [update], "trl": [replace(update, loss=0.50001)]}, tmp_path)
+    assert text.startswith("loss 0.500000 and 0.500010")
+    with pytest.raises(SystemExit, match="different updates: loss 0.5"):
+        bench.agreement("cell", {"draco": [update], "trl": [replace(update, grad_norm=1.1)]}, tmp_path)
+    np.savez(tmp_path / "cell-trl-0.npz", a=np.array([1.0, 2.0, -3.0]))
+    with pytest.raises(SystemExit, match="different updates"):
+        bench.agreement("cell", {"draco": [update], "trl": [update]}, tmp_path)
 
 
 def test_an_unknown_cell_and_a_missing_environment_are_one_clear_line(bench: ModuleType, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from draco_ray.analysis.attribution.rubric import COMPLETION
@@ -78,23 +79,19 @@ class _Cell:
 
 def mutants(cells: Sequence[str]) -> Iterator[Mutant]:
     """Every candidate that the edits offer, by kind of fault and then by step."""
-    parsed: list[_Cell | None] = []
-    for cell in cells:
-        try:
-            parsed.append(_Cell(cell))
-        except (SyntaxError, ValueError):
-            parsed.append(None)
+    readable: list[tuple[int, _Cell]] = []
+    for index, text in enumerate(cells):
+        with suppress(SyntaxError, ValueError):
+            readable.append((index, _Cell(text)))
     for fault, edit in _EDITS.items():
-        for index, cell in enumerate(parsed):
-            if cell is not None:
-                for text in edit(cell):
-                    yield Mutant(fault=fault, cells=(*cells[:index], text, *cells[index + 1 :]), planted=(index + 1,))
-    for index, cell in enumerate(parsed):
-        if cell is not None:
-            for call in _without_token(cell):
-                planted = (index + 1, index + 2)
-                repeated = (*cells[:index], call, call, *cells[index:])
-                yield Mutant(fault=Fault.REPEAT_FAILING_CALL, cells=repeated, planted=planted)
+        for index, cell in readable:
+            for edited in edit(cell):
+                yield Mutant(fault=fault, cells=(*cells[:index], edited, *cells[index + 1 :]), planted=(index + 1,))
+    for index, cell in readable:
+        for call in _without_token(cell):
+            planted = (index + 1, index + 2)
+            repeated = (*cells[:index], call, call, *cells[index:])
+            yield Mutant(fault=Fault.REPEAT_FAILING_CALL, cells=repeated, planted=planted)
     if cells and COMPLETION in cells[-1]:
         after = (*cells, LOOK_AGAIN)
         yield Mutant(fault=Fault.CONTINUE_AFTER_COMPLETION, cells=after, planted=(len(after),))
