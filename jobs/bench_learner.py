@@ -44,6 +44,8 @@ REWARD_EPSILON = 1e-4
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32768, 384, 1024, 8, 6, 2, 64
 RANK, ALPHA, LEARNING_RATE, KL, SEED = 16, 32, 5e-5, 0.01, 0
 SIDES = ("draco", "trl")
+LARGEST_GAP, LEAST_COSINE = 0.01, 0.99
+"""Relative difference of losses and gradient norms, and cosine of the adapter's changes, that rounding explains."""
 MIB = 2**20
 
 
@@ -365,13 +367,18 @@ def table(cell: str, updates: dict[str, list[Update]]) -> str:
 
 
 def agreement(cell: str, updates: dict[str, list[Update]], folder: Path) -> str:
-    """Whether both computed the same update."""
+    """How near the two updates are; ends the program where they are not the same up to rounding."""
     ours, theirs = (updates[side][0] for side in SIDES)
     steps = [moved(folder / f"{cell}-{side}-0.npz", folder / "adapter.safetensors") for side in SIDES]
-    return (
+    near = cosine(*steps)
+    text = (
         f"loss {ours.loss:.6f} and {theirs.loss:.6f}, gradient norm {ours.grad_norm:.6f} and {theirs.grad_norm:.6f}; "
-        f"cosine of the two changes of the adapter {cosine(*steps):.6f}"
+        f"cosine of the two changes of the adapter {near:.6f}"
     )
+    pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
+    if near < LEAST_COSINE or any(abs(left - right) > LARGEST_GAP * abs(right) for left, right in pairs):
+        sys.exit(f"bench-learner: {cell}: the two sides computed different updates: {text}")
+    return text
 
 
 def main(
