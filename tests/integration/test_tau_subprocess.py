@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from draco_ray.config import DracoConfig
@@ -18,7 +21,7 @@ from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
 from draco_ray.evaluation.tau_bench.installation import find_tau2
 from draco_ray.evaluation.tau_bench.policy import api_policy
 from draco_ray.evaluation.tau_bench.tau2_runner import ADJUSTED
-from tests.support.command import draco
+from tests.support.command import draco, start_draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
 
 pytestmark = pytest.mark.slow
@@ -160,6 +163,27 @@ def test_what_was_finished_is_kept_and_gone_on_with(machine: Path) -> None:
     assert starts(machine) == 3  # nothing was left to run
 
 
+def test_ctrl_c_ends_tau2_and_keeps_what_was_finished(machine: Path) -> None:
+    out = machine / "out"
+    command = [*tau_run(machine, configure(machine, {"hang": [1]}, trials=2)), "--label", "GPT"]
+    process = start_draco(command)
+    kept = out / "tau2" / "openai_gpt-5.4" / "simulations"
+    while not list(kept.glob("[!.]*.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    [tau2] = psutil.Process(process.pid).children()
+    with pytest.raises(ConfigError, match="another process is at it"), EvaluationDirectory.open(out).claimed():
+        pass
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stdout + stderr
+    assert f"stopped; 1 of 2 episodes are in {out}" in stderr
+    assert not tau2.is_running()
+    done = draco(*command)
+    assert done.returncode == 0, done.stderr
+    assert EvaluationDirectory.open(out).finished() == 2
+
+
 def test_infrastructure_errors_are_run_again_when_asked_for(machine: Path) -> None:
     out = machine / "out"
     config = configure(machine, {"errors": [TASKS[1]]})
@@ -243,14 +267,24 @@ def test_missing_shell_programs_are_named(machine: Path) -> None:
     assert "srt not on PATH" in refusal(machine)
 
 
-def test_the_command_prints_its_tables(machine: Path) -> None:
+def overrides(config: DracoConfig) -> list[str]:
+    """The words of a command with the machine's settings, one task."""
     words = [
         f"tau_bench.{name}={value}"
-        for name, value in configure(machine).tau_bench.model_dump().items()
+        for name, value in config.tau_bench.model_dump().items()
         if name in ("tau2_python", "tau2_home", "trials", "embeddings_cache")
     ]
-    words += [f"tau_bench.tasks=[{TASKS[0]}]", "tau_bench.judge.api_key_env=TAU_JUDGE_KEY"]
-    command = ["tau", "run", "qwen3.6-27b", "--policy", "litellm:openai/gpt-5.4", "--out", str(machine / "out"), *words]
+    return [*words, f"tau_bench.tasks=[{TASKS[0]}]", "tau_bench.judge.api_key_env=TAU_JUDGE_KEY"]
+
+
+def tau_run(machine: Path, config: DracoConfig) -> list[str]:
+    policy = ["--policy", "litellm:openai/gpt-5.4", "--out", str(machine / "out")]
+    return ["tau", "run", "qwen3.6-27b", *policy, *overrides(config)]
+
+
+def test_the_command_prints_its_tables(machine: Path) -> None:
+    config = configure(machine)
+    words, command = overrides(config), tau_run(machine, config)
     done = draco(*command, "--label", "GPT", "--format", "markdown")
     assert done.returncode == 0, done.stderr
     assert "| GPT | 100.0 | 100.0 |" in done.stdout

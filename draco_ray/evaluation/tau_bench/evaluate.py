@@ -17,8 +17,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,14 @@ from draco_ray.config import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.evaluation.tau_bench import job as jobs
-from draco_ray.evaluation.tau_bench.episodes import INFRASTRUCTURE, MISSING, Episode, read_episodes, read_judge_tokens
+from draco_ray.evaluation.tau_bench.episodes import (
+    INFRASTRUCTURE,
+    MISSING,
+    Episode,
+    count_episodes,
+    read_episodes,
+    read_judge_tokens,
+)
 from draco_ray.evaluation.tau_bench.installation import Tau2, find_tau2
 from draco_ray.evaluation.tau_bench.policy import TauPolicy
 from draco_ray.evaluation.tau_bench.process import Scrubber
@@ -74,8 +81,10 @@ def evaluate_tau(
         retry_errors: run infrastructure errors again even where nothing is missing.
 
     Raises:
-        ConfigError: something that is needed is not there, or ``out`` holds another evaluation.
+        ConfigError: something that is needed is not there, or ``out`` holds another evaluation, or another process is
+            at it.
         TauBenchError: the server or tau2 failed for good; what was finished is kept.
+        SystemExit: 130 after Ctrl-C, with one line that says what is kept.
     """
     if len({policy.name for policy in policies}) < len(policies):
         raise ConfigError(f"policies {', '.join(policy.name for policy in policies)}: expected different names")
@@ -87,21 +96,42 @@ def evaluate_tau(
     tasks = jobs.task_ids(config.tau_bench, tau2)
     directory = EvaluationDirectory.begin(out, _plan(config, policies, tau2, tasks, label or config.setting))
     found: dict[str, dict[str, Any]] = {}
-    for policy in policies:
-        folder = out / "tau2" / policy.name
-        folder.mkdir(parents=True, exist_ok=True)
-        episodes = read_episodes(folder, tasks, config.tau_bench.trials)
-        if _anything_to_run(episodes, retry_errors):
-            _run(config, policy, tau2, folder, out, len(episodes))
+    with directory.claimed(), _stopped_plainly(directory):
+        for policy in policies:
+            folder = _folder(directory, policy.name)
+            folder.mkdir(parents=True, exist_ok=True)
             episodes = read_episodes(folder, tasks, config.tau_bench.trials)
-        price = find_price(policy.model, config.judge.prices)
-        (out / "results" / f"{policy.name}.jsonl").unlink(missing_ok=True)
-        for episode in episodes:
-            directory.add(policy.name, rollout_result(episode, price))
-        found[policy.name] = summary(episodes, read_judge_tokens(folder), policy.model, config, tau2.commit)
-        _note_errors(policy.name, found[policy.name])
-    directory.write_summary({"label": directory.plan.label, "measurements": found})
+            if _anything_to_run(episodes, retry_errors):
+                _run(config, policy, tau2, folder, out, len(episodes))
+                episodes = read_episodes(folder, tasks, config.tau_bench.trials)
+            price = find_price(policy.model, config.judge.prices)
+            (out / "results" / f"{policy.name}.jsonl").unlink(missing_ok=True)
+            for episode in episodes:
+                directory.add(policy.name, rollout_result(episode, price))
+            found[policy.name] = summary(episodes, read_judge_tokens(folder), policy.model, config, tau2.commit)
+            _note_errors(policy.name, found[policy.name])
+        directory.write_summary({"label": directory.plan.label, "measurements": found})
     return directory
+
+
+def _folder(directory: EvaluationDirectory, name: str) -> Path:
+    """Where tau2's files of a measurement lie."""
+    return directory.path / "tau2" / name
+
+
+@contextmanager
+def _stopped_plainly(directory: EvaluationDirectory) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = sum(count_episodes(_folder(directory, name)) for name in directory.plan.measurements)
+        log.warning(
+            "stopped; %d of %d episodes are in %s: the same command goes on from there",
+            kept,
+            directory.total,
+            directory.path,
+        )
+        raise SystemExit(130) from None
 
 
 def _plan(config: DracoConfig, policies: Sequence[TauPolicy], tau2: Tau2, tasks: Sequence[str], label: str) -> Plan:
