@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 from draco_ray.environments.appworld_python import appworld_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# A background job of a script is started with SIGINT ignored, and what it starts inherits that; some tests send one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
 
 
