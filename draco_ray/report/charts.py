@@ -12,6 +12,8 @@ from draco_ray.report.output import shortened, text_width
 WIDTH, HEIGHT = 320.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 10.0, 24.0, 30.0
 _MOST_DOTS = 60
+_LEGEND_LINE, _LABEL_LINE = 11.0, 8.5
+_MOST_LABEL_LINES = 4
 _HEAT = ((201, 72, 91), (236, 196, 110), (47, 158, 119))
 
 Number = Callable[[float], str]
@@ -70,9 +72,8 @@ def line_chart(
     if not values:
         return _empty(drawing)
     low, high, ticks = _axis(*(bounds or (min(*values, 0.0), max(*values, 0.0))))
-    frame = _Frame(drawing, min(steps), max(steps), low, high)
-    top = _legend(drawing, [line.name for line in series], frame.left) if len(series) > 1 else 0.0
-    frame.top += top
+    top = _legend(drawing, [line.name for line in series]) if len(series) > 1 else 0.0
+    frame = _Frame(drawing, min(steps), max(steps), low, high, top)
     frame.y_axis(ticks, number)
     frame.x_axis(axis)
     for index, line in enumerate(series):
@@ -97,7 +98,7 @@ def scatter(
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Drawing:
-    """Named points.
+    """Named points; the legend says whose is which, since points that matter lie close together.
 
     Args:
         points: (name, x, y), x not negative; its axis begins at 0.
@@ -110,20 +111,13 @@ def scatter(
         return _empty(drawing)
     _, most, x_ticks = _axis(0.0, max(x for _, x, _ in points))
     low, high, y_ticks = _axis(*bounds)
-    frame = _Frame(drawing, 0.0, most, low, high)
+    frame = _Frame(drawing, 0.0, most, low, high, _legend(drawing, [name for name, _, _ in points]))
     frame.y_axis(y_ticks, number)
     for tick in x_ticks:
         drawing.add(Text(frame.x(tick), frame.bottom + 10, compact(tick), 7, "middle", MUTED))
     frame.x_label(axis)
     for index, (name, x, y) in enumerate(points):
-        place = frame.x(x)
-        # Names on the right half of the chart stand to the left of their points.
-        right = place < (frame.left + frame.right) / 2
-        shown = shortened(name, 7, (frame.right - place if right else place - frame.left) - 8)
-        drawing.add(
-            Dot(place, frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {number(y)}"),
-            Text(place + (6 if right else -6), frame.y(y) - 3, shown, 7, "start" if right else "end"),
-        )
+        drawing.add(Dot(frame.x(x), frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {number(y)}"))
     return drawing
 
 
@@ -135,6 +129,7 @@ def stacked_bars(
     number: Number = compact,
     whole: float | None = None,
     axis: str = "training step",
+    all_labels: bool = False,
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Drawing:
@@ -144,18 +139,20 @@ def stacked_bars(
         labels: one per bar.
         parts: name of a part -> its value in every bar, >= 0.
         whole: the top of the y axis; None takes the tallest bar.
+        all_labels: show every label, in several lines where they are too wide for one; otherwise every second, third...
     """
     drawing = _titled(title, width, height)
     tallest = max((sum(values) for values in zip(*parts.values(), strict=True)), default=0.0)
     if not tallest:
         return _empty(drawing)
     low, high, ticks = _axis(0.0, whole or tallest)
-    frame = _Frame(drawing, 0, len(labels), low, high)
-    frame.top += _legend(drawing, list(parts), frame.left)
+    frame = _Frame(drawing, 0, len(labels), low, high, _legend(drawing, list(parts)))
     frame.y_axis(ticks, number)
     slot = (frame.right - frame.left) / len(labels)
     bar = min(slot * 0.8, 46.0) if len(labels) <= _MOST_DOTS else slot
     every = math.ceil(len(labels) * max(text_width(label, 7) + 6 for label in labels) / (frame.right - frame.left))
+    lines = min(every, _MOST_LABEL_LINES) if all_labels else 1
+    drawing.height += (lines - 1) * _LABEL_LINE
     for place, label in enumerate(labels):
         middle, floor = frame.left + (place + 0.5) * slot, frame.bottom
         for index, (name, values) in enumerate(parts.items()):
@@ -164,9 +161,12 @@ def stacked_bars(
                 floor -= tall
                 hint = f"{name}, {label}: {number(values[place])}"
                 drawing.add(Box(middle - bar / 2, floor, bar, tall, palette(index), hint))
-        if place % every == 0:
-            drawing.add(Text(middle, frame.bottom + 10, shortened(label, 7, slot * every), 7, "middle", MUTED))
-    frame.x_label(axis)
+        if all_labels or place % every == 0:
+            shown = shortened(label, 7, slot * (lines if all_labels else every))
+            half = text_width(shown, 7) / 2
+            across = min(max(middle, half + 2), drawing.width - half - 2)
+            drawing.add(Text(across, frame.bottom + 10 + place % lines * _LABEL_LINE, shown, 7, "middle", MUTED))
+    frame.x_label(axis, below=(lines - 1) * _LABEL_LINE)
     return drawing
 
 
@@ -252,13 +252,15 @@ def heat(share: float) -> str:
 
 
 class _Frame:
-    """The axes of a chart: data to points."""
+    """The axes of a chart, ``legend`` below its title: data to points."""
 
-    def __init__(self, drawing: Drawing, first: float, last: float, low: float, high: float) -> None:
+    def __init__(
+        self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float = 0.0
+    ) -> None:
         self.drawing = drawing
         self.first, self.last, self.low, self.high = first, last, low, high
         self.left, self.right = _LEFT, drawing.width - _RIGHT
-        self.top, self.bottom = _TOP, drawing.height - _BOTTOM
+        self.top, self.bottom = _TOP + legend, drawing.height - _BOTTOM
 
     def x(self, step: float) -> float:
         if self.first == self.last:
@@ -282,8 +284,8 @@ class _Frame:
             self.drawing.add(Text(self.x(step), self.bottom + 10, str(step), 7, "middle", MUTED))
         self.x_label(label)
 
-    def x_label(self, label: str) -> None:
-        self.drawing.add(Text((self.left + self.right) / 2, self.bottom + 21, label, 7, "middle", MUTED))
+    def x_label(self, label: str, below: float = 0.0) -> None:
+        self.drawing.add(Text((self.left + self.right) / 2, self.bottom + 21 + below, label, 7, "middle", MUTED))
 
 
 def _titled(title: str, width: float, height: float) -> Drawing:
@@ -297,17 +299,18 @@ def _empty(drawing: Drawing) -> Drawing:
     return drawing
 
 
-def _legend(drawing: Drawing, names: Sequence[str], left: float) -> float:
-    """Draw it under the title; returns the height it takes."""
-    x, y = left, _TOP
+def _legend(drawing: Drawing, names: Sequence[str]) -> float:
+    """Draw it under the title; returns the height it takes. A second line and more make the drawing taller."""
+    x, y = _LEFT, _TOP
     for index, name in enumerate(names):
-        name = shortened(name, 7.5, drawing.width - left - 30)
+        name = shortened(name, 7.5, drawing.width - _LEFT - 30)
         # A page's own font may be wider than Helvetica.
         wide = 12 + 1.15 * text_width(name, 7.5) + 10
-        if x + wide > drawing.width and x > left:
-            x, y = left, y + 11
+        if x + wide > drawing.width and x > _LEFT:
+            x, y = _LEFT, y + _LEGEND_LINE
         drawing.add(Box(x, y - 5, 8, 6, palette(index)), Text(x + 11, y, name, 7.5))
         x += wide
+    drawing.height += y - _TOP
     return y - _TOP + 10
 
 

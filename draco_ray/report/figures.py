@@ -136,7 +136,7 @@ def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
         ]
         for phase in Phase
     }
-    return stacked_bars(title, list(names), parts, axis="run")
+    return stacked_bars(title, list(names), parts, axis="run", all_labels=True)
 
 
 def success(rows: Sequence[Row]) -> Drawing:

@@ -138,6 +138,6 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
         ("seed", value("seed")),
         ("finished steps", str(len(metrics))),
         ("rollouts", f"{rollouts:,}"),
-        ("judge cost", f"${dollars:,.2f}"),
+        ("judge cost", f"${dollars:,.2f}" if dollars else "no price known"),
         ("time", f"{seconds / 60:,.1f} min"),
     ]

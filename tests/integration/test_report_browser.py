@@ -46,6 +46,8 @@ def browser(_started: Browser, page: str) -> Iterator[Browser]:
     yield _started
     assert _started.run("typeof window.hacked") == "undefined"
     assert _started.run("document.querySelectorAll('img, iframe, object').length") == 0
+    text = _started.run("document.body.textContent")
+    assert not [word for word in ("[object", "NaN", "undefined,") if word in text]
     assert _started.console == []
     assert {url.split("#")[0] for url in _started.requests} == {page}
 
@@ -112,6 +114,11 @@ def test_bars_show_the_share_of_the_push(browser: Browser, page: str) -> None:
     ]
     grey = "getComputedStyle(document.querySelector('.strip i.uncited')).backgroundColor"
     assert browser.run(grey) == "rgb(154, 164, 175)"
+    assert "no verdict cites it" in texts(browser, ".legend")[0]
+
+
+def test_an_advantage_of_rounding_is_neither_green_nor_red(browser: Browser) -> None:
+    assert browser.run("[6e-17, -6e-17, 0, null, 0.01, -0.01].map(sign)") == ["zero"] * 4 + ["plus", "minus"]
 
 
 def test_reasoning_and_output_fold(browser: Browser, page: str) -> None:
@@ -142,6 +149,11 @@ def test_a_link_leads_to_its_message(browser: Browser, page: str) -> None:
     browser.goto(f"{page}#group/2/{TASKS[1]}/call2")
     at(browser, f"#group/2/{TASKS[1]}/call2")
     assert browser.run("document.querySelector('#group #call2').open") is True
+    browser.goto(f"{page}#rollout/2/{TASKS[1]}/1")
+    at(browser, f"#rollout/2/{TASKS[1]}/1")
+    browser.click("#rollout #p2 summary a")
+    at(browser, f"#rollout/2/{TASKS[1]}/1/p2")
+    assert browser.run("document.querySelector('#rollout .target').id") == "p2"
 
 
 def test_filters_narrow_the_list(browser: Browser) -> None:
@@ -168,6 +180,25 @@ def test_search_finds_messages_and_leads_to_them(browser: Browser) -> None:
     browser.click(f".hits a[href='#rollout/2/{TASKS[1]}/1/t1']")
     at(browser, f"#rollout/2/{TASKS[1]}/1/t1")
     assert shown(browser) == ["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("words", "links"),
+    [
+        # What the task says is a message; what only a judge's prompt says is found there.
+        (f"do {TASKS[0]}", [f"#group/{step}/{TASKS[0]}/p2" for step in (1, 2)]),
+        ("grade this run", [f"#rollout/1/{TASKS[0]}/1/call1", f"#group/2/{TASKS[1]}/call2"]),
+    ],
+)
+def test_search_reaches_the_task_and_every_prompt(browser: Browser, words: str, links: list[str]) -> None:
+    browser.type("#query", words)
+    browser.enter()
+    browser.wait("document.getElementById('found-state')?.textContent.endsWith('found.')")
+    found = browser.run("[...document.querySelectorAll('.hits a')].map(n => n.getAttribute('href'))")
+    assert set(links) <= set(found)
+    browser.click(f".hits a[href='{links[0]}']")
+    at(browser, links[0])
+    assert browser.run("document.querySelector('.view:not([hidden]) .target').id") == links[0].rsplit("/", 1)[1]
 
 
 @pytest.mark.parametrize("place", ["#group/9/nothing", "#rollout/1/aaa1111_1/99", "#rollout/%E0%A4%A", "#%00"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import zlib
 
@@ -42,6 +43,17 @@ def test_bars_stack_in_proportion() -> None:
     assert one_b.height == pytest.approx(3 * one_a.height)
     assert two_a.height == pytest.approx(2 * one_a.height)
     assert one_b.y + one_b.height == pytest.approx(one_a.y)
+
+
+def test_every_run_has_its_name_below_its_bar() -> None:
+    names = [f"draco-20261121-{number}" for number in range(6)]
+    drawing = stacked_bars("t", names, {"a": [1.0] * 6}, axis="run", all_labels=True)
+    found = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.string in names]
+    assert [text.string for text in found] == names
+    for one, other in itertools.combinations(found, 2):
+        apart = abs(one.x - other.x) >= text_width(one.string, one.size)
+        assert apart or abs(one.y - other.y) >= one.size, (one, other)
+    assert all(text.y < drawing.height for text in drawing.shapes if isinstance(text, Text))
 
 
 def test_many_steps_stay_inside_the_chart() -> None:

@@ -12,6 +12,7 @@ from draco_ray.evaluation.results import EvaluationDirectory
 from draco_ray.report.charts import scatter
 from draco_ray.report.drawing import Dot, Drawing, Text
 from draco_ray.report.figures import figures
+from draco_ray.report.output import text_width
 from draco_ray.runs.directory import RunDirectory
 from tests.support.evaluations import a_plan, a_result
 from tests.support.small_run import small_run
@@ -84,11 +85,13 @@ def test_figures_of_evaluations_say_what_the_tables_say(run: RunDirectory) -> No
     ]
 
 
-def test_points_and_their_names_stay_inside_the_chart() -> None:
-    drawing = scatter("t", [("n" * 200, 0.0, 0.0), ("m" * 200, 8.0, 1.0)], axis="dollars")
-    texts = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.string[0] in "nm"]
-    assert [text.anchor for text in texts] == ["start", "end"]
-    assert all(len(text.string) < 100 for text in texts)
-    assert all(
-        0 <= dot.x <= drawing.width and 0 <= dot.y <= drawing.height for dot in drawing.shapes if isinstance(dot, Dot)
-    )
+def test_names_of_points_that_lie_together_do_not_overlap() -> None:
+    points = [(f"{letter * 60}, test_normal", 1.0, 0.8) for letter in "abcd"] + [("n" * 200, 0.0, 0.0)]
+    drawing = scatter("t", points, axis="dollars")
+    texts = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.string[0] in "abcn"]
+    assert len({text.y for text in texts}) == len(texts)
+    assert all(text.x + text_width(text.string, text.size) <= drawing.width for text in texts)
+    dots = [shape for shape in drawing.shapes if isinstance(shape, Dot)]
+    assert all(0 <= dot.x <= drawing.width and max(t.y for t in texts) < dot.y <= drawing.height for dot in dots)
+    # The plot is as tall as with a legend of one line.
+    assert drawing.height - scatter("t", points[:1], axis="dollars").height == pytest.approx(4 * 11)

@@ -47,13 +47,22 @@ const fixed = (value, digits = 2) => (value === null || value === undefined ? "�
 const percent = (value) => (value === null || value === undefined ? "–" : Math.round(value * 100) + "%");
 const words = (name) => (name || "").replaceAll("_", " ");
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-const sign = (value) => (value === null || value === undefined || value === 0 ? "zero" : value > 0 ? "plus" : "minus");
+// An advantage that is written as 0.00 is neither: a mean in floating point misses by 1e-17.
+const sign = (value) => (value === null || value === undefined || Math.abs(value) < 0.005 ? "zero" : value > 0 ? "plus" : "minus");
 const groupLink = (group) => `#group/${group.step}/${encodeURIComponent(group.task)}`;
 const rolloutLink = (group, rollout, rest) => `#rollout/${group.step}/${encodeURIComponent(group.task)}/${rollout}${rest ? "/" + rest : ""}`;
 
 function folded(summary, text, options = {}) {
   const body = el("pre", {}, text);
-  return el("details.fold" + (options.kind ? "." + options.kind : ""), { open: options.open }, el("summary", {}, summary), body);
+  return el("details.fold" + (options.kind ? "." + options.kind : ""), { open: options.open, id: options.id }, el("summary", {}, summary), body);
+}
+
+// The messages before the first turn; each summary carries a link of its own.
+function promptFolds(data, text, here) {
+  return el("div.prompt", {}, data.prompt.map((message, order) => {
+    const link = el("a", { href: here("p" + (order + 1)), title: "Link to this message" }, "#");
+    return folded(el("span", {}, message.role + " ", link), text(message.text), { open: message.role === "user", id: "p" + (order + 1) });
+  }));
 }
 
 // ---- judge calls
@@ -65,7 +74,7 @@ function callList(calls, text, base) {
 
 function callCard(call, text, link, number) {
   const tokens = `${call.input_tokens.toLocaleString("en")} tokens in${call.cached_tokens ? ` (${call.cached_tokens.toLocaleString("en")} cached)` : ""}, ${call.output_tokens.toLocaleString("en")} out`;
-  const paid = call.requests === 0 ? "replayed from the cache" : `$${call.dollars.toFixed(4)} · ${plural(call.requests, "request")}`;
+  const paid = call.requests === 0 ? "replayed from the cache" : `${call.dollars ? "$" + call.dollars.toFixed(4) : "no price"} · ${plural(call.requests, "request")}`;
   const head = el("summary", {}, el("b", {}, call.phase), ` ${call.model} `, el("span.muted", {}, `${tokens} · ${paid} · ${fixed(call.seconds)} s · ${call.finish_reason}`), call.error ? el("span.bad", {}, " " + call.error) : null);
   const card = el("details.call", { id: "call" + number }, head);
   // The texts are the bulk of a page: they are put in when asked for.
@@ -124,7 +133,7 @@ function passes(group, wanted) {
 
 function groupRow(group) {
   const chips = group.rollouts.map(([rollout, ended, reward, advantage]) =>
-    el("a.chip." + sign(advantage), { href: rolloutLink(group, rollout), title: `rollout ${rollout}: R ${signed(reward)}, A ${signed(advantage)}, ${words(ended)}` }, signed(advantage, 1)));
+    el("a.chip." + sign(advantage), { href: rolloutLink(group, rollout), title: `rollout ${rollout}: R ${signed(reward)}, A ${signed(advantage)}, ${words(ended)}` }, signed(advantage)));
   const kept = group.titles.length - group.dropped.length;
   return el("tr", {},
     el("td.n", {}, group.step), el("td", {}, el("a", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null),
@@ -164,7 +173,7 @@ async function groupView(place) {
     : null;
   return [neighbours(place, null), el("h1", {}, group.task, el("span.muted", {}, ` step ${group.step} · ${group.state}`)),
     data.state.reason ? el("p.bad", {}, data.state.reason) : null,
-    el("div.prompt", {}, data.prompt.map((message) => folded(message.role, text(message.text), { open: message.role === "user" }))),
+    promptFolds(data, text, (part) => `${groupLink(group)}/${part}`),
     el("section.card", {}, el("h2", {}, "Verdicts"), el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
       el("div.scroll", {}, el("table.matrix", { id: "matrix" }, head, el("tbody", {}, rows)))),
     proposals, callList(data.calls, text, groupLink(group))];
@@ -201,24 +210,28 @@ async function rolloutView(place, number, rest) {
   return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, step ${group.step}`), " › ", others]),
     el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    pushStrip(rollout, here),
-    el("div.columns", {}, el("div", {}, el("div.prompt", {}, data.prompt.map((message) => folded(message.role, text(message.text), { open: message.role === "user" }))), turns, callList(rollout.calls, text, here(""))), panel)];
+    pushStrip(rollout, here, share),
+    el("div.columns", {}, el("div", {}, promptFolds(data, text, here), turns, callList(rollout.calls, text, here(""))), panel)];
 }
 
 // Each step's share of the trajectory's push, in order; gaps and uncited steps in grey.
-function pushStrip(rollout, here) {
+function pushStrip(rollout, here, share) {
+  if (!share) return null;
+  const kinds = [["plus", "reinforced"], ["minus", "pushed away"], ["uncited", "no verdict cites it"], ["gap", "no push"]];
+  const legend = el("p.legend", {}, "Share of the push by step: ", kinds.flatMap(([kind, name]) => [el("i." + kind), " " + name + " "]));
   const largest = Math.max(...rollout.turns.map((turn) => turn.push || 0), 1e-9);
-  return el("div.strip", { role: "list", "aria-label": "share of the push by step" }, rollout.turns.map((turn, order) => {
+  const columns = rollout.turns.map((turn, order) => {
     const gap = turn.step === null;
     const tall = gap ? 0 : Math.round(((turn.push || 0) / largest) * 46);
     const bar = el("i." + barKind(turn));
     bar.style.height = Math.max(tall, 2) + "px";
     const title = gap ? "closing turn, no step" : `step ${turn.step}: ${percent(turn.push)} of the push, Q ${fixed(turn.quality)}, ${turn.tokens} tokens${turn.cited ? "" : ", not cited"}`;
     return el("a.column", { href: here("t" + (order + 1)), title, role: "listitem", "data-step": turn.step }, bar, el("span", {}, gap ? "·" : turn.step));
-  }));
+  });
+  return el("figure.push", {}, legend, el("div.strip", { role: "list", "aria-label": "share of the push by step" }, columns));
 }
 
-const barKind = (turn) => (turn.step === null || !turn.push ? "gap" : (turn.advantage > 0 ? "plus" : "minus") + (turn.cited ? "" : ".uncited"));
+const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advantage) === "zero" ? "gap" : sign(turn.advantage) + (turn.cited ? "" : ".uncited"));
 
 function turnCard(turn, order, text, here, share) {
   const gap = turn.step === null;
@@ -296,10 +309,17 @@ async function foundView(query, mine) {
       list.append(el("li", {}, el("a", { href: link }, `step ${group.step} · ${group.task} · ${where}`), snippet(data.lines[line], wanted)));
     };
     if (lines.size) {
+      data.prompt.forEach((message, at) => note(`${groupLink(group)}/p${at + 1}`, `${message.role} message`, message.text));
       data.calls.forEach((call, at) => { const link = `${groupLink(group)}/call${at + 1}`; note(link, `${call.phase} prompt`, call.prompt); note(link, `${call.phase} reply`, call.reply); });
       for (const rollout of data.rollouts) {
+        const said = new Set(rollout.turns.flatMap((turn) => [turn.before, turn.code, turn.after, turn.output].flatMap((part) => part || [])));
         rollout.turns.forEach((turn, at) => note(rolloutLink(group, rollout.rollout, "t" + (at + 1)), `rollout ${rollout.rollout}, turn ${at + 1}`, [turn.before, turn.code, turn.after, turn.output].flatMap((part) => part || [])));
-        rollout.calls.forEach((call, at) => note(rolloutLink(group, rollout.rollout, `call${at + 1}`), `rollout ${rollout.rollout}, ${call.phase} reply`, call.reply));
+        rollout.calls.forEach((call, at) => {
+          const link = rolloutLink(group, rollout.rollout, `call${at + 1}`);
+          // A prompt repeats the trajectory: what is in that was found there.
+          note(link, `rollout ${rollout.rollout}, ${call.phase} prompt`, (call.prompt || []).filter((number) => !said.has(number)));
+          note(link, `rollout ${rollout.rollout}, ${call.phase} reply`, call.reply);
+        });
       }
     }
     if (place % 20 === 0) state.textContent = `${hits} found, ${place + 1} of ${index.groups.length} groups searched`;
@@ -331,7 +351,7 @@ async function route() {
   const name = ["groups", "group", "rollout", "found"].includes(view) ? view : "overview";
   let place = -1;
   if (name === "group" || name === "rollout") place = index.groups.findIndex((group) => String(group.step) === step && group.task === task);
-  const key = name === "rollout" ? `${name}/${step}/${task}/${rest[0]}` : name === "overview" ? name : location.hash.replace(/\/call\d+$/, "");
+  const key = name === "rollout" ? `${name}/${step}/${task}/${rest[0]}` : name === "overview" ? name : location.hash.replace(/\/(call|p)\d+$/, "");
   const part = name === "rollout" ? rest[1] : rest[0];
   if (standing !== key) {
     const box = document.getElementById(name);
@@ -348,7 +368,7 @@ async function route() {
     window.scrollTo(0, 0);
   }
   if (name === "rollout" && place >= 0) choose(part && part[0] === "c" && part.slice(0, 4) !== "call" ? Number(part.slice(1)) - 1 : -1, await open(place), Number(rest[0]), true);
-  if (part && /^(t|call)\d+$/.test(part)) {
+  if (part && /^(t|p|call)\d+$/.test(part)) {
     const target = document.querySelector(`#${name} [id="${part}"]`);
     if (target) {
       if (target.tagName === "DETAILS") target.open = true;
