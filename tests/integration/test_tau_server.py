@@ -47,6 +47,9 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
         LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16, gradient_checkpointing=False),
         seed=0,
     )
+    for name, parameter in learner.policy.peft.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.02
     learner.save(tmp_path / "step00001")
     policy = served_policy("step00001", str(model), tmp_path / "step00001")
     log = tmp_path / "server.log"
@@ -67,6 +70,12 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
         answer = httpx.post(url, json=request, headers={"Authorization": f"Bearer {endpoint.key}"}, timeout=120)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] > 0
+        # The policy was found live before it was served; the model is no adapter of itself.
+        with pytest.raises(TauBenchError, match="step00001: its adapter is not live") as refusal:
+            server.check_adapter_is_live(url.partition("/v1")[0], endpoint.key, "step00001", served_as="base")
+        assert "\n" not in str(refusal.value)
+        with pytest.raises(TauBenchError, match="gives no log-probs .*401"):
+            server.check_adapter_is_live(url.partition("/v1")[0], "another-key", "step00001")
         running = processes_serving(model)
         assert running
         assert not [each for each in running if endpoint.key in " ".join(each.cmdline())]

@@ -189,7 +189,7 @@ def test_an_unknown_tool_format_is_refused_unless_it_is_named() -> None:
 def test_the_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-user")
     monkeypatch.setenv("HF_HOME", "models")
-    environment = serve_environment(DracoConfig(), "own-key", ["OPENAI_API_KEY", "OPENROUTER_API_KEY"])
+    environment = serve_environment(DracoConfig(), POLICY, "own-key", ["OPENAI_API_KEY", "OPENROUTER_API_KEY"])
     assert environment["VLLM_API_KEY"] == "own-key"
     assert environment["HF_HOME"] == "models"
     assert "OPENAI_API_KEY" not in environment

@@ -116,6 +116,11 @@ def write_served_adapter(policy: TauPolicy, folder: Path) -> Path:
     return folder
 
 
+def changes_model(adapter: Path) -> bool:
+    """Whether the adapter does anything: an untrained one's second factors are all zero."""
+    return any(np.any(values) for name, values in load_file(adapter / ADAPTER_WEIGHTS).items() if "lora_B" in name)
+
+
 def _read_adapter(directory: Path) -> tuple[int, str]:
     """Rank and digest."""
     try:

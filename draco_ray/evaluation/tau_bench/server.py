@@ -21,7 +21,7 @@ from draco_ray.config import DracoConfig
 from draco_ray.engine.model_directory import is_local
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, LORA_RANKS
 from draco_ray.errors import ConfigError, TauBenchError
-from draco_ray.evaluation.tau_bench.policy import TauPolicy, write_served_adapter
+from draco_ray.evaluation.tau_bench.policy import TauPolicy, changes_model, write_served_adapter
 from draco_ray.evaluation.tau_bench.process import Child, Scrubber
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
@@ -32,6 +32,8 @@ SERVED = "policy"
 BASE_SERVED = "base"
 """Name of the model below an adapter; nobody asks for it."""
 POLL_SECONDS = 0.5
+PROBE = "The customer asks which of two credit cards has the lower annual fee, and the agent looks both of them up."
+PROBE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,11 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     return words
 
 
-def serve_environment(config: DracoConfig, key: str, withhold: Sequence[str]) -> dict[str, str]:
+def serve_environment(config: DracoConfig, policy: TauPolicy, key: str, withhold: Sequence[str]) -> dict[str, str]:
     """Environment of the server: this process's without the variables in ``withhold``, and its own key."""
     environment = {name: value for name, value in os.environ.items() if name not in withhold}
     environment |= {"VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1"}
-    if is_local(config.model.path):
+    if is_local(policy.model):
         environment["HF_HUB_OFFLINE"] = "1"
     if config.engine.gpus_per_engine == 0:
         threads = str(max(1, int(config.engine.cpus_per_engine)))
@@ -157,19 +159,60 @@ def served(
 
     Raises:
         ConfigError: the port is taken, or see `serve_command`.
-        TauBenchError: the server ended or did not answer in time.
+        TauBenchError: the server ended or did not answer in time, or the adapter is not live.
     """
     port = free_port(config.tau_bench.server.port)
     adapter = write_served_adapter(policy, folder / "adapter") if policy.adapter is not None else None
     command = serve_command(config, policy, port, adapter)
     key = secrets.token_urlsafe(24)
-    child = Child(command, serve_environment(config, key, withhold), log, Scrubber([key]))
+    child = Child(command, serve_environment(config, policy, key, withhold), log, Scrubber([key]))
     try:
         base = f"http://{HOST}:{port}"
         _wait(child, base, key, config.tau_bench.server.start_timeout_seconds, log)
+        if adapter is not None and changes_model(adapter):
+            check_adapter_is_live(base, key, policy.name)
         yield Endpoint(f"hosted_vllm/{SERVED}", f"{base}/v1", key)
     finally:
         child.end()
+
+
+def check_adapter_is_live(
+    base_url: str, key: str, name: str, *, served_as: str = SERVED, model: str = BASE_SERVED
+) -> None:
+    """Compare log-probs with and without the adapter: vLLM passes over weights it finds no place for without a word.
+
+    Args:
+        base_url: of the server, without ``/v1``.
+        key: of the server.
+        name: of the policy, for the message.
+        served_as: the adapter's name there.
+        model: the name of the model below it.
+
+    Raises:
+        TauBenchError: they are the same, or the server does not give them.
+    """
+    request = {"prompt": PROBE, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    found = []
+    for asked in (served_as, model):
+        try:
+            answer = httpx.post(
+                f"{base_url}/v1/completions",
+                json={"model": asked, **request},
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=PROBE_SECONDS,
+                trust_env=False,
+            )
+            found.append(answer.raise_for_status().json()["choices"][0]["prompt_logprobs"])
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise TauBenchError(
+                f"policy {name}: vLLM's server gives no log-probs to check its adapter with: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}"
+            ) from None
+    if found[0] == found[1]:
+        raise TauBenchError(
+            f"policy {name}: its adapter is not live: log-probs with and without it are the same; is it an adapter of "
+            "this model?"
+        )
 
 
 def _wait(child: Child, base: str, key: str, seconds: float, log: Path) -> None:
