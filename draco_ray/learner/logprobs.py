@@ -96,21 +96,26 @@ def _of_one_chunk(
     """Log-probs, entropies and their slopes, of which None are not needed.
 
     A function of its own so that nothing of a chunk outlives it. Two float32 arrays of the size of its logits are the
-    most that exists at a time, the log-softmax's own included.
+    most that exists at a time: the logits, and their exponentials, which become probabilities where slopes are needed.
     """
-    logprob_slope_CH = entropy_slope_CH = None
-    logprobs = torch.nn.functional.linear(hidden_CH, weight, bias).float()
-    logprobs -= torch.logsumexp(logprobs, dim=-1, keepdim=True)
-    logprob_C = logprobs.gather(1, target_C[:, None])[:, 0]
-    probabilities = logprobs.exp()
+    logits = torch.nn.functional.linear(hidden_CH, weight, bias).float()
+    largest_C1 = logits.amax(dim=-1, keepdim=True)
+    exponentials = (logits - largest_C1).exp_()
+    sum_C1 = exponentials.sum(dim=-1, keepdim=True)
+    normaliser_C1 = largest_C1 + sum_C1.log()
+    target_C1 = target_C[:, None]
+    logprob_C1 = logits.gather(1, target_C1) - normaliser_C1
     # As a batched matrix product, which needs no product array of the size of the logits.
-    entropy_C = -torch.bmm(probabilities[:, None, :], logprobs[:, :, None])[:, 0, 0]
-    if needs_entropy_slope:
-        logprobs.add_(entropy_C[:, None]).mul_(probabilities).neg_()
-        entropy_slope_CH = logprobs.to(weight.dtype) @ weight
-    del logprobs
-    if needs_logprob_slope:
-        slope = probabilities.neg_()
-        slope[torch.arange(len(target_C), device=target_C.device), target_C] += 1.0
-        logprob_slope_CH = slope.to(weight.dtype) @ weight
-    return logprob_C, entropy_C, logprob_slope_CH, entropy_slope_CH
+    mean_logit_C1 = torch.bmm(exponentials[:, None, :], logits[:, :, None])[:, :, 0] / sum_C1
+    logprob_slope_CH = entropy_slope_CH = None
+    if needs_logprob_slope or needs_entropy_slope:
+        probabilities = exponentials.div_(sum_C1)
+        if needs_entropy_slope:
+            # -p (log p + entropy)
+            logits.sub_(mean_logit_C1).mul_(probabilities).neg_()
+            entropy_slope_CH = logits.to(weight.dtype) @ weight
+        del logits
+        if needs_logprob_slope:
+            slope = probabilities.neg_().scatter_add_(1, target_C1, torch.ones_like(sum_C1))
+            logprob_slope_CH = slope.to(weight.dtype) @ weight
+    return logprob_C1[:, 0], (normaliser_C1 - mean_logit_C1)[:, 0], logprob_slope_CH, entropy_slope_CH
