@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rich.cells import cell_len
 
 NOTHING = "-"
+BLOCK = "::"
+"""In a row's label, between the block it stands in and its own name: rows of one block stand together under its name,
+and the best value is the best of a block (the paper's tables have a block for each base model)."""
 
 
 class TableFormat(StrEnum):
@@ -77,11 +81,14 @@ class Table:
     row_header: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
+    """Label, or ``BLOCK::LABEL``, and a cell a column."""
     notes: tuple[str, ...] = ()
 
 
 def render(table: Table, form: TableFormat, shown: Shown = Shown.NOTHING) -> str:
     """The table as text that ends with a line break. CSV has every number, whatever ``shown`` says."""
+    order = list(dict.fromkeys(block_and_name(label)[0] for label, _ in table.rows))
+    table = replace(table, rows=tuple(sorted(table.rows, key=lambda row: order.index(block_and_name(row[0])[0]))))
     if shown in _beside(table):
         table = replace(table, notes=(*table.notes, LEGENDS[shown]))
     return {
@@ -99,18 +106,33 @@ def _beside(table: Table) -> set[Shown]:
     return found | ({Shown.INTERVAL} if any(cell.low is not None for cell in cells) else set())
 
 
+def block_and_name(label: str) -> tuple[str, str]:
+    """The block of a row, empty where it stands in none, and the row's own name."""
+    block, separator, name = label.partition(BLOCK)
+    return (block.strip(), name.strip()) if separator else ("", label)
+
+
 def best_rows(table: Table, column: int) -> set[int]:
-    """Rows whose value, as it is shown, is the column's best; empty unless two rows at least can be compared."""
+    """Rows whose value, as it is shown, is the column's best in their block, where two at least can be compared."""
     digits, best = table.columns[column].digits, table.columns[column].best
-    means = {
-        row: round(cell.mean, digits)
-        for row, (_, cells) in enumerate(table.rows)
-        if (cell := cells[column]) is not None
-    }
-    if best is None or len(means) < 2:
-        return set()
-    wanted = max(means.values()) if best == "high" else min(means.values())
-    return {row for row, mean in means.items() if mean == wanted}
+    blocks: dict[str, dict[int, float]] = {}
+    for row, (label, cells) in enumerate(table.rows):
+        if (cell := cells[column]) is not None:
+            blocks.setdefault(block_and_name(label)[0], {})[row] = round(cell.mean, digits)
+    found: set[int] = set()
+    for means in blocks.values():
+        if best is None or len(means) < 2:
+            continue
+        wanted = max(means.values()) if best == "high" else min(means.values())
+        found |= {row for row, mean in means.items() if mean == wanted}
+    return found
+
+
+def _blocks(table: Table) -> Iterator[tuple[str, list[tuple[int, str, tuple[Cell | None, ...]]]]]:
+    """Each block's name, empty for none, and its rows: number in the table, name, cells."""
+    numbered = ((index, *block_and_name(label), cells) for index, (label, cells) in enumerate(table.rows))
+    for block, rows in itertools.groupby(numbered, key=lambda row: row[1]):
+        yield block, [(index, name, cells) for index, _, name, cells in rows]
 
 
 def _number(value: float, digits: int) -> str:
@@ -140,14 +162,20 @@ def _text(table: Table, shown: Shown) -> str:
         for index in range(len(paths) - 1, 0, -1):
             if paths[index] == paths[index - 1]:
                 grid[level][index + 1] = ""
-    grid += [
-        [label, *(_shown(cell, column, shown) for cell, column in zip(cells, table.columns, strict=True))]
-        for label, cells in table.rows
-    ]
-    # Outer headers may run over the columns beside them, so they do not widen their own.
-    widths = [max(cell_len(line[index]) for line in grid[depth - 1 :]) for index in range(len(grid[0]))]
+    for block, rows in _blocks(table):
+        grid += [[block]] if block else []
+        grid += [
+            [name, *(_shown(cell, column, shown) for cell, column in zip(cells, table.columns, strict=True))]
+            for _, name, cells in rows
+        ]
+    # Outer headers and names of blocks may run over the columns beside them, so they do not widen their own.
+    full = [line for line in grid[depth - 1 :] if len(line) > 1]
+    widths = [max(cell_len(line[index]) for line in full) for index in range(len(grid[0]))]
     lines = [table.title]
     for number, line in enumerate(grid):
+        if len(line) == 1:
+            lines.append(line[0])
+            continue
         outer = number < depth - 1
         lines.append(_outer_line(line, widths) if outer else _line(line, widths))
         if number == depth - 1:
@@ -183,12 +211,15 @@ def _markdown(table: Table, shown: Shown) -> str:
     lines = [f"**{table.title}**", ""]
     lines.append("| " + " | ".join([table.row_header, *map(_flat, table.columns)]) + " |")
     lines.append("|---|" + "---:|" * len(table.columns))
-    for row, (label, cells) in enumerate(table.rows):
-        texts = []
-        for index, (cell, column) in enumerate(zip(cells, table.columns, strict=True)):
-            text = _shown(cell, column, shown)
-            texts.append(f"**{text}**" if row in best_rows(table, index) else text)
-        lines.append("| " + " | ".join([label.replace("|", "\\|"), *texts]) + " |")
+    best = [best_rows(table, index) for index in range(len(table.columns))]
+    for block, rows in _blocks(table):
+        lines += ["| *" + block.replace("|", "\\|") + "* |" + " |" * len(table.columns)] if block else []
+        for row, name, cells in rows:
+            texts = []
+            for index, (cell, column) in enumerate(zip(cells, table.columns, strict=True)):
+                text = _shown(cell, column, shown)
+                texts.append(f"**{text}**" if row in best[index] else text)
+            lines.append("| " + " | ".join([name.replace("|", "\\|"), *texts]) + " |")
     lines += ["", *table.notes] if table.notes else []
     return "\n".join(lines) + "\n"
 
@@ -196,15 +227,18 @@ def _markdown(table: Table, shown: Shown) -> str:
 def _csv(table: Table, shown: Shown) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    header = [table.row_header]
+    blocks = list(_blocks(table))
+    in_blocks = any(block for block, _ in blocks)
+    header = ["Block"] * in_blocks + [table.row_header]
     for column in table.columns:
         header += [_flat(column), *(f"{_flat(column)} {part}" for part in ("std", "low", "high"))]
     writer.writerow(header)
-    for label, cells in table.rows:
-        row: list[str | float | None] = [label]
-        for cell in cells:
-            row += [None] * 4 if cell is None else [cell.mean, cell.std, cell.low, cell.high]
-        writer.writerow(row)
+    for block, rows in blocks:
+        for _, name, cells in rows:
+            row: list[str | float | None] = [*[block] * in_blocks, name]
+            for cell in cells:
+                row += [None] * 4 if cell is None else [cell.mean, cell.std, cell.low, cell.high]
+            writer.writerow(row)
     return out.getvalue()
 
 
@@ -225,12 +259,16 @@ def _latex(table: Table, shown: Shown) -> str:
         lines.append(" & ".join(cells) + r" \\")
         if rules:
             lines.append(" ".join(rules))
-    lines.append(r"\midrule")
-    for row, (label, row_cells) in enumerate(table.rows):
-        texts = [_escape(label)]
-        for index, (cell, column) in enumerate(zip(row_cells, table.columns, strict=True)):
-            texts.append(_latex_cell(cell, column, shown, bold=row in best_rows(table, index)))
-        lines.append(" & ".join(texts) + r" \\")
+    best = [best_rows(table, index) for index in range(len(table.columns))]
+    for block, rows in _blocks(table):
+        lines.append(r"\midrule")
+        if block:
+            lines.append(rf"\multicolumn{{{1 + len(table.columns)}}}{{l}}{{\texttt{{{_escape(block)}}}}} \\")
+        for row, name, row_cells in rows:
+            texts = [_escape(name)]
+            for index, (cell, column) in enumerate(zip(row_cells, table.columns, strict=True)):
+                texts.append(_latex_cell(cell, column, shown, bold=row in best[index]))
+            lines.append(" & ".join(texts) + r" \\")
     caption = " ".join(_escape(text) for text in (table.title + ".", *table.notes))
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{caption}}}"]
     return "\n".join([*lines, rf"\label{{tab:{table.name}}}", r"\end{table*}"]) + "\n"
@@ -259,6 +297,8 @@ _LATEX = {
 
 def _escape(text: str) -> str:
     # p^2 is what the paper writes as a power.
-    if text.startswith("p^") and text[2:].isdigit():
-        return f"$p^{text[2:]}$"
-    return "".join(_LATEX.get(character, character) for character in text)
+    parts = re.split(r"\bp\^([k0-9])\b", text)
+    return "".join(
+        f"$p^{part}$" if power else "".join(_LATEX.get(character, character) for character in part)
+        for part, power in zip(parts, itertools.cycle((False, True)), strict=False)
+    )

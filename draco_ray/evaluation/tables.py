@@ -6,12 +6,13 @@ A row is a setting (one label); its columns are the splits it was evaluated on. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.evaluation.comparison import Comparison, holm, paired_difference
 from draco_ray.evaluation.policies import UNTRAINED
-from draco_ray.evaluation.rendering import Cell, Column, Table
+from draco_ray.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
 from draco_ray.evaluation.results import EvaluationDirectory
 from draco_ray.evaluation.setting import Estimate, SplitResult, read_split
 from draco_ray.records import EpisodeEnd
@@ -37,7 +38,7 @@ def split_title(result: SplitResult) -> str:
 
 
 def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]:
-    """Read evaluation directories, ``DIR`` or ``LABEL=DIR``; equal labels make one row.
+    """Read evaluation directories, ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``; equal labels make one row.
 
     Raises:
         ConfigError: one is no finished evaluation, or a training curve, or a label has the same split twice.
@@ -77,8 +78,7 @@ def main_table(settings: Settings, name: str = "main", title: str = "Task succes
     columns: list[Column] = []
     getters: list[Callable[[Mapping[str, SplitResult]], Estimate | None]] = []
     for split in titles:
-        scenarios = any(splits[split].sgc for splits in settings.values() if split in splits)
-        for metric in ("TGC", "SGC") if scenarios else ("SR",):
+        for metric in _metrics(settings, split):
             for k in range(ks):
                 columns.append(Column((split, metric, f"p^{k + 1}"), best="high"))
                 getters.append(_rate_getter(split, metric, k))
@@ -94,7 +94,7 @@ def main_table(settings: Settings, name: str = "main", title: str = "Task succes
         row_header="Setting",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=(_protocol(settings), "p^k: pass^k over the runs; Average: over the columns of that k."),
+        notes=(*_notes(settings), "p^k: pass^k over the runs; Average: over the columns of that k."),
     )
 
 
@@ -104,27 +104,32 @@ def self_judge_table(settings: Settings) -> Table:
 
 
 def consistency_table(settings: Settings) -> Table:
-    """pass^k beside pass@k."""
-    titles = _titles(settings)
+    """pass^k beside pass@k, of tasks and of scenarios."""
     ks = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
-    columns = tuple(
-        Column((split, f"pass{kind}{k + 1}"), best="high") for split in titles for kind in "^@" for k in range(ks)
-    )
+    places = [
+        (split, metric, kind, k)
+        for split in _titles(settings)
+        for metric in _metrics(settings, split)
+        for kind in "^@"
+        for k in range(ks)
+    ]
     rows = []
     for label, splits in settings.items():
         cells: list[Cell | None] = []
-        for split in titles:
-            result = splits.get(split)
-            for rates in ((), ()) if result is None else (result.tgc, result.tgc_at):
-                cells += [_percent(rates[k]) if k < len(rates) else None for k in range(ks)]
+        for split, metric, kind, k in places:
+            rates: tuple[Estimate, ...] = ()
+            if (result := splits.get(split)) is not None:
+                hat, at = (result.sgc, result.sgc_at) if metric == "SGC" else (result.tgc, result.tgc_at)
+                rates = hat if kind == "^" else at
+            cells.append(_percent(rates[k]) if k < len(rates) else None)
         rows.append((label, tuple(cells)))
     return Table(
         name="consistency",
-        title="Consistency and discovery: pass^k and pass@k of tasks (%)",
+        title="Consistency and discovery: pass^k and pass@k (%)",
         row_header="Setting",
-        columns=columns,
+        columns=tuple(Column((split, metric, f"pass{kind}{k + 1}"), best="high") for split, metric, kind, k in places),
         rows=tuple(rows),
-        notes=(_protocol(settings),),
+        notes=_notes(settings),
     )
 
 
@@ -141,7 +146,7 @@ def efficiency_table(settings: Settings) -> Table:
         row_header="Setting",
         columns=(*(Column((split,), best="low") for split in titles), Column(("Avg.",), best="low")),
         rows=tuple(rows),
-        notes=(_protocol(settings),),
+        notes=_notes(settings),
     )
 
 
@@ -152,7 +157,10 @@ def difficulty_table(settings: Settings) -> Table:
     for split in _titles(settings):
         found = [splits[split].difficulty for splits in settings.values() if split in splits]
         for level in sorted({level for strata in found for level in strata}):
-            tasks = next(strata[level].tasks for strata in found if level in strata)
+            # More than one where settings were measured on different tasks; a note says so.
+            tasks = " or ".join(
+                str(many) for many in sorted({strata[level].tasks for strata in found if level in strata})
+            )
             for metric in ("TGC", "SGC"):
                 columns.append(Column((split, f"{DIFFICULTIES.get(level, level)} ({tasks})", metric), best="high"))
                 places.append((split, level, metric))
@@ -172,29 +180,25 @@ def difficulty_table(settings: Settings) -> Table:
         row_header="Setting",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=(_protocol(settings),),
+        notes=_notes(settings),
     )
 
 
 def frontier_table(settings: Settings) -> Table:
-    """TGC and SGC (p^1) against the dollars of one pass over a split and of one task."""
+    """Success (p^1) against the dollars of one pass over a split and of one task."""
     columns: list[Column] = []
     titles = _titles(settings)
     for split in titles:
-        columns += [Column((split, "TGC"), best="high"), Column((split, "SGC"), best="high")]
+        columns += [Column((split, metric), best="high") for metric in _metrics(settings, split)]
         columns += [Column((split, "Cost ($)"), 2, "low"), Column((split, "$/task"), 3, "low")]
     rows = []
     for label, splits in settings.items():
         cells: list[Cell | None] = []
         for split in titles:
+            cells += [_percent(_rate_getter(split, metric, 0)(splits)) for metric in _metrics(settings, split)]
             result = splits.get(split)
-            if result is None:
-                cells += [None] * 4
-                continue
-            cells += [_percent(result.tgc[0]), _percent(result.sgc[0] if result.sgc else None)]
-            cells += [
-                None if value is None else Cell(value) for value in (result.usage.dollars, result.dollars_per_task)
-            ]
+            dollars = (None, None) if result is None else (result.usage.dollars, result.dollars_per_task)
+            cells += [None if value is None else Cell(value) for value in dollars]
         rows.append((label, tuple(cells)))
     return Table(
         name="frontier",
@@ -202,7 +206,10 @@ def frontier_table(settings: Settings) -> Table:
         row_header="Model",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=("Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",),
+        notes=(
+            *_notes(settings),
+            "Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",
+        ),
     )
 
 
@@ -228,7 +235,7 @@ def cost_table(settings: Settings) -> Table:
         row_header="Setting",
         columns=columns,
         rows=tuple(rows),
-        notes=("input: read again at every turn; cached: the part of it that stood in the turn before.",),
+        notes=(*_notes(settings), "input: read again at every turn; cached: the part that stood in the turn before."),
     )
 
 
@@ -248,6 +255,7 @@ def termination_table(settings: Settings) -> Table:
         row_header="Setting",
         columns=columns,
         rows=tuple(rows),
+        notes=_notes(settings),
     )
 
 
@@ -267,36 +275,41 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
 def compare(settings: Settings, baseline: str) -> list[Comparison]:
     """Every other setting minus ``baseline``, on every split that both have; p-values corrected together.
 
+    Args:
+        settings: rows, in blocks (``BLOCK::LABEL``) or not.
+        baseline: a row's label; the name alone of rows in blocks stands for the row of that name in each block.
+
     Raises:
         ConfigError: the baseline is unknown, or a pair is not paired: no split in common, other tasks, other worlds.
     """
-    if baseline not in settings:
-        raise ConfigError(f"--against {baseline!r}: no such setting; expected one of {', '.join(settings)}")
     found: list[Comparison] = []
     for label, splits in settings.items():
-        if label == baseline:
+        reference = _baseline(settings, baseline, label)
+        if label == reference:
             continue
-        common = [split for split in splits if split in settings[baseline]]
+        common = [split for split in splits if split in settings[reference]]
         if not common:
             raise ConfigError(
-                f"{label} and {baseline} cannot be compared: no split in common ({', '.join(splits)} against "
-                f"{', '.join(settings[baseline])}); {_PAIRED}"
+                f"{label} and {reference} cannot be compared: no split in common ({', '.join(splits)} against "
+                f"{', '.join(settings[reference])}); {_PAIRED}"
             )
-        found += [_compare(splits[split], settings[baseline][split], split) for split in common]
+        found += [_compare(splits[split], settings[reference][split], split) for split in common]
     adjusted = holm([comparison.p_value for comparison in found])
-    return [
-        Comparison(
-            one=each.one,
-            other=each.other,
-            split=each.split,
-            difference=each.difference,
-            p_value=each.p_value,
-            adjusted_p=p_value,
-            tasks=each.tasks,
-            clusters=each.clusters,
-        )
-        for each, p_value in zip(found, adjusted, strict=True)
-    ]
+    return [replace(each, adjusted_p=p_value) for each, p_value in zip(found, adjusted, strict=True)]
+
+
+def _baseline(settings: Settings, baseline: str, label: str) -> str:
+    """The row that ``label`` is compared with."""
+    if baseline in settings:
+        return baseline
+    block, _ = block_and_name(label)
+    for other in settings:
+        if block and block_and_name(other) == (block, baseline):
+            return other
+    raise ConfigError(
+        f"--against {baseline!r}: no such setting{f' in block {block}' * bool(block)}; expected one of "
+        f"{', '.join(settings)}"
+    )
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
@@ -305,7 +318,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     digits = (1, 1, 1, 4, 4, 0, 0)
     rows = [
         (
-            f"{each.one} - {each.other} on {each.split}",
+            _comparison_label(each),
             tuple(
                 Cell(number)
                 for number in (
@@ -331,6 +344,13 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             f"Paired by task, exchanged and resampled by scenario; Holm's correction over {len(rows)} comparisons.",
         ),
     )
+
+
+def _comparison_label(each: Comparison) -> str:
+    (block, one), (other_block, other) = block_and_name(each.one), block_and_name(each.other)
+    if block != other_block:
+        return f"{each.one} - {each.other} on {each.split}".replace(BLOCK, ": ")
+    return f"{block}{BLOCK * bool(block)}{one} - {other} on {each.split}"
 
 
 def _compare(one: SplitResult, other: SplitResult, split: str) -> Comparison:
@@ -364,6 +384,11 @@ def _titles(settings: Settings) -> list[str]:
     return sorted(found, key=lambda title: order.get(title, len(order)))
 
 
+def _metrics(settings: Settings, split: str) -> tuple[str, ...]:
+    scenarios = any(splits[split].sgc for splits in settings.values() if split in splits)
+    return ("TGC", "SGC") if scenarios else ("SR",)
+
+
 def _rate_getter(split: str, metric: str, k: int) -> Callable[[Mapping[str, SplitResult]], Estimate | None]:
     def get(splits: Mapping[str, SplitResult]) -> Estimate | None:
         if split not in splits:
@@ -393,6 +418,17 @@ def _average(cells: Iterable[Cell | None]) -> Cell | None:
     if not known or any(cell is None for cell in known):
         return None
     return Cell(sum(cell.mean for cell in known if cell is not None) / len(known))
+
+
+def _notes(settings: Settings) -> tuple[str, ...]:
+    """The protocol, and a warning for every split of which the rows are not of the same tasks."""
+    notes = [_protocol(settings)]
+    for title in _titles(settings):
+        results = [splits[title] for splits in settings.values() if title in splits]
+        if len({(frozenset(result.plan.tasks), result.plan.world) for result in results}) > 1:
+            sizes = " or ".join(str(many) for many in sorted({len(result.plan.tasks) for result in results}))
+            notes.append(f"{title}: the rows were measured on different tasks ({sizes} of them) and do not compare.")
+    return tuple(notes)
 
 
 def _protocol(settings: Settings) -> str:

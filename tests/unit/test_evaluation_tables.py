@@ -153,6 +153,102 @@ def test_latex_is_escaped_and_spans_headers() -> None:
     assert [many + span - 1 for many, span in zip(ands, spans, strict=True)] == [3] * 5
 
 
+BLOCKS = Table(
+    name="blocks",
+    title="p^k of 2 models",
+    row_header="Setting",
+    columns=(Column(("TGC",), best="high"), Column(("Turns",), best="low")),
+    rows=(
+        ("Qwen_2.5::Base", (Cell(35.7), Cell(16.4))),
+        ("Qwen3.6-27B::Base", (Cell(69.4), Cell(18.7))),
+        ("Qwen_2.5::DRACO", (Cell(62.9), Cell(19.6))),
+        ("Qwen3.6-27B::DRACO", (Cell(85.3), Cell(14.7))),
+    ),
+)
+
+
+def test_rows_stand_in_blocks_each_with_its_own_best() -> None:
+    text = render(BLOCKS, TableFormat.TEXT).splitlines()
+    assert [line.split()[0] for line in text[3:]] == ["Qwen_2.5", "Base", "DRACO", "Qwen3.6-27B", "Base", "DRACO"]
+    markdown = render(BLOCKS, TableFormat.MARKDOWN)
+    assert "| *Qwen_2.5* | | |\n| Base | 35.7 | **16.4** |\n| DRACO | **62.9** | 19.6 |\n| *Qwen3.6" in markdown
+    assert "| DRACO | **85.3** | **14.7** |" in markdown
+    rows = list(csv.DictReader(io.StringIO(render(BLOCKS, TableFormat.CSV))))
+    assert [(row["Block"], row["Setting"], row["TGC"]) for row in rows] == [
+        ("Qwen_2.5", "Base", "35.7"),
+        ("Qwen_2.5", "DRACO", "62.9"),
+        ("Qwen3.6-27B", "Base", "69.4"),
+        ("Qwen3.6-27B", "DRACO", "85.3"),
+    ]
+    latex = render(BLOCKS, TableFormat.LATEX)
+    assert "\\midrule\n\\multicolumn{3}{l}{\\texttt{Qwen\\_2.5}} \\\\\nBase & 35.7 & \\textbf{16.4} \\\\" in latex
+    assert latex.count(r"\midrule") == 2
+    assert r"\caption{$p^k$ of 2 models." in latex
+    assert "Block" not in render(SMALL, TableFormat.CSV)
+
+
+def test_each_block_is_compared_with_its_own_baseline(tmp_path: Path) -> None:
+    directories = [
+        f"{block}::{label}={write_evaluation(tmp_path / block / label, a_plan(), seed, chance)}"
+        for seed, (block, label, chance) in enumerate(
+            [("small", "Base", 0.2), ("small", "DRACO", 0.5), ("large", "Base", 0.5), ("large", "DRACO", 0.8)]
+        )
+    ]
+    settings = read_settings(directories)
+    found = compare(settings, "Base")
+    assert [(each.one, each.other) for each in found] == [
+        ("small::DRACO", "small::Base"),
+        ("large::DRACO", "large::Base"),
+    ]
+    small, large = (
+        {label: settings[f"{block}::{label}"]["AppWorld TN"] for label in ("Base", "DRACO")}
+        for block in ("small", "large")
+    )
+    for each, of_block in zip(found, (small, large), strict=True):
+        assert each.difference.mean == pytest.approx(of_block["DRACO"].tgc[0].mean - of_block["Base"].tgc[0].mean)
+    assert [label for label, _ in comparison_table(found).rows] == [
+        "small::DRACO - Base on AppWorld TN",
+        "large::DRACO - Base on AppWorld TN",
+    ]
+    across = compare(settings, "small::Base")
+    assert comparison_table(across).rows[2][0] == "large: DRACO - small: Base on AppWorld TN"
+    del settings["large::Base"]
+    with pytest.raises(ConfigError, match="--against 'Base': no such setting in block large"):
+        compare(settings, "Base")
+
+
+def test_rows_of_different_tasks_are_said_to_be_so(directories: list[str], tmp_path: Path) -> None:
+    fewer = dict(list(TASKS.items())[:6])
+    part = write_evaluation(tmp_path / "part", a_plan(tasks=fewer))
+    settings = read_settings([*directories, f"part={part}"])
+    warning = "AppWorld TN: the rows were measured on different tasks (6 or 24 of them) and do not compare."
+    for name in ("main", "efficiency", "difficulty", "frontier", "consistency", "cost", "terminations"):
+        assert warning in TABLES[name](settings).notes
+        assert warning not in TABLES[name](read_settings(directories)).notes
+    assert "AppWorld TN Easy (3 or 9) TGC" in headers(difficulty_table(settings))
+
+
+def test_discovery_and_consistency_of_tasks_and_scenarios(directories: list[str]) -> None:
+    settings = read_settings(directories)
+    table = TABLES["consistency"](settings)
+    assert headers(table) == [
+        *(f"AppWorld TN {metric} pass{kind}{k}" for metric in ("TGC", "SGC") for kind in "^@" for k in (1, 2, 3)),
+        *(f"τ-bench SR pass{kind}{k}" for kind in "^@" for k in (1, 2, 3)),
+    ]
+    cells = dict(zip(headers(table), table.rows[1][1], strict=True))
+    normal, bank = settings["draco"]["AppWorld TN"], settings["draco"]["τ-bench"]
+    for name, rate in (
+        ("AppWorld TN TGC pass@3", normal.tgc_at[2]),
+        ("AppWorld TN SGC pass^2", normal.sgc[1]),
+        ("AppWorld TN SGC pass@2", normal.sgc_at[1]),
+        ("τ-bench SR pass@2", bank.tgc_at[1]),
+    ):
+        cell = cells[name]
+        assert cell is not None
+        assert cell.mean == pytest.approx(100 * rate.mean)
+    assert headers(frontier_table(settings))[4:] == ["τ-bench SR", "τ-bench Cost ($)", "τ-bench $/task"]
+
+
 def test_a_setting_is_compared_with_the_baseline_on_every_common_split(directories: list[str], tmp_path: Path) -> None:
     third = write_evaluation(tmp_path / "third", a_plan(label="third"), 9, 0.65)
     settings = read_settings([*directories, str(third)])
