@@ -165,8 +165,8 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         stats = httpx.get(judge.base_url.removesuffix("/v1") + "/stats", trust_env=False).json()
     directory = RunDirectory(run)
     metrics = directory.metrics()
-    # What the run itself said last; Ray's own messages come between its lines.
-    lines = [line for line in (errors if code else output).splitlines() if line.startswith(("draco: ", "done in "))]
+    # What the run said when it was struck, else at its end; Ray's own messages come between its lines.
+    said = [line for line in (*output.splitlines(), *errors.splitlines()) if line.startswith(("draco: ", "done in "))]
     return Outcome(
         fault=fault,
         survived=how,
@@ -175,7 +175,7 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         repeated=stats["repeated"],
         steps=len(metrics),
         seconds=time.monotonic() - began,
-        last=lines[-1] if lines else "",
+        last=said[-1] if said else "",
     )
 
 
