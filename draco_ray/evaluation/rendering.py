@@ -291,14 +291,20 @@ _LATEX = {
     "^": r"\textasciicircum{}",
     "~": r"\textasciitilde{}",
     "τ": r"$\tau$",
+    "±": r"$\pm$",
     **{character: "\\" + character for character in "&%$#_{}"},
 }
 
 
 def _escape(text: str) -> str:
-    # p^2 is what the paper writes as a power.
-    parts = re.split(r"\bp\^([k0-9])\b", text)
+    # What the paper writes as powers stands between separators at odd places.
+    parts = re.split(r"\b((?:p|pass)\^[k0-9])\b", text)
     return "".join(
-        f"$p^{part}$" if power else "".join(_LATEX.get(character, character) for character in part)
-        for part, power in zip(parts, itertools.cycle((False, True)), strict=False)
+        _power(part) if index % 2 else "".join(_LATEX.get(character, character) for character in part)
+        for index, part in enumerate(parts)
     )
+
+
+def _power(text: str) -> str:
+    base, _, exponent = text.partition("^")
+    return f"$p^{exponent}$" if base == "p" else rf"$\mathrm{{{base}}}^{exponent}$"

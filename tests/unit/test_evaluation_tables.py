@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,8 @@ def test_rows_stand_in_blocks_each_with_its_own_best() -> None:
     assert "\\midrule\n\\multicolumn{3}{l}{\\texttt{Qwen\\_2.5}} \\\\\nBase & 35.7 & \\textbf{16.4} \\\\" in latex
     assert latex.count(r"\midrule") == 2
     assert r"\caption{$p^k$ of 2 models." in latex
+    spread = render(replace(SMALL, title="pass^k is p^k"), TableFormat.LATEX, Shown.STD)
+    assert r"\caption{$\mathrm{pass}^k$ is $p^k$. A note. $\pm$: sample" in spread
     assert "Block" not in render(SMALL, TableFormat.CSV)
 
 
