@@ -1,11 +1,14 @@
 """Whether two graders agree beyond chance: rates with their own denominators, chance-corrected coefficients, intervals.
 
 The reference is the judge whose verdicts a run used. Where the other grader left a criterion unanswered, the rating is
-`UNANSWERED`: a disagreement in ``agreement``, and left out of the coefficients, which compare answers.
+`UNANSWERED`: a disagreement in ``agreement`` and in the rates that have a denominator of the reference's verdicts
+(``balanced_accuracy``, ``false_pass``, ``false_fail``), and left out of chance, kappa, alpha and AC1, which compare
+answers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,12 +16,13 @@ from typing import TypeVar
 import numpy as np
 
 from draco_ray.evaluation.intervals import Interval
-from draco_ray.records import FloatArray, IntArray, Verdict
+from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
 
 UNANSWERED = 2
 """Stands where the other grader gave no verdict."""
 RATINGS = (Verdict.FAIL.value, Verdict.NOT_APPLICABLE.value, Verdict.PASS.value)
 RESAMPLES = 1000
+_FAIL, _PASS = RATINGS.index(Verdict.FAIL.value), RATINGS.index(Verdict.PASS.value)
 
 ItemT = TypeVar("ItemT")
 
@@ -28,6 +32,10 @@ class Agreement:
     """How the other grader's verdicts compare with the reference; NaN where a denominator is empty."""
 
     judgments: int
+    passes: int
+    """Of the reference: the denominator of ``false_fail``."""
+    fails: int
+    """Of the reference: the denominator of ``false_pass``."""
     unanswered: float
     """Share of all judgments."""
     agreement: float
@@ -39,13 +47,20 @@ class Agreement:
     alpha: float
     """Krippendorff's coefficient, nominal."""
     ac1: float
-    """Gwet's coefficient, which does not collapse where nearly all verdicts are the same."""
+    """Gwet's coefficient, which does not collapse where nearly all verdicts are the same. Its number of categories is
+    that of the verdicts which either grader gives, at least two."""
     balanced_accuracy: float
     """Mean over the reference's verdicts, of those that occur, of the share repeated."""
     false_pass: float
     """Of the judgments the reference fails, the share the other passes."""
     false_fail: float
     """Of the judgments the reference passes, the share the other fails."""
+
+
+COUNTS = ("judgments", "passes", "fails")
+"""Fields of `Agreement` that are numbers of judgments."""
+RATES = tuple(field.name for field in dataclasses.fields(Agreement) if field.name not in COUNTS)
+"""The others."""
 
 
 def agreement(reference: IntArray, other: IntArray) -> Agreement:
@@ -62,32 +77,60 @@ def agreement(reference: IntArray, other: IntArray) -> Agreement:
     >>> found.agreement, found.chance, found.kappa, found.false_pass
     (0.75, 0.5, 0.5, 0.5)
     """
+    counts = contingency(reference, other)
+    return _compare(counts, _used(counts))
+
+
+def contingency(reference: IntArray, other: IntArray) -> FloatArray:
+    """Judgments by the reference's rating (row) and the other's (column), shape (3, 4): `RATINGS`, then unanswered.
+
+    Raises:
+        ValueError: as `agreement`.
+    """
     if reference.shape != other.shape or reference.ndim != 1:
         raise ValueError(f"{reference.shape} reference ratings, {other.shape} others: expected two equal vectors")
-    if not np.isin(reference, RATINGS).all() or not np.isin(other, (*RATINGS, UNANSWERED)).all():
+    columns = (*RATINGS, UNANSWERED)
+    if not np.isin(reference, RATINGS).all() or not np.isin(other, columns).all():
         raise ValueError("a rating is none of -1, 0, +1")
-    total = len(reference)
-    answered = other != UNANSWERED
-    table = np.array(
-        [[np.count_nonzero((reference == row) & (other == column)) for column in RATINGS] for row in RATINGS], float
+    return np.array(
+        [[np.count_nonzero((reference == row) & (other == column)) for column in columns] for row in RATINGS], float
     )
-    failed, passed = reference == Verdict.FAIL, reference == Verdict.PASS
-    repeated = [
-        float((other[reference == rating] == rating).mean()) for rating in RATINGS if (reference == rating).any()
-    ]
-    chance = _chance(table)
-    return Agreement(
-        judgments=total,
-        unanswered=_share(~answered),
-        agreement=_share(reference == other),
-        chance=chance,
-        kappa=_corrected(table, chance),
-        alpha=_alpha(table),
-        ac1=_corrected(table, _gwet_chance(table)),
-        balanced_accuracy=float(np.mean(repeated)) if repeated else float("nan"),
-        false_pass=_share(other[failed] == Verdict.PASS),
-        false_fail=_share(other[passed] == Verdict.FAIL),
-    )
+
+
+def agreement_intervals(
+    clusters: Sequence[FloatArray], *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Percentile intervals of every rate of `Agreement` under resampling of whole clusters, as `bootstrap` does.
+
+    Args:
+        clusters: a `contingency` each.
+        level: coverage.
+        resamples: bootstrap samples.
+        seed: the same seed gives the same intervals.
+    Returns: (low, high) by name in `RATES`; infinite with one cluster, or where no resample has a value.
+
+    Raises:
+        ValueError: there are no clusters.
+    """
+    if not clusters:
+        raise ValueError("nothing to resample")
+    tables = np.stack(clusters)
+    used = _used(tables.sum(axis=0))
+    names = len(tables)
+    found: dict[str, list[float]] = {name: [] for name in RATES}
+    for drawn in np.random.default_rng(seed).multinomial(names, np.full(names, 1 / names), resamples):
+        resampled = _compare(np.tensordot(drawn.astype(float), tables, 1), used)
+        for name in RATES:
+            found[name].append(getattr(resampled, name))
+    bounds = {}
+    for name, values in found.items():
+        defined = np.array(values)[~np.isnan(values)]
+        if names < 2 or not len(defined):
+            bounds[name] = (-np.inf, np.inf)
+        else:
+            low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2])
+            bounds[name] = (float(low), float(high))
+    return bounds
 
 
 def bootstrap(
@@ -133,8 +176,35 @@ def auroc(positive: FloatArray, negative: FloatArray) -> float:
     return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
 
 
-def _share(flags: np.ndarray) -> float:
-    return float(flags.mean()) if len(flags) else float("nan")
+def _compare(counts: FloatArray, used: BoolArray) -> Agreement:
+    """Of a `contingency`; ``used`` says which ratings are the categories of AC1."""
+    table, rows = counts[:, :-1], counts.sum(axis=1)
+    total, agreed = rows.sum(), np.diagonal(counts)
+    repeated = [agreed[row] / rows[row] for row in range(len(rows)) if rows[row]]
+    chance = _chance(table)
+    return Agreement(
+        judgments=int(total),
+        passes=int(rows[_PASS]),
+        fails=int(rows[_FAIL]),
+        unanswered=_ratio(counts[:, -1].sum(), total),
+        agreement=_ratio(agreed.sum(), total),
+        chance=chance,
+        kappa=_corrected(table, chance),
+        alpha=_alpha(table),
+        ac1=_corrected(table, _gwet_chance(table, used)),
+        balanced_accuracy=float(np.mean(repeated)) if repeated else float("nan"),
+        false_pass=_ratio(counts[_FAIL, _PASS], rows[_FAIL]),
+        false_fail=_ratio(counts[_PASS, _FAIL], rows[_PASS]),
+    )
+
+
+def _used(counts: FloatArray) -> BoolArray:
+    """Ratings that occur, in either grader's answers."""
+    return np.asarray(counts[:, :-1].sum(axis=0) + counts[:, :-1].sum(axis=1) > 0)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part / whole) if whole else float("nan")
 
 
 def _chance(table: FloatArray) -> float:
@@ -142,12 +212,12 @@ def _chance(table: FloatArray) -> float:
     return float((table.sum(axis=0) * table.sum(axis=1)).sum() / total**2) if total else float("nan")
 
 
-def _gwet_chance(table: FloatArray) -> float:
+def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
     total = table.sum()
     if not total:
         return float("nan")
     share = (table.sum(axis=0) + table.sum(axis=1)) / (2 * total)
-    return float((share * (1 - share)).sum() / (len(table) - 1))
+    return float((share * (1 - share)).sum() / (max(2, int(used.sum())) - 1))
 
 
 def _corrected(table: FloatArray, chance: float) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from draco_ray.analysis import rubric_overlap
 from draco_ray.analysis.attribution.bench import judge_groups
@@ -253,11 +254,19 @@ def _cached(config: JudgeConfig, folder: Path) -> JudgeConfig:
 
 
 def _print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[str]) -> None:
-    """A line per measure, a column per row over all steps, headed by its phase."""
+    """A line per measure, a column per row over all steps, headed by its phase; intervals stand beside their value."""
     overall = [row for row in table.to_pylist() if row["training_step"] is None]
-    names = [name for name in table.column_names if name not in (*keys, "phase", "training_step")]
+    bounded = {name.removesuffix("_low") for name in table.column_names if name.endswith("_low")}
+    bounds = {f"{name}_{side}" for name in bounded for side in ("low", "high")}
+    names = [name for name in table.column_names if name not in (*keys, "phase", "training_step", *bounds)]
     heads = [row["phase"] for row in overall]
-    _print(console, title, ["phase", *heads], {name: [row[name] for row in overall] for name in names})
+
+    def shown(row: Mapping[str, object], name: str) -> object:
+        if name not in bounded or row[f"{name}_low"] is None:
+            return row[name]
+        return f"{_written(row[name])} [{_written(row[f'{name}_low'])}, {_written(row[f'{name}_high'])}]"
+
+    _print(console, title, ["phase", *heads], {name: [shown(row, name) for row in overall] for name in names})
 
 
 def _print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:
@@ -278,7 +287,7 @@ def _print(console: Console, title: str, heads: Sequence[str], cells: Mapping[st
     for column in printed.columns[1:]:
         column.justify = "right"
     for name, values in cells.items():
-        printed.add_row(name, *map(_written, values))
+        printed.add_row(name, *(Text(_written(value)) for value in values))
     console.print(printed)
 
 

@@ -8,12 +8,13 @@ import pyarrow as pa
 
 from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.costs import phase_costs
-from draco_ray.records import EpisodeEnd
+from draco_ray.records import EpisodeEnd, Phase
 from draco_ray.runs.cost import read_calls
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.show import read_evaluations
 from draco_ray.training.overlap import busy_seconds, hidden_seconds, merged
 
+PHASES = frozenset(phase.value for phase in Phase)
 TERMINATIONS = pa.schema(
     [
         ("run", pa.string()),
@@ -115,7 +116,7 @@ def stage_seconds(run: RunDirectory) -> pa.Table:
         step = int(line["step"])
         spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
         generation = [(span["started_at"], span["ended_at"]) for span in spans if span["stage"] == "rollout"]
-        judging = merged((span["started_at"], span["ended_at"]) for span in spans if span["stage"] != "rollout")
+        judging = merged((span["started_at"], span["ended_at"]) for span in spans if span["stage"] in PHASES)
         both = hidden_seconds(judging, behind=generation)
         seconds = {
             "generation": busy_seconds(generation) - both,

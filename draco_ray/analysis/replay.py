@@ -16,15 +16,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from draco_ray.analysis.agreement import UNANSWERED, Agreement, agreement, bootstrap
+from draco_ray.analysis.agreement import (
+    COUNTS,
+    RATES,
+    UNANSWERED,
+    agreement,
+    agreement_intervals,
+    bootstrap,
+    contingency,
+)
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.complete import Complete, Request
 from draco_ray.judging.parsing import check_finish, parse_attributions, parse_scores
-from draco_ray.records import Criterion, Message, Phase, Verdict
+from draco_ray.records import Criterion, IntArray, Message, Phase, Verdict
 from draco_ray.runs.directory import RunDirectory
 
 PHASES = (Phase.SCORE, Phase.CREDIT)
 """The phases whose replies are verdicts on given criteria, so that two judges can be compared one to one."""
+
+WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
+"""Rates of `Agreement` that come with an interval."""
 
 REPLAYED = pa.schema(
     [
@@ -50,16 +61,15 @@ AGREEMENT = pa.schema(
         ("judge", pa.string()),
         ("phase", pa.string()),
         ("training_step", pa.int64()),
-        *(
-            (field.name, pa.int64() if field.name == "judgments" else pa.float64())
-            for field in dataclasses.fields(Agreement)
-        ),
-        ("agreement_low", pa.float64()),
-        ("agreement_high", pa.float64()),
-        ("kappa_low", pa.float64()),
-        ("kappa_high", pa.float64()),
+        *((name, pa.int64()) for name in COUNTS),
+        *((name, pa.float64()) for name in RATES),
         ("always_pass", pa.float64()),
         ("citation_overlap", pa.float64()),
+        *(
+            (f"{name}_{side}", pa.float64())
+            for name in (*WITH_INTERVAL, "citation_overlap")
+            for side in ("low", "high")
+        ),
     ]
 )
 
@@ -216,22 +226,30 @@ async def _ask(
     return verdicts, [attribution.steps for attribution in attributions], completion.dollars, None
 
 
-def _ratings(rows: Sequence[dict[str, Any]]) -> Agreement:
-    return agreement(
+def _ratings(rows: Sequence[dict[str, Any]]) -> tuple[IntArray, IntArray]:
+    """The reference's and the other judge's."""
+    return (
         np.array([row["reference"] for row in rows]),
         np.array([UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]),
     )
 
 
+def _overlaps(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Jaccard indices of the cited steps, of the criteria for which both judges cite some."""
+    both = [(set(row["steps"] or ()), set(row["reference_steps"] or ())) for row in rows]
+    return [len(mine & theirs) / len(mine | theirs) for mine, theirs in both if mine and theirs]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
+
+
 def _compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    overlaps = []
-    for row in rows:
-        mine, theirs = set(row["steps"] or ()), set(row["reference_steps"] or ())
-        if mine and theirs:
-            overlaps.append(len(mine & theirs) / len(mine | theirs))
-    found = {name: _number(value) for name, value in dataclasses.asdict(_ratings(rows)).items()}
-    found["always_pass"] = float(np.mean([row["reference"] == Verdict.PASS for row in rows]))
-    found["citation_overlap"] = float(np.mean(overlaps)) if overlaps else None
+    found: dict[str, Any] = {
+        name: _number(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()
+    }
+    found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
+    found["citation_overlap"] = _number(_mean(_overlaps(rows)))
     return found
 
 
@@ -239,13 +257,13 @@ def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     clusters: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         clusters[f"{row['training_step']}/{row['task_id']}"].append(row)
-    equal = bootstrap(clusters, lambda items: _ratings(items).agreement)
-    kappa = bootstrap(clusters, lambda items: _ratings(items).kappa)
+    bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
+    overlap = bootstrap({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
+    bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
     return {
-        "agreement_low": _number(equal.low),
-        "agreement_high": _number(equal.high),
-        "kappa_low": _number(kappa.low),
-        "kappa_high": _number(kappa.high),
+        f"{name}_{side}": _number(bound)
+        for name, both in bounds.items()
+        for side, bound in zip(("low", "high"), both, strict=True)
     }
 
 

@@ -7,15 +7,24 @@ import math
 import numpy as np
 import pytest
 
-from draco_ray.analysis.agreement import UNANSWERED, agreement, auroc, bootstrap
+from draco_ray.analysis.agreement import (
+    RATES,
+    UNANSWERED,
+    agreement,
+    agreement_intervals,
+    auroc,
+    bootstrap,
+    contingency,
+)
 
 
 def ratings(table: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ratings from a contingency table over (fail, pass), reference by row."""
+    """Ratings from a contingency table over (fail, pass) or (fail, not applicable, pass), reference by row."""
+    values = (-1, 1) if len(table) == 2 else (-1, 0, 1)
     pairs = [
         (row, column)
-        for row, counts in zip((-1, 1), table, strict=True)
-        for column, count in zip((-1, 1), counts, strict=True)
+        for row, counts in zip(values, table, strict=True)
+        for column, count in zip(values, counts, strict=True)
         for _ in range(count)
     ]
     return np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs])
@@ -32,6 +41,51 @@ def test_coefficients_of_a_known_table() -> None:
     assert found.balanced_accuracy == pytest.approx(0.7)
     # Coincidences: 15 of each order off the diagonal; margins 55 and 45 of 100.
     assert found.alpha == pytest.approx(1 - 99 * 30 / (100**2 - 55**2 - 45**2))
+    assert (found.judgments, found.passes, found.fails) == (50, 25, 25)
+
+
+def test_three_verdicts() -> None:
+    # Of 200: margins 120, 60, 20 and 100, 60, 40; 140 on the diagonal.
+    found = agreement(*ratings([[88, 14, 18], [10, 40, 10], [2, 6, 12]]))
+    assert found.chance == pytest.approx((120 * 100 + 60 * 60 + 20 * 40) / 200**2)
+    assert found.kappa == pytest.approx((0.70 - 0.41) / (1 - 0.41))
+    # Mean margins 0.55, 0.30, 0.15.
+    by_chance = (0.55 * 0.45 + 0.30 * 0.70 + 0.15 * 0.85) / 2
+    assert found.ac1 == pytest.approx((0.70 - by_chance) / (1 - by_chance))
+    assert found.alpha == pytest.approx(1 - 399 * 120 / (400**2 - 220**2 - 120**2 - 60**2))
+    assert found.balanced_accuracy == pytest.approx((88 / 120 + 40 / 60 + 12 / 20) / 3)
+    assert (found.false_pass, found.false_fail) == (18 / 120, 2 / 20)
+
+
+def test_published_examples() -> None:
+    # Krippendorff, "Computing Krippendorff's alpha-reliability", two observers, binary data: 0.095.
+    one, other = ([1 if digit == "1" else -1 for digit in digits] for digits in ("0100000010", "1110010000"))
+    assert agreement(np.array(one), np.array(other)).alpha == pytest.approx(0.095, abs=5e-4)
+    # Gwet's example of the kappa paradox, 118, 5, 2 and 0 of 125: kappa -0.0234, AC1 0.9408.
+    found = agreement(*ratings([[118, 5], [2, 0]]))
+    assert (found.kappa, found.ac1) == (pytest.approx(-0.0234, abs=5e-5), pytest.approx(0.9408, abs=5e-5))
+
+
+def test_coefficients_do_not_depend_on_who_is_the_reference() -> None:
+    one, other = ratings([[8, 1, 3], [0, 4, 2], [5, 1, 9]])
+    first, second = agreement(one, other), agreement(other, one)
+    assert (first.kappa, first.alpha, first.ac1) == pytest.approx((second.kappa, second.alpha, second.ac1))
+    assert first.false_pass != second.false_pass
+
+
+def test_every_rate_has_an_interval_that_resamples_clusters() -> None:
+    rng = np.random.default_rng(1)
+    pairs = [ratings(rng.integers(0, 9, (3, 3)).tolist()) for _ in range(12)]
+    whole = agreement(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    bounds = agreement_intervals([contingency(*pair) for pair in pairs])
+    assert set(bounds) == set(RATES)
+    for name, (low, high) in bounds.items():
+        assert low <= getattr(whole, name) <= high, name
+    # The same as resampling the judgments themselves, a whole cluster at a time.
+    items = {str(number): list(zip(*pair, strict=True)) for number, pair in enumerate(pairs)}
+    drawn = bootstrap(items, lambda found: agreement(*np.array(found).T).kappa)
+    assert bounds["kappa"] == pytest.approx((drawn.low, drawn.high), abs=0.02)
+    assert agreement_intervals([contingency(*pairs[0])])["kappa"] == (-math.inf, math.inf)
 
 
 def test_ac1_stays_where_kappa_collapses() -> None:

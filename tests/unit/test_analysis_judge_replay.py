@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.judges import judge_config
-from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, replay
+from draco_ray.analysis.judges import RuleComplete, judge_config
+from draco_ray.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay
 from draco_ray.cli import main
 from draco_ray.config import JudgeConfig, RuleJudgeConfig
 from draco_ray.environments.sandbox.scripts import Fault
@@ -129,8 +130,20 @@ async def test_the_first_prompt_is_sent_verbatim_and_once(run: RunDirectory) -> 
     assert (overall["training_step"], first["training_step"]) == (None, 1)
     assert (overall["agreement"], overall["false_pass"], overall["false_fail"]) == (0.5, 1.0, 0.0)
     assert (overall["kappa"], overall["always_pass"]) == (0.0, 0.5)
+    assert (overall["judgments"], overall["passes"], overall["fails"]) == (4, 2, 2)
     # One group: nothing is known of the spread between groups.
     assert overall["kappa_low"] is None
+
+
+async def test_every_measure_of_two_groups_has_an_interval(run: RunDirectory) -> None:
+    rows = (await replay(run, RuleComplete(), archived_calls(run, None, PHASES), "rules")).to_pylist()
+    table = pa.Table.from_pylist([*rows, *({**row, "task_id": "another"} for row in rows)], schema=REPLAYED)
+    overall = {row["phase"]: row for row in agreement_table(table).to_pylist() if row["training_step"] is None}
+    for name in WITH_INTERVAL:
+        # Twice the same group: no spread between groups.
+        assert overall["score"][f"{name}_low"] == overall["score"][f"{name}_high"] == overall["score"][name], name
+    overlap = overall["credit"]["citation_overlap"]
+    assert overlap == overall["credit"]["citation_overlap_low"] == overall["credit"]["citation_overlap_high"]
 
 
 @pytest.mark.parametrize("judge", [Scripted("I cannot say."), Scripted("", error="prompt too long")])

@@ -154,13 +154,34 @@ async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
     assert found["kappa"]["value"] == 1.0
     assert 0.5 < found["accuracy"]["chance"] < 1.0
     assert found["false_blame"]["value"] == 0.0
-    for name in ("citation_precision", "citation_recall", "hit_at_1", "first_error", "blame_auroc", "push_share"):
+    for name in (
+        "citation_precision",
+        "citation_recall",
+        "hit_at_1",
+        "first_error",
+        "blame_auroc",
+        "loser_auroc",
+        "push_share",
+    ):
         assert found[name]["value"] > 0.9 > found[name]["chance"], name
     # What step credit adds to plain GRPO, which spreads the push over tokens.
     assert found["grpo_share"]["value"] < 0.5 < found["push_share"]["value"]
     assert found["grpo_share"]["observations"] == found["push_share"]["observations"]
     assert found["pushed_away"]["value"] > 0.9 > found["pushed_away"]["chance"]
     assert found["reward_auroc"]["value"] > 0.5
+
+
+async def test_losers_are_those_pushed_away_not_all_that_have_a_fault(world: Path) -> None:
+    rollouts = await judged(RuleComplete(), world)
+    before = values(rollouts)
+    index = next(index for index, rollout in enumerate(rollouts) if rollout.planted.fault is not None)
+    share = rollouts[index].share
+    assert share is not None
+    rollouts[index] = replace(rollouts[index], share=replace(share, advantage=-share.advantage))
+    after = values(rollouts)
+    assert after["blame_auroc"]["observations"] == before["blame_auroc"]["observations"]
+    for name in ("loser_auroc", "push_share", "grpo_share", "pushed_away"):
+        assert after[name]["observations"] == before[name]["observations"] - 1, name
 
 
 async def test_a_judge_that_passes_everything_is_accurate_and_no_better_than_chance(world: Path) -> None:
@@ -172,6 +193,7 @@ async def test_a_judge_that_passes_everything_is_accurate_and_no_better_than_cha
     assert found["hit_at_1"]["value"] == pytest.approx(found["hit_at_1"]["chance"])
     assert found["blame_auroc"]["value"] == 0.5
     assert "push_share" not in found
+    assert "loser_auroc" not in found
     assert "citation_precision" not in found
 
 

@@ -13,6 +13,7 @@ citation_recall      of the planted steps, the share cited by failed criteria   
 hit_at_1             whether the step of least Q is planted; ties share               a random step        the last one
 first_error          whether the first step cited by a fail is the first planted      a random step        the last one
 blame_auroc          a planted step's 1 - Q above another's                           0.5                  the last one
+loser_auroc          the same; losers only (A < 0)                                    0.5                  the last one
 push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)    a random step        the last one
 grpo_share           the same without step credit: the planted steps' share of tokens a random step        the last one
 pushed_away          of the planted steps, the share with a_j < 0; losers only        the other steps      -
@@ -33,7 +34,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from draco_ray.analysis.agreement import UNANSWERED, Agreement, agreement, auroc, bootstrap
+from draco_ray.analysis.agreement import (
+    UNANSWERED,
+    agreement,
+    agreement_intervals,
+    auroc,
+    bootstrap,
+    contingency,
+)
 from draco_ray.analysis.attribution.bench import JudgedRollout
 from draco_ray.analysis.attribution.plant import BENIGN, REFERENCE
 from draco_ray.analysis.attribution.rubric import UNKNOWN
@@ -172,6 +180,13 @@ def blame_auroc(rollout: JudgedRollout) -> Observation | None:
     )
 
 
+def loser_auroc(rollout: JudgedRollout) -> Observation | None:
+    """`blame_auroc` where blame is what pushes; None where the rollout is not pushed away."""
+    if rollout.share is None or rollout.share.advantage >= 0:
+        return None
+    return blame_auroc(rollout)
+
+
 def push_share(rollout: JudgedRollout) -> Observation | None:
     """None where the rollout is not pushed away."""
     share, planted_M = rollout.share, _planted(rollout)
@@ -204,6 +219,7 @@ STEP_MEASURES: dict[str, Callable[[JudgedRollout], Observation | None]] = {
     "hit_at_1": hit_at_1,
     "first_error": first_error,
     "blame_auroc": blame_auroc,
+    "loser_auroc": loser_auroc,
     "push_share": push_share,
     "grpo_share": grpo_share,
     "pushed_away": pushed_away,
@@ -240,25 +256,20 @@ def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str
 def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> list[dict[str, Any]]:
     if not judgments:
         return []
-
-    def compare(pairs: Sequence[tuple[int, int]]) -> Agreement:
-        return agreement(*np.array(pairs).T)
-
-    total = sum(map(len, judgments.values()))
-    chance = compare([pair for pairs in judgments.values() for pair in pairs]).chance
+    found = agreement(*np.array([pair for pairs in judgments.values() for pair in pairs]).T)
+    bounds = agreement_intervals([contingency(*np.array(pairs).T) for pairs in judgments.values()])
     wanted = {
-        "accuracy": ("agreement", chance),
+        "accuracy": ("agreement", found.chance),
         "kappa": ("kappa", 0.0),
         "balanced_accuracy": ("balanced_accuracy", 0.5),
         "false_pass": ("false_pass", None),
         "false_fail": ("false_fail", None),
         "unanswered": ("unanswered", None),
     }
-    rows = []
-    for measure, (name, by_chance) in wanted.items():
-        interval = bootstrap(judgments, lambda pairs, name=name: getattr(compare(pairs), name))  # type: ignore[misc]
-        rows.append(_row(scope, measure, total, interval.mean, interval.low, interval.high, by_chance, None))
-    return rows
+    return [
+        _row(scope, measure, found.judgments, getattr(found, name), *bounds[name], by_chance, None)
+        for measure, (name, by_chance) in wanted.items()
+    ]
 
 
 def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[dict[str, Any]]:
