@@ -43,6 +43,8 @@ class RunObserver:
         self._sampling: asyncio.Task[None] | None = None
         self._seen: dict[str, tuple[int, int]] = {}
         """Group -> its rollouts and phases that were taken in already."""
+        self._last_step: Mapping[str, Any] = {}
+        """Metrics line of the step that ended last."""
 
     def group(self, group: Group) -> None:
         """Take in what is new in a group since the last call."""
@@ -70,6 +72,7 @@ class RunObserver:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Take in a finished step's metrics line."""
+        self._last_step = line
         self._metrics.step(line)
         self._seen.clear()
         log.info("step finished in %.1fs, reward %s", line["seconds"], line["reward"], extra={"step": line["step"]})
@@ -81,7 +84,10 @@ class RunObserver:
                 del self._trackers[name]
 
     def watch_pools(self, rollouts: RolloutPool, judges: JudgePool) -> None:
-        """Read the pools' queues every few seconds until `close`; needs a running event loop."""
+        """Read the pools' queues every few seconds until `close`; needs a running event loop.
+
+        Keeps the last step's gauges up as well: Ray forgets one that was not set again for two of its report intervals.
+        """
         self._sampling = asyncio.create_task(self._sample(rollouts, judges))
 
     def close(self) -> None:
@@ -100,4 +106,5 @@ class RunObserver:
             self._metrics.set(JUDGE_WAITING, judges.waiting)
             self._metrics.set(JUDGE_WORKERS_UP, judges.up)
             self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
+            self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)

@@ -5,35 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import ray
 
-from draco_ray.actors.messages import PhaseSummary
 from draco_ray.config import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES, Kind
+from draco_ray.observability.catalogue import CATALOGUE, Kind
 from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
 from draco_ray.observability.observer import RunObserver
-from draco_ray.pipeline import Group, GroupState
-from draco_ray.records import EpisodeEnd, Phase
-from tests.unit.test_training_metrics import a_phase, a_rollout
+from tests.support.observed_run import REPORT_SECONDS
 
 pytestmark = pytest.mark.slow
 
-SCRAPE_SECONDS = 60
-"""Ray pushes metrics to its agent every few seconds; the test waits for them, not for a time."""
-
-
-class Queue:
-    """A pool's queues as the observer reads them."""
-
-    waiting, in_flight = 3, 5
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +38,6 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     stop_run_log()
 
 
-def a_group() -> Group:
-    group = Group(step=3, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
-    group.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 0, 40, EpisodeEnd.TURN_LIMIT)]
-    phases: list[PhaseSummary] = [a_phase(phase, 0, 2) for phase in Phase]
-    group.phases = [*phases, a_phase(Phase.SCORE, 0, 1, error="cannot be parsed", rollout=1)]
-    return group
-
-
-def scraped() -> dict[str, float]:
-    """Series with labels -> value, as Prometheus would read this node."""
-    (node,) = ray.nodes()
-    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=30).text
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ray_draco_")]
-    return {series: float(value) for series, value in lines}
-
-
 def value(series: dict[str, float], name: str, **tags: str) -> float:
     """The one series of that name with those tags."""
     found = [
@@ -74,26 +49,28 @@ def value(series: dict[str, float], name: str, **tags: str) -> float:
     return only
 
 
-async def test_prometheus_sees_every_metric_of_the_catalogue(run_directory: Path) -> None:
-    observer = RunObserver(DracoConfig(), run_directory)
-    observer.watch_pools(Queue(), Queue())  # type: ignore[arg-type]
-    group = a_group()
-    observer.group(group)
-    observer.group(group)
-    line = dict.fromkeys(STEP_GAUGES, 0.5) | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}
-    observer.step(line)
-    observer.step(line | {"kl": 0.25})
-    wanted = {metric.series[0] for metric in CATALOGUE}
-    series: dict[str, float] = {}
-    deadline = time.monotonic() + SCRAPE_SECONDS
-    while time.monotonic() < deadline and not wanted <= {key.split("{")[0] for key in series}:
-        await asyncio.sleep(1)
-        series = scraped()
-    observer.close()
+def test_prometheus_sees_every_metric_of_the_catalogue(tmp_path: Path) -> None:
+    run = tmp_path / "watched"
+    run.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.observed_run", str(run)],
+        env={
+            **{name: text for name, text in os.environ.items() if not name.startswith("RAY_")},
+            "PYTHONPATH": str(REPOSITORY),
+            "RAY_metrics_report_interval_ms": str(1000 * REPORT_SECONDS),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    series = seen["at first"]
     names = {key.split("{")[0] for key in series}
+    wanted = {metric.series[0] for metric in CATALOGUE}
     assert wanted - names == set()
     assert {name for metric in CATALOGUE if metric.kind is Kind.HISTOGRAM for name in metric.series} <= names
-    # A group that is told of twice counts once.
     assert value(series, "ray_draco_rollouts_total", ended="turn_limit", run="watched") == 1
     assert value(series, "ray_draco_judge_phases_total", phase="score", outcome="ok") == 1
     assert value(series, "ray_draco_judge_phases_total", phase="score", outcome="failed") == 1
@@ -104,8 +81,10 @@ async def test_prometheus_sees_every_metric_of_the_catalogue(run_directory: Path
     assert value(series, "ray_draco_kl", run="watched") == 0.25
     assert value(series, "ray_draco_rollouts_waiting") == 3
     assert value(series, "ray_draco_rollouts_in_flight") == 5
+    # A step may take an hour: what the last one said is there all the while, and nothing was counted again.
+    assert seen["later"] == series
 
-    (events,) = (run_directory / "tensorboard").iterdir()
+    (events,) = (run / "tensorboard").iterdir()
     written = events.read_bytes()
     assert b"reward" in written
     assert b"judge/score/dollars" in written

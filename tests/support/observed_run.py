@@ -1,0 +1,92 @@
+"""Watches a run that ends a step and then does nothing, and prints what Prometheus sees, for `test_observability`.
+
+A process of its own, as a run's driver is: Ray 2.60 may export no metric of a process that has joined another Ray
+before, and a test's process has where an earlier test file did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import ray
+
+from draco_ray.actors.messages import PhaseSummary
+from draco_ray.config import DracoConfig
+from draco_ray.observability import observer
+from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES
+from draco_ray.observability.observer import RunObserver
+from draco_ray.pipeline import Group, GroupState
+from draco_ray.records import EpisodeEnd, Phase
+from tests.unit.test_training_metrics import a_phase, a_rollout
+
+REPORT_SECONDS = 2
+"""RAY_metrics_report_interval_ms of this process; a gauge lives twice as long."""
+SEEN_SECONDS = 60
+"""In which every metric must be there; this waits for them, not for a time."""
+IDLE_SECONDS = 4 * REPORT_SECONDS
+"""What a step that takes long is to Ray's memory of gauges."""
+
+
+class Queue:
+    """A pool's queues as the observer reads them."""
+
+    waiting, in_flight, up, wanted = 3, 5, 2, 4
+
+
+def a_group() -> Group:
+    """Two rollouts, a call of each phase, and one that failed."""
+    group = Group(step=3, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
+    group.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 0, 40, EpisodeEnd.TURN_LIMIT)]
+    phases: list[PhaseSummary] = [a_phase(phase, 0, 2) for phase in Phase]
+    group.phases = [*phases, a_phase(Phase.SCORE, 0, 1, error="cannot be parsed", rollout=1)]
+    return group
+
+
+def scraped() -> dict[str, float]:
+    """Series with labels -> value, as Prometheus would read this node."""
+    (node,) = ray.nodes()
+    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=30).text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ray_draco_")]
+    return {series: float(value) for series, value in lines}
+
+
+async def seen() -> dict[str, float]:
+    """What is seen once every metric of the catalogue is there, or in the end."""
+    wanted = {metric.series[0] for metric in CATALOGUE}
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        series = scraped()
+        if wanted <= {key.split("{")[0] for key in series} or time.monotonic() > deadline:
+            return series
+        await asyncio.sleep(0.5)
+
+
+async def watched(run: Path) -> dict[str, dict[str, float]]:
+    """What is seen after a step, and what some time later, when nothing has happened since."""
+    # As much less than Ray's interval as it is in a run.
+    observer.SAMPLE_SECONDS = REPORT_SECONDS / 5
+    watcher = RunObserver(DracoConfig(), run)
+    watcher.watch_pools(Queue(), Queue())  # type: ignore[arg-type]
+    group = a_group()
+    # A group that is told of twice counts once.
+    watcher.group(group)
+    watcher.group(group)
+    line = dict.fromkeys(STEP_GAUGES, 0.5) | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}
+    watcher.step(line)
+    watcher.step(line | {"kl": 0.25})
+    first = await seen()
+    await asyncio.sleep(IDLE_SECONDS)
+    later = await seen()
+    watcher.close()
+    return {"at first": first, "later": later}
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
+    print(json.dumps(asyncio.run(watched(Path(sys.argv[1])))))
