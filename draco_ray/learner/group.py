@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from draco_ray.actors.learner_feed import start_learner_feed
+from draco_ray.actors.placement import beside_the_driver
 from draco_ray.config import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
 from draco_ray.learner.messages import (
@@ -74,7 +75,13 @@ class LearnerGroup:
             seed=self._seed,
             storage=str(self._run / "checkpoints"),
         )
-        trainer = ray.remote(fit).options(name=f"LearnerTrainer@{self._run.name}", num_cpus=0, max_retries=0)
+        trainer = ray.remote(fit).options(
+            name=f"LearnerTrainer@{self._run.name}",
+            num_cpus=0,
+            # Where it is, Ray Train's controller is as well.
+            scheduling_strategy=beside_the_driver(),
+            max_retries=0,
+        )
         self._fit = trainer.remote(settings)
         self._watch = asyncio.create_task(self._watch_fit())
         await self.token_logprobs([0, 0])

@@ -108,13 +108,13 @@ def stage_seconds(rows: list[Row]) -> Drawing:
 
 
 def when_it_ran(run: RunDirectory, step: int) -> Drawing:
-    """The rollouts and judge phases of one step in time."""
+    """The rollouts, judge phases, learning, sync and checkpoint of one step in time."""
     spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
     begin = min((span["started_at"] for span in spans), default=0.0)
     lanes: dict[str, list[tuple[float, float]]] = {}
     for span in sorted(spans, key=lambda span: span["started_at"]):
         lanes.setdefault(span["stage"], []).append((span["started_at"] - begin, span["ended_at"] - begin))
-    return timeline(f"Step {step}: when rollouts and judge calls ran", lanes, width=PAGE_WIDTH)
+    return timeline(f"Step {step}: what ran when", lanes, width=PAGE_WIDTH)
 
 
 def _facts(run: RunDirectory) -> list[tuple[str, str]]:

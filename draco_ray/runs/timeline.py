@@ -2,7 +2,7 @@
 
 The format is that of ``ray timeline``: a JSON list of complete events that chrome://tracing and Perfetto read. Each
 task of the step is a process, each rollout in it a row; what belongs to the whole group (stage1, union) has a row of
-its own.
+its own. What belongs to no task (learning, sync, checkpoint) is one more process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.runs.directory import RunDirectory
 
 GROUP_ROW = "group"
+POLICY = "policy"
 
 
 def step_trace(spans: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -24,8 +25,8 @@ def step_trace(spans: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {
             "cat": span["stage"],
             "name": span["stage"],
-            "pid": span["task_id"] or GROUP_ROW,
-            "tid": GROUP_ROW if span["rollout"] is None else f"rollout {span['rollout']}",
+            "pid": span["task_id"] or POLICY,
+            "tid": _row(span),
             "ts": span["started_at"] * 1e6,
             "dur": (span["ended_at"] - span["started_at"]) * 1e6,
             "ph": "X",
@@ -33,6 +34,12 @@ def step_trace(spans: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for span in sorted(spans, key=lambda span: span["started_at"])
     ]
+
+
+def _row(span: Mapping[str, Any]) -> str:
+    if span["task_id"] is None:
+        return str(span["stage"])
+    return GROUP_ROW if span["rollout"] is None else f"rollout {span['rollout']}"
 
 
 def write_timeline(directory: Path, step: int, out: Path) -> int:

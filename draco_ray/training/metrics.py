@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draco_ray.actors.messages import PhaseSummary, RolloutSummary, has_spread
@@ -100,8 +100,13 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
     }
 
 
-def step_spans(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """What ran when: rows of the ``spans`` table."""
+def step_spans(groups: Sequence[Group], rest: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
+    """What ran when: rows of the ``spans`` table.
+
+    Args:
+        groups: of the step; their rollouts and judge phases are spans of a task.
+        rest: what belongs to no task, by stage: when the learner, the sync and the checkpoint were at work.
+    """
     timed: list[tuple[str, RolloutSummary | PhaseSummary]] = []
     for group in groups:
         timed += [("rollout", rollout) for rollout in group.rollouts]
@@ -115,6 +120,10 @@ def step_spans(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "ended_at": item.ended_at,
         }
         for stage, item in timed
+    ] + [
+        {"task_id": None, "rollout": None, "stage": stage, "started_at": start, "ended_at": end}
+        for stage, intervals in rest.items()
+        for start, end in intervals
     ]
 
 

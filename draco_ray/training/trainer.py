@@ -18,6 +18,7 @@ import ray
 from rich.console import Console
 
 from draco_ray.actors.advantage_computer import start_advantage_computer
+from draco_ray.actors.placement import beside_the_driver
 from draco_ray.actors.pools import Member
 from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.configuration import dump_config, load_config, project_file
@@ -37,7 +38,7 @@ from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.order import TaskOrder
-from draco_ray.training.overlap import busy_seconds
+from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import StepProgress, step_line
 from draco_ray.training.resume import StartPoint, adopt_config, rewind, sole_driver
@@ -302,7 +303,7 @@ class Trainer:
         try:
             if config.train.staleness and self._proven and step < self.steps:
                 self._ahead = await self._begin_step(step + 1)
-            update, probe = await self._learn(batch)
+            update, probe, learning = await self._learn(batch)
         finally:
             await batch.cancel()
             self._progress.stop()
@@ -310,8 +311,11 @@ class Trainer:
         # A step without any signal leaves a new adapter without effect, and that is no fault of the engine.
         self._moved = self._moved or (update["updates"] > 0 and update["grad_norm"] > 0)
         gap = await self._sync(step, probe, self._moved)
+        rest = {"learning": learning, "sync": [(synced, time.time())]}
         if step % config.train.checkpoint_every == 0 or step == self.steps:
+            began = time.time()
             await self._learner.checkpoint(self._run.checkpoint(step))
+            rest["checkpoint"] = [(began, time.time())]
         metrics = {
             **step_metrics(step, groups, config.algorithm.group_size),
             **update,
@@ -319,7 +323,7 @@ class Trainer:
             "seconds_sync": time.time() - synced,
             "seconds": time.time() - started,
         }
-        await self._actors.store.spans.remote(step, "spans", step_spans(groups))
+        await self._actors.store.spans.remote(step, "spans", step_spans(groups, rest))
         self._observer.step(metrics)
         await self._actors.store.finish_step.remote(step, metrics)
         return metrics
@@ -356,8 +360,11 @@ class Trainer:
             self._progress.update(group)
             self._observer.group(group)
 
-    async def _learn(self, batch: Batch) -> tuple[dict[str, Any], list[int]]:
-        """Update the policy with the groups as they finish; returns metrics, and a few tokens for the canary."""
+    async def _learn(self, batch: Batch) -> tuple[dict[str, Any], list[int], list[Interval]]:
+        """Update the policy with the groups as they finish.
+
+        Returns: metrics, a few tokens for the canary, and when the learner was at work.
+        """
         async with self._engines_asleep(batch.work):
             update = await streamed_update(self._learner, batch.work, self._config.learner.minibatch_prompts)
         probe: list[int] = []
@@ -366,7 +373,8 @@ class Trainer:
         for group in batch.groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
-        return {**update_metrics(update.updates), "seconds_learning": busy_seconds(update.busy)}, probe
+        metrics = {**update_metrics(update.updates), "seconds_learning": busy_seconds(update.busy)}
+        return metrics, probe, merged(update.busy)
 
     @asynccontextmanager
     async def _engines_asleep(self, work: Sequence[asyncio.Task[Any]] = ()) -> AsyncIterator[None]:
@@ -404,8 +412,10 @@ class Trainer:
 
     async def _publish(self, version: int) -> None:
         """Bring the learner's adapter to every engine."""
+        # Here: an object lies on the node where it was made, which may be one that an autoscaler takes away.
+        copied = _copied.options(scheduling_strategy=beside_the_driver())
         for _ in range(PUBLISH_ATTEMPTS):
-            copy = _copied.remote(await self._learner.adapter(version))
+            copy = copied.remote(await self._learner.adapter(version))
             try:
                 await self._actors.fleet.load(copy)
             except ray.exceptions.ObjectLostError:

@@ -87,7 +87,7 @@ def test_a_run_tells_its_watchers(run: RunDirectory, tmp_path: Path) -> None:
     result = draco("runs", "timeline", str(run.path), "--step", "2", "--out", str(tmp_path / "step2.json"))
     assert result.returncode == 0, result.stderr
     stages = {event["name"] for event in json.loads((tmp_path / "step2.json").read_text(encoding="utf-8"))}
-    assert {"rollout", "stage1", "stage2", "union", "score"} <= stages
+    assert {"rollout", "stage1", "stage2", "union", "score", "learning", "sync", "checkpoint"} <= stages
 
 
 def test_every_phase_of_the_judge_left_its_calls(run: RunDirectory) -> None:

@@ -180,6 +180,9 @@ def small_run(path: Path, steps: int = 2) -> RunDirectory:
     for step in range(1, steps + 1):
         for task in TASKS:
             write_group(store, step, task)
+        begin = 100.0 * step
+        learning = {"training_step": step, "stage": "learning", "started_at": begin + 12, "ended_at": begin + 17}
+        store.write("spans", step, "policy", [learning])
         if step == steps:
             evaluations = [
                 Evaluation(

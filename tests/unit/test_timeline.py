@@ -23,6 +23,7 @@ def run(tmp_path: Path) -> Path:
         ("t_1", None, "stage1", 10.0, 12.0),
         ("t_1", 1, "rollout", 10.5, 30.0),
         ("u_1", 0, "rollout", 11.0, 20.0),
+        (None, None, "learning", 32.0, 33.0),
     ]
     rows = [
         {"training_step": 2, "task_id": task, "rollout": rollout, "stage": stage, "started_at": start, "ended_at": end}
@@ -36,9 +37,9 @@ def test_every_span_is_a_complete_event_in_microseconds(run: Path, tmp_path: Pat
     out = tmp_path / "traces" / "step.json"
     result = CliRunner().invoke(app, ["runs", "timeline", str(run), "--step", "2", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert "4 events" in result.output
+    assert "5 events" in result.output
     events = json.loads(out.read_text(encoding="utf-8"))
-    assert [event["name"] for event in events] == ["stage1", "rollout", "rollout", "score"]
+    assert [event["name"] for event in events] == ["stage1", "rollout", "rollout", "score", "learning"]
     # The keys of Ray's own trace, without its choice of colours.
     assert all(set(event) == {"cat", "name", "pid", "tid", "ts", "dur", "ph", "args"} for event in events)
     assert {event["ph"] for event in events} == {"X"}
@@ -46,6 +47,7 @@ def test_every_span_is_a_complete_event_in_microseconds(run: Path, tmp_path: Pat
     assert (rollout["pid"], rollout["ts"], rollout["dur"]) == ("t_1", 10.5e6, 19.5e6)
     assert rollout["args"] == {"step": 2, "task": "t_1", "rollout": 1}
     assert events[0]["tid"] == "group"
+    assert (events[-1]["pid"], events[-1]["tid"]) == ("policy", "learning")
 
 
 def test_a_step_without_spans_names_those_that_have_some(run: Path, tmp_path: Path) -> None:

@@ -107,7 +107,11 @@ def test_updates_are_weighted_by_their_tokens() -> None:
 
 
 def test_spans_name_every_stage(groups: list[Group]) -> None:
-    assert [row["stage"] for row in step_spans(groups)] == ["rollout", "rollout", "stage1", "score", "score"]
+    rows = step_spans(groups, {"learning": [(50.0, 51.0), (60.0, 62.0)], "sync": [(62.0, 63.0)]})
+    stages = ["rollout", "rollout", "stage1", "score", "score", "learning", "learning", "sync"]
+    assert [row["stage"] for row in rows] == stages
+    last = {"task_id": None, "rollout": None, "stage": "sync", "started_at": 62.0, "ended_at": 63.0}
+    assert rows[-1] == last
 
 
 def test_the_line_of_a_step_says_what_was_lost(groups: list[Group]) -> None:
