@@ -29,7 +29,8 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 
 from tests.support import judge_autoscaling
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OBJECT_STORE = 80 << 20
@@ -99,6 +100,8 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"),
+        # Not the default ones, which the Ray of another test may hold.
+        *(f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"),
         *("--num-cpus=2", "--resources", '{"judge": 1}', f"--object-store-memory={OBJECT_STORE}"),
         f"--autoscaling-config={folder / 'cluster.yaml'}",
     ]
@@ -144,7 +147,7 @@ def test_judge_nodes_come_with_the_calls_and_go(environment: dict[str, str], tmp
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -156,9 +159,9 @@ def test_judge_nodes_come_with_the_calls_and_go(environment: dict[str, str], tmp
     assert seen["nodes_that_judged"] == 3
     assert seen["errors"] == []
     # Moving calls to the workers that came asked nothing twice.
-    assert seen["requests"] == judge_autoscaling.CALLS
+    assert seen["requests"] == seen["calls"] >= judge_autoscaling.ASKERS
     # A worker that neither answers nor dies: the two calls it held were answered by others.
     assert (seen["held_by_the_silent"], seen["answered_elsewhere"]) == (2, 2 * judge_autoscaling.MOST)
-    assert seen["up_meanwhile"] < judge_autoscaling.MOST
+    assert seen["up_meanwhile"] < judge_autoscaling.MOST == seen["up_again"]
     # One node stays for the union.
     assert (seen["up_at_last"], seen["nodes_at_last"]) == (1, 1)

@@ -6,11 +6,13 @@ A process of its own, because Ray reads its authentication token once a process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from draco_ray.actors import pools
-from draco_ray.actors.elastic import Place
 from draco_ray.actors.judge_worker import Policy, judge_starter
 from draco_ray.actors.pools import Judgement, JudgePool
 from draco_ray.config import JudgeConfig
@@ -27,11 +28,15 @@ from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.records import Message
 from draco_ray.training.cluster import connect
 
-CALLS = 20
+ASKERS = 20
+"""Calls at one time: more than all workers together take."""
 LATENCY = 2.0
-"""Seconds of a reply: with two calls a worker at a time, one worker alone would need 20 s for all."""
+"""Seconds of a reply."""
 MOST = 4
-SHRINK_SECONDS = 60.0
+IDLE_SECONDS = 2.0
+"""After which a worker goes, once that is what is looked at."""
+PATIENCE_SECONDS = 120.0
+"""What everything that is waited for may take on a busy machine."""
 
 
 def judge_nodes() -> set[str]:
@@ -40,54 +45,76 @@ def judge_nodes() -> set[str]:
 
 
 async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
-    """Many calls at once, then none."""
+    """Many calls at once, then a worker that falls silent, then nothing."""
     pool = JudgePool(judge_starter(config, Policy(samplers=(), model_path="none"), None, "autoscaling"), config)
     pool.open()
     await pool.ready()
-    seen: dict[str, Any] = {"up_at_first": pool.up}
-    nodes: set[str] = set()
-    busy: set[Place[Any]] = set()
-    most = 0
-    calls = [asyncio.create_task(ask(pool, number)) for number in range(CALLS)]
-    merging = asyncio.create_task(pool.merge("merge", "Merge nothing."))
-    while not all(call.done() for call in calls):
-        most = max(most, pool.up)
-        nodes |= judge_nodes()
-        busy |= {place for place in pool._workers.places if place.calls}
-        await asyncio.sleep(0.2)
-    answered = [call.result().summary for call in calls]
-    seen |= {
-        "most_up": most,
-        "nodes_added": len(nodes),
-        "nodes_that_judged": len({await place.worker.up.remote() for place in busy}),
-        "errors": [summary.error for summary in answered if summary.error],
-        "requests": sum(summary.requests for summary in answered),
-        "merged": (await merging).summary.phase.value,
-    }
+    seen: dict[str, Any] = {"up_at_first": pool.up, **await with_more_calls_than_room(pool)}
     seen |= await with_a_silent_worker(pool)
-    deadline = time.monotonic() + SHRINK_SECONDS
-    while (pool.up > 1 or len(judge_nodes()) > 1) and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.2)
+    pool._workers._idle_seconds = IDLE_SECONDS
+    await until(lambda: pool.up == 1 and len(judge_nodes()) == 1)
     pool.close()
     return seen | {"up_at_last": pool.up, "nodes_at_last": len(judge_nodes())}
 
 
+async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
+    """Calls that wait, until all the workers and nodes that there may be have come."""
+    numbers, answered, enough = itertools.count(), list[Judgement](), asyncio.Event()
+
+    async def keep_asking() -> None:
+        while True:
+            answered.append(await ask(pool, next(numbers)))
+            if enough.is_set():
+                return
+
+    asking = [asyncio.create_task(keep_asking()) for _ in range(ASKERS)]
+    merging = asyncio.create_task(pool.merge("merge", "Merge nothing."))
+    places = pool._workers.places
+    await until(lambda: pool.up == MOST and all(place.calls for place in places))
+    most, nodes, busy = pool.up, judge_nodes(), [place for place in places if place.calls]
+    enough.set()
+    await asyncio.gather(*asking)
+    summaries = [judgement.summary for judgement in answered]
+    return {
+        "most_up": most,
+        "nodes_added": len(nodes),
+        "nodes_that_judged": len({await place.worker.up.remote() for place in busy}),
+        "errors": [summary.error for summary in summaries if summary.error],
+        "calls": len(summaries),
+        "requests": sum(summary.requests for summary in summaries),
+        "merged": (await merging).summary.phase.value,
+    }
+
+
 async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     """As many calls as the workers hold, one of which is stopped under them: neither dead nor alive."""
-    pools.SILENT_SECONDS, pools.LOOK_SECONDS = 1.5, 0.2
+    pools.SILENT_SECONDS, pools.LOOK_SECONDS = 4.0, 0.2
     place = pool._workers.places[0]
     process = await place.worker.__ray_call__.remote(_process_id)
-    calls = [asyncio.create_task(ask(pool, CALLS + number)) for number in range(2 * pool.up)]
-    await asyncio.sleep(LATENCY / 4)
+    calls = [asyncio.create_task(ask(pool, -1 - number)) for number in range(2 * MOST)]
+    await until(lambda: place.calls == 2)
     held = place.calls
     os.kill(process, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(SHRINK_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             answered = await asyncio.gather(*calls)
             up = pool.up
     finally:
         os.kill(process, signal.SIGCONT)
-    return {"held_by_the_silent": held, "answered_elsewhere": sum(call.ok for call in answered), "up_meanwhile": up}
+    await until(lambda: pool.up == MOST)
+    return {
+        "held_by_the_silent": held,
+        "answered_elsewhere": sum(call.ok for call in answered),
+        "up_meanwhile": up,
+        "up_again": pool.up,
+    }
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Look again and again; in the end the caller goes on, and the test says what is not as it should be."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true() and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
 
 
 def _process_id(actor: Any) -> int:
@@ -113,7 +140,8 @@ def main(folder: Path) -> None:
             workers=1,
             max_workers=MOST,
             concurrency_per_worker=2,
-            idle_seconds=2.0,
+            # Until nothing is asked any more nobody goes, however long a busy machine takes between two calls.
+            idle_seconds=600.0,
         )
         seen = asyncio.run(grow_and_shrink(config))
     print(json.dumps({"judge_slots_at_first": resources["judge"], **seen}))
