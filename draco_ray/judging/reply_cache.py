@@ -8,11 +8,16 @@ it, so replaying both costs nothing. When a whole phase fails, its answers are f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import diskcache
+
+from draco_ray.errors import StoreError
 
 
 def request_key(request: dict[str, object]) -> str:
@@ -25,16 +30,22 @@ class ReplyCache:
     """A folder of answers, safe to share between judge workers; disk access happens in a thread."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """
+        Raises:
+            StoreError: it cannot be opened; SQLite writes to do so.
+        """
         # Paid answers are not evicted; a run's worth of text is small beside its adapters.
         # Judge workers on several nodes share the folder; SQLite's write-ahead log and memory maps work on one host.
-        self._answers = diskcache.Cache(
-            str(folder),
-            eviction_policy="none",
-            size_limit=2**40,
-            sqlite_journal_mode="delete",
-            sqlite_mmap_size=0,
-        )
+        with _said_plainly(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._answers = diskcache.Cache(
+                str(folder),
+                eviction_policy="none",
+                size_limit=2**40,
+                sqlite_journal_mode="delete",
+                sqlite_mmap_size=0,
+            )
+        self._folder = folder
 
     async def get(self, key: str) -> dict[str, object] | None:
         """The stored answer, if there is one."""
@@ -42,9 +53,26 @@ class ReplyCache:
         return None if text is None else json.loads(text)
 
     async def put(self, key: str, answer: dict[str, object]) -> None:
-        """Store an answer; the last one wins."""
-        await asyncio.to_thread(self._answers.set, key, json.dumps(answer))
+        """Store an answer; the last one wins.
+
+        Raises:
+            StoreError: it cannot be kept: nothing more is to be paid for.
+        """
+        with _said_plainly(self._folder):
+            await asyncio.to_thread(self._answers.set, key, json.dumps(answer))
 
     async def forget(self, key: str) -> None:
         """Drop an answer; one that is not there is no error."""
         await asyncio.to_thread(self._answers.delete, key)
+
+
+@contextlib.contextmanager
+def _said_plainly(folder: Path) -> Iterator[None]:
+    """What the disk or SQLite refuse, as one line."""
+    try:
+        yield
+    except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+        raise StoreError(
+            f"judge replies cannot be kept in {folder}: {error}; make room there (or set judge.cache) and continue "
+            "the run"
+        ) from None

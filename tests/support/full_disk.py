@@ -1,0 +1,52 @@
+"""Fills the disk of a run directory and prints what is said about it as one JSON object, for `test_full_disk`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draco_ray.actors.run_store import RunStoreActor
+from draco_ray.configuration import load_config
+from draco_ray.errors import StoreError
+from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.training.preflight import check_disk
+from tests.support.small_run import a_trajectory, small_run
+
+TRIES = 10_000
+
+
+def refused(work: Callable[[int], Any]) -> str:
+    """What is said when it can be done no longer."""
+    try:
+        for number in range(TRIES):
+            work(number)
+    except StoreError as error:
+        return str(error)
+    return "the disk is not full"
+
+
+def main(folder: Path) -> None:
+    """``folder`` is the root of a small file system."""
+    run = small_run(folder / "run", steps=1)
+    cache, store = ReplyCache(run.judge_cache), RunStoreActor(run.path)
+    before = refused(lambda number: check_disk(load_config("sandbox"), run.path) or (1 / 0))
+    answers = refused(lambda number: asyncio.run(cache.put(str(number), {"text": os.urandom(2000).hex()})))
+    written = refused(lambda number: store.trajectory(2, a_trajectory(2, f"t{number}_1", 0)))
+    later = refused(lambda number: store.flush())
+    opened = refused(lambda number: ReplyCache(run.judge_cache))
+    kept = run.table("trajectories", 1).num_rows
+    first = asyncio.run(cache.get("0")) is not None
+    print(
+        json.dumps(
+            {"messages": [before, answers, written, later, opened], "rows of step 1": kept, "first answer": first}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
