@@ -171,11 +171,15 @@ def check_object_store(config: DracoConfig, available: float) -> None:
         ClusterError: too small; Ray would spill to disk and slow the step down.
     """
     size = step_size(config)
-    if size.object_store > available:
+    # With staleness the next step's rollouts are there while this one's are learned.
+    steps = 1 + config.train.staleness
+    needed = steps * size.object_store - (steps - 1) * 2 * size.adapter
+    if needed > available:
+        both = "; two steps at a time" if steps > 1 else ""
         raise ClusterError(
             f"the object stores of the Ray cluster hold {_gib(available)}, a step of {size.rollouts} rollouts may need "
-            f"{_gib(size.object_store)} (trajectories {_gib(size.trajectories)}, samples {_gib(size.samples)}, judge "
-            f"calls {_gib(size.judge_calls)}, adapter twice {_gib(2 * size.adapter)}): start Ray with a larger "
+            f"{_gib(needed)} (trajectories {_gib(size.trajectories)}, samples {_gib(size.samples)}, judge "
+            f"calls {_gib(size.judge_calls)}, adapter twice {_gib(2 * size.adapter)}{both}): start Ray with a larger "
             "--object-store-memory (ray.object_store_mib where it starts here) or lower train.prompts_per_step"
         )
 

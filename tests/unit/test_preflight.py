@@ -103,6 +103,10 @@ def test_an_object_store_too_small_states_the_estimate(paper: DracoConfig) -> No
     check_object_store(paper, needed)
     with pytest.raises(ClusterError, match=r"hold 0\.08 GiB, a step of 96 rollouts may need 0\.13 GiB .*trajectories"):
         check_object_store(paper, 80 << 20)
+    ahead = load_config("qwen3.6-27b", ["train.staleness=1"])
+    check_object_store(ahead, 2 * needed)
+    with pytest.raises(ClusterError, match="two steps at a time"):
+        check_object_store(ahead, 2 * needed - 1)
 
 
 def test_the_sandbox_fits_the_smallest_object_store() -> None:

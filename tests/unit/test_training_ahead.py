@@ -1,0 +1,188 @@
+"""The loop over steps with one step of staleness: what runs ahead, with which adapter, and what is taken over.
+
+The trainer is the real one; engines, learner and pipeline are stand-ins that note which adapter samples what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from rich.console import Console
+
+from draco_ray.actors.pools import SlotQueue
+from draco_ray.configuration import load_config
+from draco_ray.engine.canary import CanaryReading
+from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training import trainer as trainer_module
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.resume import StartPoint
+from draco_ray.training.trainer import Trainer
+from tests.unit.test_training_metrics import an_update
+
+STEPS, PROMPTS = 5, 3
+TASKS = [f"t{number}_1" for number in range(6)]
+JUDGE_TICKS = 20
+"""Turns of the event loop that judging takes, a rollout three: there is a tail in which slots are free."""
+
+
+def remote(work: Callable[..., Awaitable[Any]]) -> Any:
+    """An actor's method."""
+    return SimpleNamespace(remote=work)
+
+
+class Run:
+    """A trainer on stand-ins; everything of note is in its lists."""
+
+    def __init__(self, folder: Path, *overrides: str, start: StartPoint | None = None, grad_norm: float = 0.5) -> None:
+        config = load_config(
+            "sandbox",
+            [
+                f"train.steps={STEPS}",
+                f"train.prompts_per_step={PROMPTS}",
+                f"learner.minibatch_prompts={PROMPTS}",
+                "train.evaluate_before_after=false",
+                *overrides,
+            ],
+        )
+        directory = RunDirectory.create(folder / "run", "")
+        order = TaskOrder(TASKS, PROMPTS, seed=0)
+        start = start or StartPoint()
+        prompts = dict.fromkeys(TASKS, ())
+        self.trainer = Trainer(config, config.judge, prompts, order, directory, Console(quiet=True), start)
+        self.live = start.step
+        """Version of the adapter that samples now."""
+        self.sampled: dict[int, set[int]] = {}
+        """Step -> versions that its rollouts were sampled with."""
+        self.began: list[int] = []
+        """Steps in the order in which their first rollouts began."""
+        self.asked_for_effect: dict[int, bool] = {}
+        """Version -> whether the canary asked for an effect of the adapter."""
+        self.looked_for: dict[int, list[int]] = {}
+        """Step -> versions of which recorded rollouts were looked for."""
+        self.taken_over: list[tuple[str, str]] = []
+        self._slots: SlotQueue[str] = SlotQueue(["slot"], slots_per_worker=1)
+        self._grad_norm = grad_norm
+        trainer: Any = self.trainer
+        trainer._pipeline = SimpleNamespace(run=self._pipeline)
+        trainer._pool = SimpleNamespace(take_over=lambda group, member: self.taken_over.append((group, member.summary)))
+        trainer._observer = SimpleNamespace(group=lambda group: None, step=lambda line: None)
+        trainer._advantages = SimpleNamespace(probe=remote(self._probe))
+        trainer._learner = SimpleNamespace(
+            accumulate=self._nothing, step=self._update, token_logprobs=self._logprobs, checkpoint=self._nothing
+        )
+        store = SimpleNamespace(
+            spans=remote(self._nothing),
+            finish_step=remote(self._nothing),
+            recorded=remote(self._recorded),
+            trajectory_again=SimpleNamespace(remote=self._again),
+        )
+        trainer._actors = SimpleNamespace(clients=["engine"], store=store)
+        trainer._publish = self._publish
+
+    async def canary(self, client: str, *sequences: Any, version: int, moved: bool, tolerance: float) -> CanaryReading:
+        self.asked_for_effect[version] = moved
+        return CanaryReading(**dict.fromkeys((field.name for field in fields(CanaryReading)), 0.0))
+
+    async def _pipeline(self, group: Group) -> str:
+        slot = await self._slots.acquire(group.step * MOST_GROUPS + group.index)
+        if group.step not in self.began:
+            self.began.append(group.step)
+        self.sampled.setdefault(group.step, set()).add(self.live)
+        await self._ticks(3)
+        self._slots.release(slot)
+        await self._ticks(JUDGE_TICKS)
+        group.state = GroupState.CREDITED
+        return "samples"
+
+    async def _publish(self, version: int) -> None:
+        self.live = version
+
+    async def _update(self) -> Any:
+        await self._ticks(JUDGE_TICKS)
+        return an_update(100, kl=0.0, grad_norm=self._grad_norm)
+
+    async def _probe(self, *ignored: Any) -> list[int]:
+        return [1, 2, 3]
+
+    async def _logprobs(self, tokens: list[int]) -> list[float]:
+        return [0.0] * len(tokens)
+
+    async def _recorded(self, step: int, version: int) -> list[tuple[str, int]]:
+        self.looked_for.setdefault(step, []).append(version)
+        task = self.trainer._order.tasks(step)[0]
+        return [(task, version)]
+
+    def _again(self, step: int, task: str, rollout: int) -> tuple[str, Awaitable[str]]:
+        return "trajectory", self._text(f"rollout {rollout}")
+
+    async def _text(self, text: str) -> str:
+        return text
+
+    async def _nothing(self, *ignored: Any) -> None:
+        return None
+
+    async def _ticks(self, number: int) -> None:
+        for _ in range(number):
+            await asyncio.sleep(0)
+
+
+async def trained(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(trainer_module, "run_canary", run.canary)
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    await run.trainer._train()
+    return run
+
+
+async def test_without_it_every_step_is_sampled_by_the_adapter_it_is_learned_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await trained(Run(tmp_path), monkeypatch)
+    assert run.sampled == {step: {step - 1} for step in range(1, STEPS + 1)}
+    assert all(run.asked_for_effect.values())
+
+
+async def test_rollouts_run_ahead_by_one_version_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await trained(Run(tmp_path, "train.staleness=1"), monkeypatch)
+    assert run.began == [1, 2, 3, 4, 5]
+    # An adapter must have been seen to have an effect first, on quiet engines: that is after the first step.
+    assert (run.sampled[1], run.sampled[2]) == ({0}, {1})
+    for step in range(3, STEPS + 1):
+        assert run.sampled[step] <= {step - 2, step - 1}
+        assert step - 2 in run.sampled[step]
+    # Nothing runs ahead of the last step, so that the engines are quiet then.
+    assert run.asked_for_effect == {1: True, 2: False, 3: False, 4: False, 5: True}
+
+
+async def test_nothing_runs_ahead_while_no_adapter_has_an_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await trained(Run(tmp_path, "train.staleness=1", grad_norm=0.0), monkeypatch)
+    assert run.sampled == {step: {step - 1} for step in range(1, STEPS + 1)}
+    assert not any(run.asked_for_effect.values())
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(0, {3: [2], 4: [3]}), (1, {3: [1, 2], 4: [2, 3]})])
+async def test_a_resumed_run_takes_over_what_the_step_may_have_been_sampled_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, versions: dict[int, list[int]]
+) -> None:
+    start = StartPoint(step=2, moved=True, recorded=frozenset({3, 4}))
+    run = await trained(Run(tmp_path, f"train.staleness={staleness}", start=start), monkeypatch)
+    assert run.looked_for == versions
+    expected = [
+        (f"step{step}/{run.trainer._order.tasks(step)[0]}", f"rollout {version}")
+        for step, asked in versions.items()
+        for version in asked
+    ]
+    assert run.taken_over == expected
+    # The process that goes on has not seen an adapter's effect yet.
+    assert run.sampled[3] == {2}
+    assert run.sampled[4] == {3}
+    assert (3 in run.sampled[5]) == bool(staleness)
