@@ -415,6 +415,12 @@ def evaluate(
         str | None, typer.Option(help="API model: the variable that holds its key, else <PROVIDER>_API_KEY.")
     ] = None,
     api_temperature: Annotated[float | None, typer.Option(help="API model: else the provider's default.")] = None,
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            "--retry-errors", help="Play again what was lost: crashed worlds, an endpoint that did not answer."
+        ),
+    ] = False,
 ) -> None:
     """Measure a policy by the benchmark's own evaluator; the same command again goes on where it was interrupted."""
     from draco_ray.errors import ConfigError
@@ -438,6 +444,7 @@ def evaluate(
         api_base=api_base,
         api_key_env=api_key_env,
         api_temperature=api_temperature,
+        retry_errors=retry_errors,
     )
     if benchmark == "tau-banking":
         from draco_ray.evaluation.tau_bench.command import evaluate as run_tau_bench

@@ -151,7 +151,10 @@ def _players(policy: LocalPolicy | ApiPolicy, agent: AgentConfig) -> list[Any]:
     if isinstance(policy, ApiPolicy):
         from draco_ray.judging.client import LiteLLMClient
 
-        return [ChatPlayer(LiteLLMClient(policy.client, leases=policy.leases), agent, priced=policy.priced)]
+        client = LiteLLMClient(
+            policy.client, leases=policy.leases, role="evaluated model", settings="--policy, --api-base, --api-key-env"
+        )
+        return [ChatPlayer(client, agent, priced=policy.priced)]
     from transformers import AutoTokenizer
 
     from draco_ray.agent.chat import ChatTokens

@@ -28,7 +28,7 @@ from draco_ray.actors.policy_engine import EngineClient, EngineFleet, start_poli
 from draco_ray.actors.pools import SlotQueue
 from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.environments.data_root import load_split, load_task
-from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError
+from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
 from draco_ray.evaluation.appworld_outputs import AppWorldOutputs
 from draco_ray.evaluation.policies import Checkpoint, Policy, deciding_settings, load_adapter, lora_rank
 from draco_ray.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage, lost_rollout
@@ -61,6 +61,7 @@ def evaluate_appworld(
     out: Path,
     label: str | None = None,
     api: ApiOptions | None = None,
+    retry_errors: bool = False,
     console: Console | None = None,
 ) -> SplitResult:
     """Measure a policy on a split; what was measured there before by the same command is not played again.
@@ -73,6 +74,7 @@ def evaluate_appworld(
         out: evaluation directory.
         label: the row's name in tables; None is the policy's.
         api: for an API model.
+        retry_errors: play lost rollouts again (crashed worlds, an endpoint that did not answer).
 
     Raises:
         ConfigError: ``out`` holds another evaluation, or the policy or the data cannot be used.
@@ -99,11 +101,18 @@ def evaluate_appworld(
     )
     directory = EvaluationDirectory.begin(out, plan)
     with directory.claimed():
+        if retry_errors and (dropped := directory.drop_lost()):
+            console.print(f"{out}: {dropped} lost rollouts are played again")
         if found := directory.finished():
             console.print(f"{out}: {found} of {directory.total} rollouts are there already")
         if found < directory.total:
             with _stopped_plainly(directory, console), _ray(config, policy):
                 asyncio.run(_Evaluator(config, policy, api or ApiOptions(), directory, console).run())
+    if lost := directory.lost():
+        console.print(
+            f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
+            "the same command with --retry-errors plays them again"
+        )
     result = read_split(directory)
     directory.write_summary(summary(result))
     return result
@@ -371,10 +380,11 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
         plain = plain_error(error)
         if plain is None:
             raise
-        if isinstance(plain, BudgetSpent):
-            raise BudgetSpent(
+        if isinstance(plain, JudgeUnavailable):
+            again = "the same command with a higher budget" if isinstance(plain, BudgetSpent) else "the same command"
+            raise type(plain)(
                 f"evaluation {directory.path}: {plain}; {directory.finished()} of {directory.total} rollouts are kept, "
-                "and the same command with a higher budget goes on from there"
+                f"and {again} goes on from there"
             ) from None
         raise plain from None
 

@@ -47,6 +47,7 @@ class EvaluateOptions:
     api_base: str | None
     api_key_env: str | None
     api_temperature: float | None
+    retry_errors: bool = False
 
 
 def evaluate(options: EvaluateOptions, starter: Path) -> None:
@@ -69,6 +70,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         out=(options.out or _default_out(options, policy, split)).resolve(),
         label=options.label,
         api=ApiOptions(api_base=options.api_base, api_key_env=options.api_key_env, temperature=options.api_temperature),
+        retry_errors=options.retry_errors,
     )
     out = (options.out or _default_out(options, policy, split)).resolve()
     if options.train_curve:

@@ -65,6 +65,7 @@ class RolloutResult:
     seconds: float
     attempts: int = 1
     error: str | None = None
+    """Why the last attempt was lost, of a rollout whose every attempt was; None otherwise."""
 
 
 def lost_rollout(task_id: str, run: int, usage: Usage, *, seconds: float, attempts: int, error: str) -> RolloutResult:
@@ -178,6 +179,26 @@ class EvaluationDirectory:
     def results(self, measurement: str) -> list[RolloutResult]:
         """The finished rollouts of a measurement, in the order they finished."""
         return [_LINE.validate_json(line) for line in self._lines(measurement)]
+
+    def drop_lost(self) -> int:
+        """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.
+
+        Their usage is forgotten with them. Call it while the directory is claimed.
+        """
+        dropped = 0
+        for measurement in self.plan.measurements:
+            results = self.results(measurement)
+            kept = [result for result in results if result.error is None]
+            if len(kept) < len(results):
+                lines = "".join(_LINE.dump_json(result).decode() + "\n" for result in kept)
+                _write_whole(self._file(measurement), lines)
+                dropped += len(results) - len(kept)
+        return dropped
+
+    def lost(self) -> list[RolloutResult]:
+        """The rollouts whose every attempt crashed; each counts as a failure."""
+        results = [result for measurement in self.plan.measurements for result in self.results(measurement)]
+        return [result for result in results if result.error is not None]
 
     def mend(self) -> None:
         """Cut half a line that a killed process left; call it before the first `add`."""

@@ -57,6 +57,9 @@ class LiteLLMClient:
         cache: ReplyCache | None = None,
         sleep: Sleep = asyncio.sleep,
         leases: Leases | None = None,
+        *,
+        role: str = "judge",
+        settings: str = "judge.model, judge.api_base",
     ) -> None:
         """Nothing is sent or imported yet.
 
@@ -65,7 +68,10 @@ class LiteLLMClient:
             cache: where answers are kept; None keeps none.
             sleep: waits between attempts, for tests.
             leases: asked before every HTTP request; None: nothing is limited.
+            role: what the model is here, for messages.
+            settings: where model and endpoint were named, for messages.
         """
+        self._role, self._settings = role, settings
         self._leases = leases
         self._config = config
         self._cache = cache
@@ -150,7 +156,7 @@ class LiteLLMClient:
             if _refused(error):
                 name = self._config.api_key_env
                 raise JudgeUnavailable(
-                    f"{self._who()}: refused: {reason}; check judge.model, judge.api_base and the key in environment "
+                    f"{self._who()}: refused: {reason}; check {self._settings} and the key in environment "
                     f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
                 ) from None
             if _unconnected(error):
@@ -203,7 +209,8 @@ class LiteLLMClient:
             # A server of one's own needs none, but LiteLLM insists on a value and would take another variable's.
             return "none"
         raise JudgeUnavailable(
-            f"judge {self._config.model}: environment variable {name} holds no key; set it, or set judge.api_base"
+            f"{self._role} {self._config.model}: environment variable {name} holds no key; set it, or the endpoint "
+            f"({self._settings})"
         )
 
     async def _lease(self, messages: tuple[Message, ...], max_tokens: int) -> int:
@@ -259,7 +266,7 @@ class LiteLLMClient:
         )
 
     def _who(self) -> str:
-        return f"judge {self._config.model} at {self._config.api_base or 'its provider'}"
+        return f"{self._role} {self._config.model} at {self._config.api_base or 'its provider'}"
 
     def _one_line(self, error: BaseException | None) -> str:
         """The error without line breaks and without the key, should a server echo it."""

@@ -20,7 +20,7 @@ from draco_ray.environments.appworld_python import appworld_python
 from draco_ray.environments.appworld_slot import AppWorldSlot
 from draco_ray.environments.data_root import load_split
 from draco_ray.evaluation.appworld_outputs import DATASET, AppWorldOutputs
-from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.evaluation.results import EvaluationDirectory, Usage, lost_rollout
 from draco_ray.learner.learner import Learner
 from tests.support.command import draco, start_draco
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
@@ -172,12 +172,13 @@ def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
         assert [row["Step"] for row in csv.DictReader(file)] == ["0", "3", "4"]
 
 
-def test_an_api_model_is_measured_within_its_budget(sandbox_root: Path, tmp_path: Path) -> None:
+def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_root: Path, tmp_path: Path) -> None:
     script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
     out = tmp_path / "out"
     policy = ["--policy", "litellm:openai/scripted", "--runs", "1", "--split", "dev"]
     with ScriptedJudgeServer(*script) as server:
-        command = [*arguments(sandbox_root, out, *policy), "--api-base", server.base, "data.eval_tasks=2"]
+        command = [*arguments(sandbox_root, out, *policy), "--api-base", server.base, "data.eval_tasks=3"]
+        command += ["judge.max_attempts=1", "environment.rollout_retries=0"]
         unpriced = draco(*command, "judge.limits.dollars=0.08")
         assert unpriced.returncode == 2
         assert "no price of openai/scripted is known" in unpriced.stderr
@@ -188,15 +189,36 @@ def test_an_api_model_is_measured_within_its_budget(sandbox_root: Path, tmp_path
         assert stopped.returncode == 1, stopped.stdout + stopped.stderr
         assert stopped.stderr.count("\n") == 1
         assert "$0.0200 of judge.limits.dollars=0.08 is spent" in stopped.stderr
-        assert "1 of 2 rollouts are kept" in stopped.stderr
+        assert "1 of 3 rollouts are kept" in stopped.stderr
         kept = (out / "results" / "openai_scripted.jsonl").read_bytes()
 
-        done = draco(*command, "judge.limits.dollars=0.09", timeout=300)
+        command.append("judge.limits.dollars=0.11")
+        # The second task is not answered, and then the key is no longer known.
+        answered = len(server.requests)
+        server.script = [*[Reply()] * answered, Reply(status=500), Reply(status=401, text="who are you?")]
+        refused = draco(*command, timeout=300)
+        assert refused.returncode == 1, refused.stdout + refused.stderr
+        assert refused.stderr.count("\n") == 1
+        assert "evaluated model openai/scripted at" in refused.stderr
+        assert "check --policy, --api-base, --api-key-env" in refused.stderr
+        assert "2 of 3 rollouts are kept, and the same command goes on" in refused.stderr
+
+        directory = EvaluationDirectory.open(out)
+        [(task, run)] = directory.missing("openai_scripted")
+        directory.add("openai_scripted", lost_rollout(task, run, Usage(), seconds=1.0, attempts=1, error="another"))
+        over = draco(*command)
+        assert over.returncode == 0, over.stdout + over.stderr
+        assert "2 of 3 rollouts were lost and count as failures (the last: another)" in over.stdout
+        assert json.loads((out / "summary.json").read_text())["ended"]["server_error"] == pytest.approx(2 / 3)
+
+        server.script = script
+        done = draco(*command, "--retry-errors", timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 lost rollouts are played again" in done.stdout
     assert (out / "results" / "openai_scripted.jsonl").read_bytes().startswith(kept)
     results = EvaluationDirectory.open(out).complete_results()["openai_scripted"]
-    assert [result.evaluation.success for result in results] == [False, False]
-    # The first task has a turn of code and a closing one, the other the closing one.
-    assert sorted(result.usage.calls for result in results) == [1, 2]
-    assert sum(result.usage.dollars or 0 for result in results) == pytest.approx(0.03)
-    assert json.loads((out / "spent.json").read_text()) == {"dollars": pytest.approx(0.03)}
+    assert [result.evaluation.success for result in results] == [False] * 3
+    # The first task has a turn of code and a closing one, the others the closing one.
+    assert sorted(result.usage.calls for result in results) == [1, 1, 2]
+    assert sum(result.usage.dollars or 0 for result in results) == pytest.approx(0.04)
+    assert json.loads((out / "spent.json").read_text()) == {"dollars": pytest.approx(0.04)}

@@ -26,6 +26,20 @@ def test_finished_rollouts_are_read_back_and_not_asked_for_again(tmp_path: Path)
         again.complete_results()
 
 
+def test_lost_rollouts_are_failures_until_they_are_played_again(tmp_path: Path) -> None:
+    directory = EvaluationDirectory.begin(tmp_path, a_plan(runs=1, tasks={"a_1": 1, "a_2": 2, "a_3": 3}))
+    for result in (a_result("a_1", 0, True), a_result("a_3", 0, False)):
+        directory.add("starter", result)
+    kept = (tmp_path / "results" / "starter.jsonl").read_bytes()
+    directory.add("starter", lost_rollout("a_2", 0, Usage(), seconds=1.0, attempts=3, error="the server died"))
+    assert [result.error for result in directory.lost()] == ["the server died"]
+    assert directory.complete_results()["starter"][2].evaluation.success is False
+    assert directory.drop_lost() == 1
+    assert (tmp_path / "results" / "starter.jsonl").read_bytes() == kept
+    assert directory.missing("starter") == [("a_2", 0)]
+    assert directory.drop_lost() == 0
+
+
 def test_half_a_line_of_a_killed_process_is_played_again(tmp_path: Path) -> None:
     plan = a_plan(runs=1, tasks={"a_1": 1, "a_2": 2})
     directory = EvaluationDirectory.begin(tmp_path, plan)

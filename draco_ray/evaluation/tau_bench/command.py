@@ -118,7 +118,13 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     else:
         out = Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-{BENCHMARK}"
     out = options.out or out
-    evaluate_tau(config, tau_policies(policy, config), out, label=options.label or policy.label)
+    evaluate_tau(
+        config,
+        tau_policies(policy, config),
+        out,
+        label=options.label or policy.label,
+        retry_errors=options.retry_errors,
+    )
     tables([str(out)], shown=Shown.INTERVAL)
 
 
