@@ -90,6 +90,9 @@ def stop_run_log() -> None:
 class _RunLogHandler(logging.FileHandler):
     """A file handler that `stop_run_log` recognises."""
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: on a full disk every line would be a traceback; who writes what counts says that it is full."""
+
 
 class JsonFormatter(logging.Formatter):
     """A record as one line of JSON; the keys are the same in every line."""

@@ -50,11 +50,11 @@ class RunDirectory:
         """
         try:
             path.mkdir(parents=True)
+            (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         except FileExistsError:
             raise ConfigError(f"run directory {path} already exists; choose another run.name") from None
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be created: {error.strerror}; set run.root") from None
-        (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         return cls(path)
 
     @property

@@ -104,6 +104,7 @@ def resume(
     old = load_config(str(run.path))
     config, prompts, order = _checked(load_config(source or str(run.path), overrides, setting), console)
     with sole_driver(run):
+        check_disk(config, run.path)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A rollout carries no verdict of AppWorld's; where that is the reward it is played again, with the same seed.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
@@ -144,6 +145,8 @@ def _train(
     start: StartPoint,
     console: Console,
 ) -> Path:
+    # The log and the trackers write before a node is asked anything.
+    check_disk(config, run.path)
     start_run_log(run.path)
     with stopped_plainly(run, console, resumable=True), open_judge(config, console) as judge, ray_session(config):
         asyncio.run(Trainer(config, judge, prompts, order, run, console, start).run())

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from draco_ray.actors.run_store import RunStoreActor
-from draco_ray.configuration import load_config
-from draco_ray.errors import StoreError
+from draco_ray.configuration import dump_config, load_config
+from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.training.preflight import check_disk
+from draco_ray.observability.logs import start_run_log
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.resume import StartPoint
+from draco_ray.training.trainer import _train
 from tests.support.small_run import a_trajectory, small_run
 
 TRIES = 10_000
@@ -25,7 +32,7 @@ def refused(work: Callable[[int], Any]) -> str:
     try:
         for number in range(TRIES):
             work(number)
-    except StoreError as error:
+    except (StoreError, ConfigError) as error:
         return str(error)
     return "the disk is not full"
 
@@ -34,16 +41,26 @@ def main(folder: Path) -> None:
     """``folder`` is the root of a small file system."""
     run = small_run(folder / "run", steps=1)
     cache, store = ReplyCache(run.judge_cache), RunStoreActor(run.path)
-    before = refused(lambda number: check_disk(load_config("sandbox"), run.path) or (1 / 0))
+    config = load_config("sandbox")
+    before = refused(
+        lambda number: _train(config, {}, TaskOrder(["t_1"], 1, 0), run, StartPoint(), Console(quiet=True))
+    )
     answers = refused(lambda number: asyncio.run(cache.put(str(number), {"text": os.urandom(2000).hex()})))
     written = refused(lambda number: store.trajectory(2, a_trajectory(2, f"t{number}_1", 0)))
     later = refused(lambda number: store.flush())
+    created = refused(lambda number: RunDirectory.create(folder / f"another-{number}", dump_config(config)))
+    start_run_log(run.path)
+    logging.getLogger("draco_ray").warning("x" * 10_000)
     opened = refused(lambda number: ReplyCache(run.judge_cache))
     kept = run.table("trajectories", 1).num_rows
     first = asyncio.run(cache.get("0")) is not None
     print(
         json.dumps(
-            {"messages": [before, answers, written, later, opened], "rows of step 1": kept, "first answer": first}
+            {
+                "messages": [before, answers, written, later, opened, created],
+                "rows of step 1": kept,
+                "first answer": first,
+            }
         )
     )
 
