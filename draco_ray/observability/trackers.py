@@ -93,7 +93,12 @@ class MLflow:
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self._package = _package("mlflow", "mlflow")
         try:
-            self._package.start_run(run_name=run.name)
+            # A resumed run goes on in the same one.
+            known = run / "mlflow_run_id"
+            if known.exists():
+                self._package.start_run(run_id=known.read_text(encoding="ascii"))
+            else:
+                known.write_text(self._package.start_run(run_name=run.name).info.run_id, encoding="ascii")
             self._package.log_dict(dict(config), "config.yaml")
         except Exception as error:
             raise ConfigError(
