@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,8 +16,9 @@ from draco_ray.analysis.attribution.bench import judge_groups
 from draco_ray.analysis.attribution.measure import measures, rollout_rows
 from draco_ray.analysis.attribution.plant import planted_groups
 from draco_ray.analysis.attribution.recorded import recorded_groups
+from draco_ray.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
-from draco_ray.analysis.judges import RULES, folder_name, judge_config, open_complete
+from draco_ray.analysis.judges import POLICY, RULES, folder_name, judge_config, open_complete
 from draco_ray.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.analysis.rescoring import TABLE as RESCORED_TABLE
@@ -27,6 +28,7 @@ from draco_ray.analysis.variants import Variant, replay_variants
 from draco_ray.config import JudgeConfig
 from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.judging.complete import Complete
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
@@ -85,10 +87,20 @@ def replay_judge(
     With ``static_rubric`` it also scores the recorded rollouts against that rubric.
 
     Raises:
-        ConfigError: not a run, an unknown step, no call to replay, or criteria to compare and no model that does.
+        ConfigError: not a run, an unknown step, no call to replay, criteria to compare and no model that does, or a
+            policy's checkpoint that was not kept.
         JudgeUnavailable: the judge does not answer.
+        EngineError: the policy cannot be served.
     """
     run = _open(directory, steps)
+    if judge == POLICY:
+        if api_base is not None or api_key_env is not None:
+            raise ConfigError(f"--judge {POLICY}: it is served here; expected no --api-base and no --api-key-env")
+        checkpoints_before(run, steps or run.steps())
+    if pairing == POLICY:
+        raise ConfigError(
+            f"--pairing {POLICY}: a policy cannot compare its own criteria; name a third model or {RULES}"
+        )
     writing = [phase for phase in phases if phase in rubric_overlap.PHASES]
     verdicts = [phase for phase in phases if phase in PHASES]
     if writing and pairing is None:
@@ -111,7 +123,17 @@ def replay_judge(
     dollars = 0.0
     if calls:
         console.print(f"{len(calls)} archived prompts to {judge}")
-        replayed = asyncio.run(replay(run, open_complete(config), calls, judge))
+        replayed = asyncio.run(
+            _asked(
+                run,
+                judge,
+                config,
+                [call.training_step for call in calls],
+                lambda complete, mine: replay(
+                    run, complete, [call for call in calls if call.training_step in mine], judge
+                ),
+            )
+        )
         agreed = agreement_table(replayed)
         _print_overall(console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         dollars += sum(replayed.column("dollars").to_pylist())
@@ -125,7 +147,15 @@ def replay_judge(
         model = rubric_overlap.ThirdModel(complete=open_complete(third), config=third)
         compared = asyncio.run(
             # A client of its own: the other one's locks belong to an event loop that has ended.
-            rubric_overlap.compare_writing(run, written, judge, open_complete(config), own, model)
+            _asked(
+                run,
+                judge,
+                config,
+                [call.training_step for call in written],
+                lambda complete, mine: rubric_overlap.compare_writing(
+                    run, [call for call in written if call.training_step in mine], judge, complete, own, model
+                ),
+            )
         )
         overlap = rubric_overlap.overlap_table(compared)
         _print_overall(console, "criteria, beside the run's own judge against itself", overlap, ("run",))
@@ -135,8 +165,16 @@ def replay_judge(
         found += write_table(trends(overlap, measured), tables, "overlap_trends")
     if rubric is not None:
         scorer = config.model_copy(update={"score_votes": 1})
-        scoring = Judge(open_complete(scorer), load_prompts(scorer.prompts), scorer)
-        again = asyncio.run(rescore(run, steps, rubric, scoring, judge))
+        prompts = load_prompts(scorer.prompts)
+        again = asyncio.run(
+            _asked(
+                run,
+                judge,
+                scorer,
+                steps or run.steps(),
+                lambda complete, mine: rescore(run, mine, rubric, Judge(complete, prompts, scorer), judge),
+            )
+        )
         rates = rubric_rates(run, again)
         overall = [row for row in rates.to_pylist() if row["training_step"] is None]
         names = [name for name in rates.column_names if name not in ("run", "training_step", "rubric")]
@@ -236,6 +274,21 @@ def attribution_bench(
     _print(console, "by fault", ["", *SHOWN_BY_FAULT], cells)
     tables = out / folder_name(judge)
     return [*write_table(found, tables, "measures"), *write_table(rollout_rows(judged, judge), tables, "rollouts")]
+
+
+async def _asked(
+    run: RunDirectory,
+    judge: str,
+    config: JudgeConfig,
+    steps: Iterable[int],
+    ask: Callable[[Complete, Sequence[int]], Awaitable[pa.Table]],
+) -> pa.Table:
+    """Let ``ask`` put what these training steps hold to the judge, or step by step to a policy's checkpoints."""
+    wanted = sorted(set(steps))
+    if judge != POLICY:
+        return await ask(open_complete(config), wanted)
+    async with open_checkpoints(load_config(str(run.path)), run, wanted) as policy:
+        return pa.concat_tables([await ask(await policy.at(step), [step]) for step in wanted])
 
 
 def _open(directory: Path, steps: Sequence[int] | None) -> RunDirectory:

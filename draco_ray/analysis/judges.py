@@ -14,6 +14,8 @@ RULES = "rules"
 """Name of the offline rule judge on the command line."""
 OWN = "own"
 """Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
+POLICY = "policy"
+"""Name of a run's policy on the command line: of each step, the checkpoint of the step before."""
 
 
 class RuleComplete:
@@ -76,8 +78,8 @@ def judge_config(
 def _own(config: JudgeConfig, *, api_base: str | None, api_key_env: str | None, cache: Path | None) -> JudgeConfig:
     if config.self_judge.enabled:
         raise ConfigError(
-            "--judge own: this run's judge was its own policy; serve a checkpoint behind vLLM's OpenAI-compatible "
-            "server and name that with --judge and --api-base"
+            "--judge own: this run's judge was its own policy, which changed with every step; ask its checkpoints with "
+            f"--judge {POLICY}"
         )
     if config.rule_judge.start:
         return judge_config(config, RULES, api_base=None, api_key_env=None, cache=cache)

@@ -100,6 +100,15 @@ def test_from_the_overview_to_the_steps_behind_a_verdict(browser: Browser) -> No
     assert browser.run(lit) == ["t1", "t2"]
 
 
+def test_a_group_is_unpacked_when_it_is_opened(browser: Browser) -> None:
+    browser.click("nav a[data-view=groups]")
+    at(browser, "#groups")
+    assert browser.run("[...unpacked.keys()]") == []
+    browser.click(f".list tbody a[href='#group/2/{TASKS[0]}']")
+    at(browser, f"#group/2/{TASKS[0]}")
+    assert browser.run("[...unpacked.keys()]") == [2]
+
+
 def test_bars_show_the_share_of_the_push(browser: Browser, page: str) -> None:
     browser.goto(f"{page}#rollout/1/{TASKS[0]}/1")
     at(browser, f"#rollout/1/{TASKS[0]}/1")
