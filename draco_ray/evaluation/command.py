@@ -169,9 +169,19 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Pol
     if options.train_curve:
         policy = every_checkpoint(options.run, options.every)
         return policy, _config(options, policy)
-    # How long an epoch is depends on the run's own tasks, whatever the evaluation's configuration says.
-    policy = last_epochs(options.run, options.last_epochs or 3, _steps_per_epoch(load_config(str(options.run))))
+    policy = last_epochs(options.run, options.last_epochs or 3, _steps_per_epoch(_training_config(options)))
     return policy, _config(options, policy)
+
+
+def _training_config(options: EvaluateOptions) -> DracoConfig:
+    """The run's own configuration: how long an epoch is depends on its tasks, whatever the evaluation is told.
+
+    A run that was copied to another machine may name a data root and a model that are not there: then the evaluation's.
+    """
+    own = load_config(str(options.run))
+    moved = ["data.root="] * (not own.data.root.is_dir())
+    moved += ["model.path="] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
+    return load_config(str(options.run), [each for each in options.overrides if each.startswith(tuple(moved))])
 
 
 def _config(options: EvaluateOptions, policy: Policy) -> DracoConfig:

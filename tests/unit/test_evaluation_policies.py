@@ -10,7 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from draco_ray.configuration import dump_config, load_config
+from draco_ray.environments.data_root import load_split
 from draco_ray.errors import ConfigError
+from draco_ray.evaluation.command import EvaluateOptions, find_policy_and_config
 from draco_ray.evaluation.policies import (
     deciding_settings,
     every_checkpoint,
@@ -19,6 +21,7 @@ from draco_ray.evaluation.policies import (
     load_adapter,
     lora_rank,
 )
+from draco_ray.training.order import TaskOrder
 
 
 def a_run(path: Path, steps: list[int]) -> Path:
@@ -88,6 +91,45 @@ def test_the_protocol_takes_the_ends_of_the_last_epochs(tmp_path: Path) -> None:
     sparse = a_run(tmp_path / "sparse", [4, 10, 15])
     with pytest.raises(ConfigError, match="no checkpoint after step 5"):
         last_epochs(sparse, 3, 5)
+
+
+@pytest.mark.parametrize(("steps", "ends"), [(100, [90, 95, 100]), (75, [65, 70, 75]), (98, [85, 90, 95])])
+def test_the_papers_checkpoints_end_epochs_of_90_tasks(tmp_path: Path, steps: int, ends: list[int]) -> None:
+    run = a_run(tmp_path / "run", list(range(60, steps + 1)))
+    per_epoch = TaskOrder([f"task_{number}" for number in range(90)], 16, seed=0).steps_per_epoch
+    assert [checkpoint.version for checkpoint in last_epochs(run, 3, per_epoch).checkpoints] == ends
+
+
+def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
+    tmp_path: Path, sandbox_root: Path, starter_model: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    elsewhere = [f"data.root={tmp_path / 'gone'}", f"model.path={tmp_path / 'gone'}", "train.prompts_per_step=5"]
+    (run / "config.yaml").write_text(dump_config(load_config("sandbox", elsewhere)), encoding="utf-8")
+    tasks = len(load_split(sandbox_root, "train"))
+    for epoch in (1, 2):
+        an_adapter(run / "checkpoints" / f"step{epoch * (tasks // 5):05d}", epoch)
+    options = EvaluateOptions(
+        policy=None,
+        run=run,
+        last_epochs=2,
+        train_curve=False,
+        every=1,
+        split=None,
+        runs=1,
+        config=None,
+        # Another size of steps than the run's would be another length of epochs.
+        overrides=[f"data.root={sandbox_root}", f"model.path={starter_model}", "train.prompts_per_step=2"],
+        out=None,
+        label=None,
+        api_base=None,
+        api_key_env=None,
+        api_temperature=None,
+    )
+    policy, config = find_policy_and_config(options, tmp_path)
+    assert [checkpoint.version for checkpoint in policy.checkpoints] == [tasks // 5, 2 * (tasks // 5)]
+    assert config.data.root == sandbox_root
 
 
 def test_the_curve_begins_untrained_and_ends_with_the_last(tmp_path: Path) -> None:
