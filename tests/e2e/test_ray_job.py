@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from draco_ray.evaluation.results import EvaluationDirectory
@@ -57,6 +59,18 @@ class Head:
 
     environment: dict[str, str]
     """Of whoever submits."""
+
+    def names(self, kind: str) -> set[str]:
+        """Names of the ``actors`` or ``tasks`` that the dashboard lists, those of ended jobs included."""
+        token = Path(self.environment["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="ascii")
+        answer = httpx.get(
+            f"{self.environment['RAY_ADDRESS']}/api/v0/{kind}",
+            params={"limit": 10_000},
+            headers={"Authorization": f"Bearer {token}"},
+            trust_env=False,
+        )
+        answer.raise_for_status()
+        return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}
 
     def submit(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Submit a script of ``jobs/`` and wait for its end; the head's agent may come up later than its dashboard."""
@@ -176,6 +190,17 @@ def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starte
     listed = [rates[criterion.title] for criterion in rubric]
     assert listed == sorted(listed, reverse=True)
     assert f"failed {listed[0]:.1%} of" in out.read_text()
+
+    # What an operator reads in the dashboard: who each actor is, and which task, rollout and phase each call.
+    actors = {"RolloutWorker-0@authored", "PolicyEngine-0@authored", "JudgeWorker-0@authored", "RubricUnion@authored"}
+    assert actors <= head.names("actors")
+    tasks = set(run.table("trajectories").column("task_id").to_pylist())
+    called = head.names("tasks")
+    for task in tasks:
+        assert f"stage1 {task}" in called
+        for rollout in range(ROLLOUTS):
+            assert {f"stage2 {task}/{rollout}", f"score {task}/{rollout}"} <= called
+            assert any(re.fullmatch(rf"rollout \S+/{task}/{rollout}", name) for name in called)
 
     again = draco("rubric", "author", *words, timeout=100)
     assert again.returncode == 2
