@@ -245,8 +245,8 @@ def replay(
     judge: Annotated[
         str | None,
         typer.Option(
-            help="Ask this LiteLLM model (or rules, the offline judge; own, the run's judge again; policy, of each step "
-            "the checkpoint of the step before) instead of varying the algorithm."
+            help="Ask this LiteLLM model (or rules, the offline judge; own, the run's judge again; policy, the "
+            "checkpoint of the step before) instead of varying the algorithm."
         ),
     ] = None,
     step: Annotated[

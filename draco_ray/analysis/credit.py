@@ -10,11 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.credit import quality_spread
+from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 
 WINDOW_ENDS = (0.10, 0.25, 0.50, 0.75, 1.0)
 """Where the five windows end, as shares of the run: 100 steps give 1-10, 11-25, 26-50, 51-75, 76-100. The paper states
 the first and the last of them; the three between are ours."""
+
+ROUNDING = 1e-9
+"""Advantages below it are 0: they are of the order of 1."""
 
 CREDIT = pa.schema(
     [
@@ -108,6 +112,16 @@ def push_shares(step_advantage: Sequence[float], step_tokens: Sequence[int]) -> 
     pushes = [abs(advantage) * tokens for advantage, tokens in zip(step_advantage, step_tokens, strict=True)]
     total = sum(pushes)
     return [push / total if total else 0.0 for push in pushes]
+
+
+def signs(advantages: FloatArray | float) -> FloatArray:
+    """-1, 0 or +1 of advantages; a rollout at its group's mean misses 0 by rounding, on either side.
+
+    >>> signs(np.array([0.3, 5e-17, -5e-17, -2.0]))
+    array([ 1.,  0.,  0., -1.])
+    """
+    values = np.asarray(advantages, dtype=float)
+    return np.asarray(np.where(np.abs(values) < ROUNDING, 0.0, np.sign(values)))
 
 
 def _quality(values: Sequence[float | None]) -> np.ndarray:

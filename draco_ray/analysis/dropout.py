@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.analysis.credit import signs
 from draco_ray.analysis.recorded import RecordedGroup, recorded_groups
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -143,7 +144,7 @@ def resampled(
                 "advantage_mean": float(advantage_B.mean()),
                 "advantage_deviation": float(advantage_B.std()),
                 "advantage_deviation_fixed": float(fixed_B.std()),
-                "sign_flips": float((np.sign(advantage_B) != np.sign(advantage)).mean()),
+                "sign_flips": float((signs(advantage_B) != signs(advantage)).mean()),
                 "surviving": int(recorded_K.sum()),
                 "surviving_mean": float(surviving_BK.sum(axis=1).mean()),
             }

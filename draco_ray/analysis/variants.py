@@ -27,7 +27,7 @@ import pyarrow as pa
 from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
 from draco_ray.algorithm.credit import credit_fallback, is_inert, quality_spread, step_advantages, step_quality
 from draco_ray.algorithm.reward import mixed_verdicts, rubric_rewards, surviving_criteria
-from draco_ray.analysis.credit import push_shares
+from draco_ray.analysis.credit import push_shares, signs
 from draco_ray.analysis.recorded import RecordedGroup, recorded_groups
 from draco_ray.records import (
     Attribution,
@@ -183,7 +183,7 @@ def _compare(groups: Sequence[RecordedGroup], variant: Variant, std_epsilon: flo
         "quality_spread": _mean(spread for spread in spreads if not math.isnan(spread)),
         "reward_shift": float(np.abs(new_reward - reward).mean()),
         "advantage_shift": float(np.abs(new_advantage - advantage).mean()),
-        "sign_flips": float((np.sign(new_advantage) != np.sign(advantage)).mean()),
+        "sign_flips": float((signs(new_advantage) != signs(advantage)).mean()),
         "push_moved": _mean(share for share in moved if share is not None),
     }
 

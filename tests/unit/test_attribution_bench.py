@@ -19,6 +19,7 @@ from draco_ray.analysis.attribution.plant import (
     REFERENCE,
     PlantedRollout,
     choose,
+    confirmed,
     plan,
     planted_groups,
 )
@@ -220,6 +221,17 @@ async def test_measures_by_fault_are_of_that_fault_alone(world: Path) -> None:
     (row,) = [row for row in rows if (row["family"], row["kind"]) == ("count_library_songs", "wrong_filter")]
     assert (row["planted"], row["cited"], row["truth"][2], row["verdicts"][2]) == ([5], [5], -1, -1)
     assert np.argmin(row["quality"]) == 4
+
+
+def test_a_rollout_is_kept_only_if_the_tests_say_of_it_what_they_should() -> None:
+    (group, _) = groups()
+    assert confirmed(group) == group
+    # A fatal fault that the tests do not see, a harmless one that breaks them, a rewording that does.
+    for index, rollout in enumerate(group[1:], 1):
+        other = [*group[:index], replace(rollout, success=not rollout.success), *group[index + 1 :]]
+        assert confirmed(other) == [*group[:index], *group[index + 1 :]], rollout.kind
+    # The fault undone does not succeed: the fault is not why it fails.
+    assert confirmed([replace(group[0], success=False), *group[1:]]) == []
 
 
 def test_families_take_turns() -> None:

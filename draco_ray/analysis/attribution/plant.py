@@ -114,7 +114,7 @@ def planted_groups(
         played = play(wanted, world, processes)
         write_kept(kept, header, played)
     groups = [[rollout for rollout in played if rollout.task_id == task_id] for task_id in chosen]
-    return [confirmed for group in groups if (confirmed := _confirmed(group))]
+    return [kept_rollouts for group in groups if (kept_rollouts := confirmed(group))]
 
 
 def choose(entries: dict[str, dict[str, Any]], split: str, tasks: int | None) -> list[str]:
@@ -144,8 +144,9 @@ def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> lis
     return found
 
 
-def _confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
-    """Without a reference that passes, a fault that fails proves nothing."""
+def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
+    """The rollouts of an executed group that its tests bear out; none without a reference that passes: the fault undone
+    must restore success, or a fault that fails proves nothing."""
     if not any(rollout.kind == REFERENCE and rollout.success for rollout in group):
         return []
     return [rollout for rollout in group if rollout.confirmed]
