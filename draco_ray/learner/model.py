@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from draco_ray.config import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.logprobs import token_logprobs
+from draco_ray.learner.lora import FusedLora
 from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
 
@@ -62,6 +63,7 @@ class Policy:
             target_modules=config.lora_target,
             task_type="CAUSAL_LM",
         )
+        lora._register_custom_module({torch.nn.Linear: FusedLora})
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, lora, autocast_adapter_dtype=True)

@@ -203,9 +203,9 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> in
         rank: of the adapter.
     """
     linears = shape.linears(kind)
-    # PEFT casts what an adapter reads to float32: a copy for each linear layer, none where it is float32 already.
-    read = {linear.name if width < FLOAT32 else linear.reads: linear.inputs for linear in linears}
-    adapters = FLOAT32 * (sum(read.values()) + rank * len(linears))
+    # What an adapter reads, once for all layers that read the same, and its inner numbers.
+    read = {linear.reads: linear.inputs for linear in linears}
+    adapters = width * (sum(read.values()) + rank * len(linears))
     norms = 2 * FLOAT32 * (shape.hidden + 1)
     # Gate, its SiLU, and the up projection.
     mlp = 3 * width * shape.intermediate

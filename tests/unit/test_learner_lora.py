@@ -1,0 +1,120 @@
+"""The adapted linear layer against PEFT's own chain of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.checkpoint import checkpoint
+
+from draco_ray.learner.lora import FusedLora
+
+TOKENS, INPUTS, OUTPUTS, RANK = 30, 48, 40, 4
+
+
+class Two(torch.nn.Module):
+    """Two layers that read the same, one of them with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Linear(INPUTS, OUTPUTS)
+        self.right = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) * self.right(x)
+
+
+def adapted(fused: bool, dtype: torch.dtype) -> PeftModel:
+    torch.manual_seed(0)
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["left", "right"])
+    if fused:
+        config._register_custom_module({torch.nn.Linear: FusedLora})
+    model = get_peft_model(Two().to(dtype).requires_grad_(False), config)
+    torch.manual_seed(1)
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def inputs(dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(2, TOKENS // 2, INPUTS).to(dtype).requires_grad_()
+
+
+def outcome(model: PeftModel, x: torch.Tensor, run: Any = None) -> dict[str, torch.Tensor]:
+    """The output, and every gradient."""
+    y = model(x) if run is None else run(model, x)
+    y.float().pow(2).sum().backward()
+    assert x.grad is not None
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_values_and_gradients_are_pefts(dtype: torch.dtype, tolerance: float) -> None:
+    ours, theirs = (outcome(adapted(fused, dtype), inputs(dtype)) for fused in (True, False))
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 2 + 4
+    for name, expected in theirs.items():
+        assert ours[name].dtype == expected.dtype
+        gap = (ours[name].double() - expected.double()).norm() / expected.double().norm()
+        assert gap < tolerance, name
+
+
+def test_recomputed_in_the_backward_and_without_a_gradient_below_it_is_the_same() -> None:
+    model = adapted(True, torch.float32)
+    plain = outcome(model, inputs(torch.float32))
+    model.zero_grad()
+    again = outcome(model, inputs(torch.float32), lambda model, x: checkpoint(model, x, use_reentrant=False))
+    for name, expected in plain.items():
+        torch.testing.assert_close(again[name], expected)
+    model.zero_grad()
+    model(inputs(torch.float32).detach()).pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(parameter.grad, plain[name])
+
+
+def test_with_the_adapter_off_it_is_the_base_layer() -> None:
+    model = adapted(True, torch.bfloat16)
+    x = inputs(torch.bfloat16)
+    base = Two.forward(model.base_model.model, x)
+    with model.disable_adapter():
+        off = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(off, Two().to(torch.bfloat16)(x))
+    assert not torch.equal(off, base)
+
+
+@contextmanager
+def kept_bytes(known: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Collects the sizes of what is kept for the backward, each storage once."""
+    storages = {tensor.untyped_storage()._cdata for tensor in known}
+    sizes: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages.add(storage._cdata)
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
+
+
+def test_nothing_is_kept_but_what_is_read_and_the_inner_numbers() -> None:
+    """And the two outputs, for their product."""
+    x = inputs(torch.bfloat16)
+    outputs, inner = 2 * 2 * TOKENS * OUTPUTS, 2 * 2 * TOKENS * RANK
+    for fused in (True, False):
+        model = adapted(fused, torch.bfloat16)
+        with kept_bytes([x, *model.parameters()]) as sizes:
+            model(x)
+        ours = outputs + inner
+        assert sum(sizes) == ours if fused else sum(sizes) > ours + 4 * TOKENS * INPUTS
