@@ -8,7 +8,6 @@ checked: they must be made like the others.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -21,8 +20,9 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from draco_ray.config import DracoConfig
+from draco_ray.config import DracoConfig, LearnerConfig
 from draco_ray.errors import ClusterError, ConfigError, StoreError
+from draco_ray.planning.shape import model_shape
 
 ANONYMOUS_TYPE = "node_"
 """Begins the node type that Ray reports for a node which is of no autoscaler's making; its own id follows."""
@@ -72,17 +72,24 @@ def step_size(config: DracoConfig) -> StepSize:
         trajectories=tokens * TRAJECTORY_BYTES,
         samples=tokens * SAMPLE_BYTES,
         judge_calls=tokens * shown * PROMPT_BYTES,
-        adapter=adapter_bytes(config.model.path, config.learner.lora_rank),
+        adapter=adapter_bytes(config.model.path, config.learner),
     )
 
 
-def adapter_bytes(model_path: str, rank: int) -> int:
-    """Size of a float32 LoRA adapter on attention and MLP matrices; 0 if the model's ``config.json`` is not here."""
-    shape = _model_shape(model_path)
-    if shape is None:
+def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
+    """Size of the float32 LoRA adapter as `draco plan` counts it; 0 where the model's shape is not known here."""
+    file = None
+    if not Path(model_path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model_path, "config.json")
+        file = Path(cached) if isinstance(cached, str) else None
+    try:
+        shape = model_shape(model_path, file)
+        return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
+    except ConfigError:
+        # Whether it can be trained is the learner's to say.
         return 0
-    hidden, intermediate, layers = shape
-    return layers * rank * (4 * 2 * hidden + 3 * (hidden + intermediate)) * FLOAT32_BYTES
 
 
 def check_session(config: DracoConfig, run: Path) -> None:
@@ -266,24 +273,6 @@ def probe_node(marker: str, paths: Sequence[str]) -> tuple[str | None, str]:
     except OSError as error:
         return f"run directory {Path(marker).parent} cannot be written: {error.strerror}", written
     return None, written
-
-
-def _model_shape(model_path: str) -> tuple[int, int, int] | None:
-    """Hidden size, MLP size and layers, from a model directory or the hub's local cache."""
-    file: Any = Path(model_path) / "config.json"
-    if not Path(model_path).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(model_path, "config.json")
-    if not isinstance(file, str | Path) or not Path(file).is_file():
-        return None
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
-    # Multimodal wrappers nest the language model's shape.
-    config = config.get("text_config", config)
-    try:
-        return int(config["hidden_size"]), int(config["intermediate_size"]), int(config["num_hidden_layers"])
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _gib(size: float) -> str:

@@ -88,20 +88,33 @@ def test_the_estimate_grows_with_what_a_step_makes(paper: DracoConfig) -> None:
     assert step_size(load_config("qwen3.6-27b", setting="outcome")).judge_calls == 0
 
 
-def test_the_adapter_is_counted_from_the_models_shape(tmp_path: Path) -> None:
-    shape = {"hidden_size": 100, "intermediate_size": 300, "num_hidden_layers": 2}
+def test_the_adapter_is_counted_exactly_from_the_models_shape(tmp_path: Path, paper: DracoConfig) -> None:
+    shape = {
+        "model_type": "qwen2",
+        "hidden_size": 100,
+        "intermediate_size": 300,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"text_config": shape}))
-    # Four square matrices and three between hidden and MLP size, two low-rank factors each, float32.
-    assert adapter_bytes(str(tmp_path), rank=16) == 2 * 16 * (4 * 200 + 3 * 400) * 4
+    # Queries and output, keys and values of a fifth of the width, three between hidden and MLP size; float32.
+    numbers = 2 * 16 * (2 * 200 + 2 * 120 + 3 * 400)
+    assert adapter_bytes(str(tmp_path), paper.learner) == 4 * numbers
+    only_queries = paper.learner.model_copy(update={"lora_target": r".*\.q_proj"})
+    assert adapter_bytes(str(tmp_path), only_queries) == 4 * 2 * 16 * 200
     (tmp_path / "config.json").write_text("{}")
-    assert adapter_bytes(str(tmp_path), rank=16) == 0
-    assert adapter_bytes("nobody/no-such-model", rank=16) == 0
+    assert adapter_bytes(str(tmp_path), paper.learner) == 0
+    assert adapter_bytes("nobody/no-such-model", paper.learner) == 0
+    # The paper's models are known without a download.
+    assert 0.25 * 2**30 < step_size(paper).adapter < 0.5 * 2**30
 
 
 def test_an_object_store_too_small_states_the_estimate(paper: DracoConfig) -> None:
     needed = step_size(paper).object_store
     check_object_store(paper, needed)
-    with pytest.raises(ClusterError, match=r"hold 0\.08 GiB, a step of 96 rollouts may need 0\.13 GiB .*trajectories"):
+    with pytest.raises(ClusterError, match=r"hold 0\.08 GiB, a step of 96 rollouts may need 1\.00 GiB .*trajectories"):
         check_object_store(paper, 80 << 20)
     ahead = load_config("qwen3.6-27b", ["train.staleness=1"])
     check_object_store(ahead, 2 * needed)
@@ -134,7 +147,7 @@ def test_a_full_disk_says_what_a_step_needs(
     check_disk(load_config("sandbox"), tmp_path)
     needed = step_size(paper).disk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - needed + 1, needed - 1))
-    with pytest.raises(StoreError, match=r"0\.09 GiB free on its disk, a training step may write 0\.09 GiB"):
+    with pytest.raises(StoreError, match=r"1\.40 GiB free on its disk, a training step may write 1\.40 GiB"):
         check_disk(paper, tmp_path)
 
 
