@@ -37,6 +37,8 @@ from draco_ray.runs.directory import RunDirectory
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
+FOLLOWED = ("agreement", "kappa", "ac1", "balanced_accuracy", "false_pass", "false_fail", "citation_overlap")
+"""Measures of agreement followed over training."""
 
 
 def replay_algorithm(
@@ -138,7 +140,7 @@ def replay_judge(
         _print_overall(console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         dollars += sum(replayed.column("dollars").to_pylist())
         found += [*write_table(agreed, tables, "agreement"), *write_table(replayed, tables, "replayed")]
-        found += write_table(trends(agreed, ("agreement", "kappa", "false_pass", "false_fail")), tables, "trends")
+        found += write_table(trends(agreed, FOLLOWED), tables, "trends")
     if written and pairing is not None:
         console.print(f"{len(written)} archived prompts to {judge}, paired by {pairing}")
         third = _cached(
