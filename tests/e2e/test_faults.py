@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -24,7 +25,7 @@ STRIKES = {
     1: ("rollout worker", "union and judge"),
     2: ("AppWorld child", "advantage actor", "run store"),
     3: ("engine core", "learner worker"),
-    4: ("engine actor",),
+    4: ("engine actor", "judge server"),
 }
 """Step -> what dies in it."""
 
@@ -80,7 +81,8 @@ def struck(
         ]
     )
     parts = root / "struck" / "tables" / "trajectories"
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
         for step, faults in STRIKES.items():
             deadline = time.monotonic() + 400
             while not list(parts.glob(f"step{step:05d}/*.parquet")):
@@ -88,13 +90,15 @@ def struck(
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             for fault in faults:
-                victims = chaos.FAULTS[fault](process.pid)
+                victims = [judge.pid] if fault == chaos.JUDGE_SERVER else chaos.FAULTS[fault](process.pid)
                 assert victims, fault
                 for victim in victims:
                     os.kill(victim, signal.SIGKILL)
+            if chaos.JUDGE_SERVER in faults:
+                # Requests are repeated for longer than a restart takes.
+                port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
+                stack.enter_context(JudgeServer(latency=1.0, port=port))
         stdout, stderr = process.communicate(timeout=500)
-    finally:
-        process.kill()
     assert process.returncode == 0, stdout + stderr
     return RunDirectory.open(root / "struck"), stdout + stderr
 
