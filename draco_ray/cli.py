@@ -459,7 +459,11 @@ def evaluate(
 )
 def tables(
     directories: Annotated[
-        list[str], typer.Argument(metavar="[LABEL=]DIR", help="Evaluation directories; equal labels make one row.")
+        list[str],
+        typer.Argument(
+            metavar="[LABEL=]DIR",
+            help="Evaluation directories; equal labels make one row, BLOCK::LABEL puts it into a block.",
+        ),
     ],
     table: Annotated[
         list[str] | None,
