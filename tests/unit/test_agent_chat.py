@@ -51,6 +51,35 @@ def test_turn_and_glue_end_the_rendered_conversation(family: str, thinking: bool
     assert (chat.prompt(PROMPT) + tail == rendered) is not has_block
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_many_turns_stay_as_sampled_and_read_as_the_rendered_conversation(family: str, thinking: bool) -> None:
+    """Token-in, token-out over 20 turns, of which tokenisations that no encoder would choose are part."""
+    tokenizer = chat_tokenizer(TEMPLATES[family])
+    chat = ChatTokens(tokenizer, thinking=thinking)
+    history = chat.prompt(PROMPT)
+    opening, said, places = list(history), as_dicts(PROMPT), []
+    for turn in range(20):
+        code, output = f"<code>print({turn})</code>", f"{turn}\n é <|im_end|>"
+        # Letter by letter, as a sampler may: encoded anew from its text it would be other tokens.
+        sampled = [id_ for letter in code for id_ in tokenizer.encode(letter, add_special_tokens=False)]
+        sampled += [chat.end_of_turn_id] if turn % 3 else []
+        places.append((len(history), sampled))
+        history += sampled + chat.after_turn(sampled, output)
+        said += [{"role": "assistant", "content": code}, {"role": "user", "content": output}]
+    assert history[: len(opening)] == opening
+    for start, sampled in places:
+        assert history[start : start + len(sampled)] == sampled
+    assert sum(id_ == chat.end_of_turn_id for id_ in history) == len(PROMPT) + 2 * 20
+    rendered = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+    read = tokenizer.decode(history)
+    # What a template puts before a turn that is to come, it takes out of earlier ones; ours keeps it, as it was read.
+    block = tokenizer.decode(opening).rpartition("<|im_start|>assistant\n")[2]
+    head, *turns = rendered.split("<|im_start|>assistant\n")
+    expected = [head, *(turn if turn == block else block + turn for turn in turns)]
+    assert read == "<|im_start|>assistant\n".join(expected)
+
+
 def test_reasoning_of_an_earlier_turn_stays_as_sampled() -> None:
     tokenizer = chat_tokenizer(QWEN3)
     chat = ChatTokens(tokenizer, thinking=True)
