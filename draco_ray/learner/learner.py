@@ -251,7 +251,7 @@ class Learner:
         unfinished.mkdir(parents=True)
         adapter = self.adapter(self.updates)
         save_file(
-            {name: torch.from_numpy(array) for name, array in adapter.tensors.items()},
+            self.policy.saved_tensors(),
             unfinished / "adapter_model.safetensors",
             metadata={"format": "pt"},
         )

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.logprobs import token_logprobs
 from draco_ray.learner.lora import FusedLora
@@ -76,6 +77,7 @@ class Policy:
         if mesh is not None:
             shard_base(base, mesh, device)
         self._check_head(model.path)
+        self._architectures = _architectures(model.path)
         self.adapter_config = _as_saved(self.peft.peft_config["default"])
 
     @property
@@ -117,12 +119,23 @@ class Policy:
         }
         return Adapter(version=version, config=self.adapter_config, tensors=tensors)
 
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """The adapter for a file that anybody may load: where the checkpoint wraps the text model, under the names of
+        both, since PEFT and vLLM pass over names that they do not look for."""
+        tensors = self.adapter(0).tensors
+        engines = {engine_tensor_name(name, self._architectures): values for name, values in tensors.items()}
+        # Copies: the file format knows no tensor of two names.
+        return {name: torch.from_numpy(values.copy()) for name, values in (tensors | engines).items()}
+
     def load_adapter(self, tensors: dict[str, Tensor], source: str) -> None:
-        """Replace the adapter's values.
+        """Replace the adapter's values; `saved_tensors` will do as well.
 
         Raises: LearnerError if names or shapes are not those of this model and rank.
         """
         expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(self.peft).items()}
+        engines = {engine_tensor_name(name, self._architectures) for name in expected} - expected.keys()
+        if expected.keys() <= tensors.keys():
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in engines}
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if found != expected:
             wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
@@ -162,6 +175,11 @@ def _load_base(model: ModelConfig) -> Any:
         raise ConfigError(
             f"model {model.path}: cannot be loaded ({reason}); expected a model directory or a hub name"
         ) from error
+
+
+def _architectures(path: str) -> tuple[str, ...]:
+    """Classes that the checkpoint says it is of, which need not be the one that is loaded here."""
+    return tuple(AutoConfig.from_pretrained(path).architectures or ())
 
 
 def _as_saved(config: Any) -> dict[str, object]:

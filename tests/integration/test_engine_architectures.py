@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -63,6 +65,28 @@ def qwen3_5() -> PreTrainedModel:
     return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
 
 
+async def plain_vllm_logprobs(engine: VllmEngine, checkpoint: Path) -> np.ndarray:
+    """By vLLM's own interface, from the files as they are."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.lora.request import LoRARequest
+
+    llm = engine._running()
+    request = LoRARequest("checkpoint", 1000, str(checkpoint))
+    await llm.add_lora(request)
+    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+    outputs = [o async for o in llm.generate(tokens_input(PROBE), parameters, "plain", lora_request=request)]
+    return np.asarray(outputs[-1].prompt_logprobs.logprobs)
+
+
+def plain_peft_logprobs(model: Path, checkpoint: Path) -> np.ndarray:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    token_ids = torch.tensor([PROBE])
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, checkpoint).eval()(input_ids=token_ids).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(1, token_ids[0, 1:, None])[:, 0].numpy()
+
+
 @pytest.mark.parametrize("architecture", [qwen2, qwen3_5])
 async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linear_layers(
     architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,5 +122,12 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
             for prompt, sample in zip(prompts, samples, strict=True)
         ]
         assert np.concatenate(gaps).mean() < 0.02
+
+        learner.save(tmp_path / "checkpoint")
+        assert np.abs(await plain_vllm_logprobs(engine, tmp_path / "checkpoint") - expected).mean() < 0.02
+        assert np.abs(plain_peft_logprobs(path, tmp_path / "checkpoint") - expected).mean() < 0.02
+        again = Learner(model, LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False), seed=1)
+        again.load(tmp_path / "checkpoint")
+        assert np.array_equal(again.token_logprobs(PROBE)[1:], expected)
     finally:
         await engine.stop()
