@@ -56,8 +56,9 @@ class StepSize:
 
     @property
     def disk(self) -> int:
-        """Tables before compression, and a checkpoint: the adapter and two moments of the optimizer."""
-        return self.trajectories + self.judge_calls + 3 * self.adapter
+        """Tables before compression, and a checkpoint: the adapter, under two sets of names where the model is wrapped,
+        and two moments of the optimizer."""
+        return self.trajectories + self.judge_calls + 4 * self.adapter
 
 
 def step_size(config: DracoConfig) -> StepSize:

@@ -149,7 +149,7 @@ def test_a_full_disk_says_what_a_step_needs(
     check_disk(load_config("sandbox"), tmp_path)
     needed = step_size(paper).disk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - needed + 1, needed - 1))
-    with pytest.raises(StoreError, match=r"1\.40 GiB free on its disk, a training step may write 1\.40 GiB"):
+    with pytest.raises(StoreError, match=r"1\.83 GiB free on its disk, a training step may write 1\.83 GiB"):
         check_disk(paper, tmp_path)
 
 
