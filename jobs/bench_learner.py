@@ -97,7 +97,9 @@ def build_model(folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
