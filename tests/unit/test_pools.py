@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from draco_ray.actors.pools import SlotQueue
+from draco_ray.actors.messages import RolloutSummary
+from draco_ray.actors.pools import RolloutPool, SlotQueue
+from draco_ray.actors.rollout_worker import RolloutRequest
+from draco_ray.records import EpisodeEnd
 
 
 async def test_free_slots_are_handed_out_at_once_and_alternate_over_workers() -> None:
@@ -42,3 +46,63 @@ async def test_a_slot_is_not_lost_to_a_waiter_that_gave_up() -> None:
     await asyncio.sleep(0)
     queue.release("a")
     assert await patient == "a"
+
+
+class Worker:
+    """In the place of a rollout worker's handle: notes the engine of each rollout, which ends when it is told."""
+
+    def __init__(self) -> None:
+        self.engine: dict[int, int] = {}
+        self.ends: dict[int, asyncio.Future[RolloutSummary]] = {}
+
+    @property
+    def rollout(self) -> Worker:
+        return self
+
+    def options(self, **_: Any) -> Worker:
+        return self
+
+    def remote(self, request: RolloutRequest, engine: int) -> tuple[None, asyncio.Future[RolloutSummary], None]:
+        self.engine[request.rollout] = engine
+        self.ends[request.rollout] = asyncio.get_running_loop().create_future()
+        return None, self.ends[request.rollout], None
+
+    def end(self, rollout: int) -> None:
+        self.ends[rollout].set_result(
+            RolloutSummary(
+                task_id="t",
+                rollout=rollout,
+                attempt=0,
+                ended=EpisodeEnd.FINISHED,
+                error=None,
+                turns=1,
+                steps=1,
+                prompt_tokens=1,
+                sampled_tokens=1,
+                total_tokens=2,
+                seconds_generating=0.0,
+                seconds_executing=0.0,
+                started_at=0.0,
+                ended_at=0.0,
+            )
+        )
+
+
+async def test_an_episode_goes_to_the_engine_with_the_fewest_and_stays_there() -> None:
+    """One engine for all turns: the worker is told it once. What ends makes room where it was."""
+    worker = Worker()
+    pool = RolloutPool([worker], slots_per_worker=6, engines=2, retries=0, seed=0)
+    playing = [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=0)) for rollout in range(4)]
+    await asyncio.sleep(0)
+    assert [worker.engine[rollout] for rollout in range(4)] == [0, 1, 0, 1]
+    for rollout in (1, 3):
+        worker.end(rollout)
+        await playing[rollout]
+    playing += [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=0)) for rollout in (4, 5)]
+    await asyncio.sleep(0)
+    assert [worker.engine[rollout] for rollout in (4, 5)] == [1, 1]
+    assert pool.in_flight == 4
+    for rollout in (0, 2, 4, 5):
+        worker.end(rollout)
+    await asyncio.gather(*playing)
+    assert pool.in_flight == 0
