@@ -109,6 +109,8 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         **environment,
         "RAY_FAKE_CLUSTER": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        # Ray's workers yield to everything else by default: beside another test each would import LiteLLM for minutes.
+        "RAY_worker_niceness": "0",
         # As `ray up` and KubeRay start a head.
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
