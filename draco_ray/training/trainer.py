@@ -18,7 +18,6 @@ import ray
 from rich.console import Console
 
 from draco_ray.actors.advantage_computer import start_advantage_computer
-from draco_ray.actors.placement import beside_the_driver
 from draco_ray.actors.pools import Member
 from draco_ray.config import DracoConfig, JudgeConfig
 from draco_ray.configuration import dump_config, load_config, project_file
@@ -31,7 +30,7 @@ from draco_ray.learner.group import LearnerGroup
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState, Pipeline
-from draco_ray.records import Adapter, Criterion, Evaluation, Message
+from draco_ray.records import Criterion, Evaluation, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.show import read_evaluations
 from draco_ray.training.evaluate import evaluate_tasks
@@ -151,12 +150,6 @@ def _train(
     with stopped_plainly(run, console, resumable=True), open_judge(config, console) as judge, ray_session(config):
         asyncio.run(Trainer(config, judge, prompts, order, run, console, start).run())
     return run.path
-
-
-@ray.remote(num_cpus=0, max_retries=3)
-def _copied(adapter: Adapter) -> Adapter:
-    """The adapter as an object of the driver's: the worker that made it may die and take its own with it."""
-    return adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,12 +408,11 @@ class Trainer:
 
     async def _publish(self, version: int) -> None:
         """Bring the learner's adapter to every engine."""
-        # Here: an object lies on the node where it was made, which may be one that an autoscaler takes away.
-        copied = _copied.options(scheduling_strategy=beside_the_driver())
         for _ in range(PUBLISH_ATTEMPTS):
-            copy = copied.remote(await self._learner.adapter(version))
             try:
-                await self._actors.fleet.load(copy)
+                # An object of the driver's: the worker that made the adapter may die, or its node be taken away.
+                adapter = ray.put(await (await self._learner.adapter(version)))
+                await self._actors.fleet.load(adapter)
             except ray.exceptions.ObjectLostError:
                 continue
             return
