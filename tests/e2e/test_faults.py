@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.runs.directory import RunDirectory
 from tests.support.command import start_draco
+from tests.support.jobs import load_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,14 +31,7 @@ STRIKES = {
 
 @pytest.fixture(scope="module")
 def chaos() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chaos", Path(__file__).parents[2] / "jobs" / "chaos.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look themselves up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_job("chaos")
 
 
 @pytest.fixture(scope="module")

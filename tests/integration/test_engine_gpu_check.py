@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.support.jobs import load_job
+
 
 @pytest.fixture(scope="module")
 def gpu_check() -> ModuleType:
-    path = Path(__file__).parents[2] / "jobs" / "gpu_check.py"
-    spec = importlib.util.spec_from_file_location("gpu_check", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_job("gpu_check")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

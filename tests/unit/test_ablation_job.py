@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -15,18 +14,14 @@ from draco_ray.records import EpisodeEnd, Evaluation, JudgeCall, Phase
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from tests.support.jobs import load_job
 
 RUNS, STEPS = 3, 2
 
 
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablation", Path(__file__).parents[2] / "jobs" / "ablation.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_job("ablation")
 
 
 def evaluations(solved: int) -> list[Evaluation]:

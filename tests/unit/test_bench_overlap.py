@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +18,7 @@ from draco_ray.environments.sandbox.scripts import families
 from draco_ray.offline.paced import PacedEngine, Repertoire
 from draco_ray.records import EpisodeEnd, Task
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
+from tests.support.jobs import load_job
 
 TOKENIZER = chat_tokenizer(QWEN3)
 CHAT = ChatTokens(TOKENIZER, thinking=False)
@@ -29,15 +28,7 @@ AGENT = AgentConfig(prompt=Path("prompts/agent_starter.txt"), thinking=False, ma
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "jobs" / "bench_overlap.py"
-    spec = importlib.util.spec_from_file_location("bench_overlap", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_job("bench_overlap")
 
 
 @dataclass

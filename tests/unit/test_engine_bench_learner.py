@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +11,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.support.jobs import load_job
+
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "jobs" / "bench_learner.py"
-    spec = importlib.util.spec_from_file_location("bench_learner", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_job("bench_learner")
 
 
 def test_rollouts_begin_with_the_prompt_end_with_a_sampled_turn_and_are_the_same_for_both_sides(
