@@ -93,9 +93,9 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# Every test, those that start real processes included, three files at a time: most of them wait more than they compute.
+# Every test, those that start real processes included, two files at a time: three need more than 24 GiB of memory.
 test: setup
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 # The tests that start no process (a minute).
 test-fast: setup

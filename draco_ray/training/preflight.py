@@ -82,8 +82,13 @@ def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
     file = None
     if not Path(model_path).is_dir():
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-        cached = try_to_load_from_cache(model_path, "config.json")
+        try:
+            cached = try_to_load_from_cache(model_path, "config.json")
+        except HFValidationError:
+            # A folder that is missing: the engine's to say.
+            return 0
         file = Path(cached) if isinstance(cached, str) else None
     try:
         shape = model_shape(model_path, file)

@@ -240,6 +240,7 @@ async def test_saved_state_that_was_tampered_with(slot: AppWorldSlot) -> None:
         print("spoiled", spoiled)
         """,
     )
+    assert "spoiled" in output, output
     assert int(output.split("spoiled")[1]) > 5
     with contextlib.suppress(Exception):
         assert not (await slot.evaluate()).success

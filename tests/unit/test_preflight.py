@@ -107,6 +107,7 @@ def test_the_adapter_is_counted_exactly_from_the_models_shape(tmp_path: Path, pa
     (tmp_path / "config.json").write_text("{}")
     assert adapter_bytes(str(tmp_path), paper.learner) == 0
     assert adapter_bytes("nobody/no-such-model", paper.learner) == 0
+    assert adapter_bytes(".cache/no-such-model", paper.learner) == 0
     # The paper's models are known without a download.
     assert 0.25 * 2**30 < step_size(paper).adapter < 0.5 * 2**30
 
