@@ -58,8 +58,9 @@ SHOWN_OF_A_TASK = ("specs.json", "dbs")
 _MODULES = ("linux", "system_calls", "jail", "appworld_engine", "world_server", "world_template")
 _PROGRAM = "/program"
 _WORLD = "/world"
-SCRATCH_FOLDERS = ("/tmp", f"{_WORLD}/experiments")
-"""What can be written where the file system is built from mounts; the first is home."""
+SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
+"""What can be written where the file system is built from mounts. The first is home, and ``/tmp`` too where nothing
+that is shown lies below that name, as the interpreter of a clone in ``/tmp`` does."""
 _DEVICES = ("null", "zero", "random", "urandom")
 
 
@@ -172,6 +173,8 @@ def _in_namespaces(spec: JailSpec) -> int:
     for scratch in SCRATCH_FOLDERS:
         os.makedirs(root + scratch)
         linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
+    if not os.path.exists(root + "/tmp"):
+        os.symlink(SCRATCH_FOLDERS[0], root + "/tmp")
     os.mkdir(root + "/view")
     linux.enter_root(root)
     linux.seal("/", recursive=False)
@@ -213,6 +216,8 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for scratch in SCRATCH_FOLDERS:
         arguments += ["--size", str(spec.scratch_mib << 20), "--perms", "1777", "--tmpfs", scratch]
+    if not any(Path(target).is_relative_to("/tmp") for _, target in _visible(spec)):
+        arguments += ["--symlink", SCRATCH_FOLDERS[0], "/tmp"]
     return [*arguments, "--dir", "/view", "--remount-ro", "/", "--chdir", _WORLD]
 
 
