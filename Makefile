@@ -93,9 +93,9 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# Every test, those that start real processes included, two files at a time: three need more than 24 GiB of memory.
+# Every test, those that start real processes included, two files at a time (three need more than 24 GiB), end to end first.
 test: setup
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests that start no process (a minute).
 test-fast: setup
