@@ -43,6 +43,8 @@ def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
             # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
             os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
             ray.init(
+                # Without it Ray joins whatever cluster was started last on this machine.
+                address="local",
                 num_cpus=max(os.cpu_count() or 1, 2),
                 resources={"judge": LOCAL_JUDGE_SLOTS},
                 object_store_memory=None if config.ray.object_store_mib is None else config.ray.object_store_mib << 20,

@@ -32,7 +32,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     run = tmp_path_factory.mktemp("runs") / "watched"
     run.mkdir()
     start_run_log(run)
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
     yield run
     ray.shutdown()
     stop_run_log()

@@ -63,3 +63,13 @@ def test_a_cluster_knows_the_run_and_every_node_is_asked(
     with pytest.raises(ClusterError, match=r"^node .*: no /shared/world; every node must see it under this path"):
         preflight.check_session(config, run)
     assert list(run.iterdir()) == []
+
+
+def test_a_run_that_names_no_cluster_starts_its_own(
+    two_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray by itself joins what was started last on the machine, and refuses the resources that a new one is given."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connect(load_config("sandbox", [f"data.root={tmp_path}", "ray.object_store_mib=80"]))
+    assert ray.get_runtime_context().gcs_address != two_nodes.address
+    assert len(ray.nodes()) == 1

@@ -88,5 +88,5 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
     print(json.dumps(asyncio.run(watched(Path(sys.argv[1])))))
