@@ -96,6 +96,7 @@ class EngineConfig(Tree):
     cpus_per_engine: float = Field(1.0, ge=0)
     """Of a PolicyEngine actor; a CPU engine computes with as many threads, rounded down, at least one."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Of a whole GPU, also where an engine is given a share of one."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """KV cache of a CPU engine, GiB."""
     max_num_seqs: int = Field(64, ge=1)

@@ -220,6 +220,11 @@ class Learner:
             truncated_fraction=sums["truncated"] / tokens,
         )
 
+    def release_memory(self) -> None:
+        """Where the GPU is shared: give back what PyTorch keeps for the next pass, for an engine to wake up into."""
+        if 0 < self._config.gpus_per_worker < 1:
+            torch.cuda.empty_cache()
+
     def adapter(self, version: int) -> Adapter:
         """The current adapter, on its way to the engines."""
         return self.policy.adapter(version)

@@ -80,7 +80,9 @@ class LearnerWorker:
                 self._accumulate_dealt(everything=True)
                 self._forget_loads()
                 self._updated = True
-                return self._learner.step()
+                metrics = self._learner.step()
+                self._learner.release_memory()
+                return metrics
             case Publish(version=version):
                 self._updated = False
                 return self._publish(self._learner.adapter(version)) if self._rank == 0 else None

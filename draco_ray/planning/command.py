@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from draco_ray.planning.memory import (
     engine_memory,
     is_sharded,
     learner_memory,
+    learner_room,
     sequence_tokens,
     total,
 )
@@ -50,15 +52,23 @@ def plan(
     learner = learner_memory(config, shape)
     engine = engine_memory(config, shape, gpu, reserved)
     learner_on_gpu, engine_on_gpu = config.learner.gpus_per_worker > 0, config.engine.gpus_per_engine > 0
-    room = int(gpu * min(1.0, config.learner.gpus_per_worker)) - reserved
+    room = learner_room(config, gpu, reserved)
     _print_model(console, config, shape)
     _print_learner(console, config, learner, room if learner_on_gpu else None)
     _print_engine(console, config, engine)
+    resting = total(learner.resident) + reserved
+    if config.engine.colocate:
+        console.print(
+            f"engines and learner take turns: awake, an engine's {_size(engine.limit)} and the {_size(resting)} of a "
+            f"resting learner worker share {_size(gpu)}; asleep, its weights lie in host memory"
+        )
     problems = []
     if learner_on_gpu and learner.peak > room:
         problems.append(learner_problem(config, shape, learner, room, gpu_memory_gib))
     if engine.sequences < 1:
         problems.append(engine_problem(config, engine, gpu_memory_gib))
+    elif engine_on_gpu and (problem := sharing_problem(config, shape, engine, gpu, reserved, resting)) is not None:
+        problems.append(problem)
     if problems:
         raise ConfigError("; ".join(problems))
     if learner_on_gpu and engine_on_gpu:
@@ -122,6 +132,34 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
         f"({_size(largest.bytes)}): {verb} {largest.keys}, or raise engine.gpu_memory_utilization "
         f"({engine.gpu_memory_utilization:g})"
     )
+
+
+def sharing_problem(
+    config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
+) -> str | None:
+    """Why an engine does not fit beside what else is on its GPU, and what to change; None if it does.
+
+    Args:
+        gpu: memory of the GPU, bytes.
+        reserved: of it, for one process's CUDA context.
+        resting: what a learner worker keeps while the engines are awake.
+    """
+    engine = config.engine
+    if engine.colocate:
+        left, beside = gpu - resting, f"a resting learner worker keeps {_size(resting)}"
+    elif engine.gpus_per_engine < 1:
+        left, beside = int(gpu * engine.gpus_per_engine), f"engine.gpus_per_engine={engine.gpus_per_engine:g}"
+    else:
+        return None
+    if memory.limit <= left:
+        return None
+    fitting = max(0, math.floor(100 * left / gpu)) / 100
+    found = f"an engine takes {_size(memory.limit)} of a GPU of {_size(gpu)} and has {_size(max(0, left))}: {beside}"
+    smaller = config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": fitting})})
+    if engine_memory(smaller, shape, gpu, reserved).sequences >= 1:
+        return f"{found}; lower engine.gpu_memory_utilization ({engine.gpu_memory_utilization:g}) to {fitting:g}"
+    fewer = "set learner.sharding=full, or use " if engine.colocate and not is_sharded(config) else "use "
+    return f"{found}, and with that one sequence does not fit; {fewer}GPUs with more memory (--gpu-memory-gib)"
 
 
 def _changed(config: DracoConfig, **learner: object) -> DracoConfig:
@@ -209,8 +247,11 @@ def _print_time(
     )
     table.add_row(f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s")
     table.add_row("sync", f"{time.sync:,.1f} s")
-    table.add_row("a step, learning behind generation", f"{time.hidden:,.0f} s")
-    table.add_row("a step, one after the other", f"{time.serial:,.0f} s")
+    # Asleep, an engine hides nothing; a step ahead, it hides all.
+    if not config.engine.colocate:
+        table.add_row("a step, learning behind generation", f"{time.hidden:,.0f} s")
+    if not config.train.staleness:
+        table.add_row("a step, one after the other", f"{time.serial:,.0f} s")
     console.print(table)
     console.print(
         "assumed, not measured: " + ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())

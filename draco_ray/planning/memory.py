@@ -152,6 +152,16 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     )
 
 
+def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
+    """Bytes of a GPU that a learner worker may take while it computes; `reserved` is one process's CUDA context.
+
+    An engine that sleeps on the same GPU keeps its own context and graphs.
+    """
+    if config.engine.colocate:
+        return gpu - 2 * reserved
+    return int(gpu * min(1.0, config.learner.gpus_per_worker)) - reserved
+
+
 def is_sharded(config: DracoConfig) -> bool:
     """Whether a learner worker holds only a part of the base."""
     return config.learner.sharding == "full" and config.learner.workers > 1
@@ -253,8 +263,7 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     ]
     if on_gpu:
         items.append(Item(name="CUDA context and graphs", bytes=reserved, keys="engine.enforce_eager"))
-    share = min(engine.gpu_memory_utilization, engine.gpus_per_engine if 0 < engine.gpus_per_engine < 1 else 1.0)
-    limit = int(gpu * share)
+    limit = int(gpu * engine.gpu_memory_utilization)
     cache = limit - total(items)
     if engine.kv_cache_gib is not None or not on_gpu:
         cache = int((engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)

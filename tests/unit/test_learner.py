@@ -537,6 +537,21 @@ def test_later_minibatches_use_the_old_logprobs_of_the_steps_start(model: ModelC
     assert worker.execute(Update()).clip_fraction == 0
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0, 0.0])
+def test_after_an_update_a_shared_gpu_gets_its_memory_back(
+    model: ModelConfig, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine wakes up into it (`engine.colocate`): by then nothing of the update may be alive."""
+    learner = make_learner(model, gpus_per_worker=share)
+    seen: list[list[torch.Tensor | None]] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append([p.grad for p in learner.policy.parameters]))
+    worker = make_worker(learner)
+    worker.execute(Accumulate(groups=(make_samples(),)))
+    assert seen == []
+    worker.execute(Update())
+    assert seen == ([[None] * len(learner.policy.parameters)] if share == 0.4 else [])
+
+
 def test_samples_that_were_not_remembered_are_refused_after_an_update(model: ModelConfig) -> None:
     worker, samples = make_worker(make_learner(model)), make_samples()
     worker.execute(Accumulate(groups=(samples[:4],)))

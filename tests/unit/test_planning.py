@@ -197,6 +197,43 @@ def test_an_engine_takes_its_share_of_the_gpu_and_caches_in_the_rest() -> None:
     assert engine_memory(judged, shape, 80 * GIB, 0).length == judged.judge.self_judge.context_tokens
 
 
+TURNS = (
+    *("engine.colocate=true", "engine.engines=8", "engine.tensor_parallel=1", "engine.gpus_per_engine=0.6"),
+    *("learner.workers=8", "learner.gpus_per_worker=0.4"),
+)
+
+
+def test_turns_on_the_same_gpus_are_planned_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    output = printed(capsys, "qwen3.6-27b", *TURNS)
+    # The learner has all but two processes' contexts; its resting part, shared by eight, is an eighth of the base.
+    assert "available                                76.00 GiB" in output
+    assert "engines and learner take turns: awake, an engine's 68.00 GiB" in output
+    assert "learning behind generation" not in output
+    assert "one after the other" in output
+    ahead = printed(capsys, "qwen3.6-27b", "train.staleness=1")
+    assert "learning behind generation" in ahead
+    assert "one after the other" not in ahead
+
+
+def test_an_engine_that_would_wake_into_the_learners_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    high = "engine.gpu_memory_utilization=0.95"
+    error = refused(capsys, "qwen3.6-27b", *TURNS, high)
+    assert "an engine takes 76.00 GiB of a GPU of 80.00 GiB" in error
+    fitting = error.split("lower engine.gpu_memory_utilization (0.95) to ")[1].strip()
+    printed(capsys, "qwen3.6-27b", *TURNS, f"engine.gpu_memory_utilization={fitting}")
+    refused(capsys, "qwen3.6-27b", *TURNS, f"engine.gpu_memory_utilization={float(fitting) + 0.01}")
+    error = refused(capsys, "qwen3.6-27b", *TURNS, "learner.sharding=none", "--gpu-memory-gib", "104")
+    assert "a resting learner worker keeps 53.84 GiB, and with that one sequence does not fit; " in error
+    assert "set learner.sharding=full" in error
+
+
+def test_a_share_of_a_gpu_is_held_against_what_vllm_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    half = ("engine.tensor_parallel=1", "engine.gpus_per_engine=0.5", "--gpu-memory-gib", "140")
+    error = refused(capsys, "qwen3.6-27b", *half)
+    assert "has 70.00 GiB: engine.gpus_per_engine=0.5; lower engine.gpu_memory_utilization (0.85) to 0.5" in error
+    printed(capsys, "qwen3.6-27b", *half, "engine.gpu_memory_utilization=0.5")
+
+
 def time_of(config: DracoConfig, **given: float) -> tuple[float, float, float]:
     shape = shape_of(QWEN32)
     memory = engine_memory(config, shape, 140 * GIB, 0)
