@@ -36,6 +36,8 @@ class Comparison:
     """After Holm's correction over all comparisons of the same report."""
     tasks: int
     clusters: int
+    protocols: tuple[str, ...] = ()
+    """Limits and simulators that were not the same for both."""
 
 
 def permutation_p_value(

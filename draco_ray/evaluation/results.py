@@ -17,7 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,14 @@ class Plan(BaseModel):
     settings: dict[str, Any] = {}
     """Config keys, dotted, and fingerprints that decide the outcome."""
 
+
+PROTOCOL = (
+    *(f"agent.{name}" for name in ("max_turns", "max_response_length", "max_turn_tokens", "max_output_characters")),
+    *(f"environment.{name}" for name in ("cell_timeout_seconds", "max_memory_mib", "max_output_bytes")),
+    *("max_turns", "retrieval", "episode_timeout_seconds"),
+    *("user.model", "user.temperature", "judge.model", "judge.temperature", "embedder.model"),
+)
+"""Settings of AppWorld and τ-bench evaluations that every policy in one table should have met alike."""
 
 _LINE: TypeAdapter[RolloutResult] = TypeAdapter(RolloutResult)
 
@@ -262,6 +270,23 @@ def plan_difference(before: Plan, now: Plan) -> str | None:
         if old_settings.get(key) != new_settings.get(key):
             return f"{key} was {old_settings.get(key)!r}, this command says {new_settings.get(key)!r}"
     return None
+
+
+def protocol_differences(plans: Iterable[Plan]) -> list[str]:
+    """Limits and simulators, the policy's own settings apart, that were not the same: ``agent.max_turns 50 or 100``."""
+    found: dict[str, set[str]] = {}
+    for plan in plans:
+        for key in PROTOCOL:
+            value: Any = plan.settings
+            for name in (key,) if key in plan.settings else key.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                found.setdefault(key, set()).add(str(value))
+    return [
+        f"{key} {' or '.join(sorted(values, key=lambda value: (len(value), value)))}"
+        for key, values in found.items()
+        if len(values) > 1
+    ]
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.evaluation.comparison import Comparison, holm, paired_difference
 from draco_ray.evaluation.policies import UNTRAINED
 from draco_ray.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
-from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.evaluation.results import EvaluationDirectory, protocol_differences
 from draco_ray.evaluation.setting import Estimate, SplitResult, read_split
 from draco_ray.records import EpisodeEnd
 
@@ -342,6 +342,11 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         rows=tuple(rows),
         notes=(
             f"Paired by task, exchanged and resampled by scenario; Holm's correction over {len(rows)} comparisons.",
+            *(
+                f"{_comparison_label(each)}: measured under different protocols ({', '.join(each.protocols)})."
+                for each in comparisons
+                if each.protocols
+            ),
         ),
     )
 
@@ -375,6 +380,7 @@ def _compare(one: SplitResult, other: SplitResult, split: str) -> Comparison:
         adjusted_p=p_value,
         tasks=len(one.task_success),
         clusters=len({one.cluster(task) for task in one.task_success}),
+        protocols=tuple(protocol_differences((one.plan, other.plan))),
     )
 
 
@@ -428,6 +434,8 @@ def _notes(settings: Settings) -> tuple[str, ...]:
         if len({(frozenset(result.plan.tasks), result.plan.world) for result in results}) > 1:
             sizes = " or ".join(str(many) for many in sorted({len(result.plan.tasks) for result in results}))
             notes.append(f"{title}: the rows were measured on different tasks ({sizes} of them) and do not compare.")
+        if protocols := protocol_differences(result.plan for result in results):
+            notes.append(f"{title}: the rows were measured under different protocols ({', '.join(protocols)}).")
     return tuple(notes)
 
 

@@ -14,7 +14,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.evaluation.command import curve_table, print_tables
 from draco_ray.evaluation.comparison import holm
 from draco_ray.evaluation.rendering import Cell, Column, Shown, Table, TableFormat, best_rows, render
-from draco_ray.evaluation.results import EvaluationDirectory
+from draco_ray.evaluation.results import EvaluationDirectory, protocol_differences
 from draco_ray.evaluation.tables import (
     TABLES,
     compare,
@@ -229,6 +229,27 @@ def test_rows_of_different_tasks_are_said_to_be_so(directories: list[str], tmp_p
         assert warning in TABLES[name](settings).notes
         assert warning not in TABLES[name](read_settings(directories)).notes
     assert "AppWorld TN Easy (3 or 9) TGC" in headers(difficulty_table(settings))
+
+
+def test_other_limits_and_simulators_are_named(directories: list[str], tmp_path: Path) -> None:
+    short = write_evaluation(tmp_path / "a", a_plan(label="short", settings={"agent.max_turns": 30, "seed": 1}))
+    long = write_evaluation(tmp_path / "b", a_plan(label="long", settings={"agent.max_turns": 100, "seed": 2}))
+    settings = read_settings([str(short), str(long)])
+    table = TABLES["main"](settings)
+    said = "AppWorld TN: the rows were measured under different protocols (agent.max_turns 30 or 100)."
+    assert said in table.notes
+    assert said.replace("_", r"\_") in render(table, TableFormat.LATEX)
+    comparisons = comparison_table(compare(settings, "short"))
+    assert comparisons.notes[1] == (
+        "long - short on AppWorld TN: measured under different protocols (agent.max_turns 30 or 100)."
+    )
+    assert not any("protocols" in note for note in TABLES["main"](read_settings(directories)).notes)
+    simulators = [
+        a_plan(settings={"max_turns": 100, "user": {"model": model, "temperature": 0.0}})
+        for model in ("one", "another")
+    ]
+    assert protocol_differences(simulators) == ["user.model one or another"]
+    assert protocol_differences(simulators[:1] * 2) == []
 
 
 def test_discovery_and_consistency_of_tasks_and_scenarios(directories: list[str]) -> None:
