@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.runs.directory import RunDirectory
 
@@ -33,6 +34,8 @@ STEPS, PROMPTS, GROUP = 2, 2, 3
 JUDGE_SECONDS = 1.0
 """Of a reply, so that a fault finds calls under way."""
 LIMIT_SECONDS = 900.0
+SETTLE_SECONDS = 20.0
+"""For replies to be stored, and for processes to end."""
 HEAD_ATTEMPTS = 3
 """Ray gives a head 30 s to start, which a busy machine may miss."""
 
@@ -100,7 +103,8 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         # It outlives the driver and, by what it wrote, itself: so it can tell what was asked twice.
-        judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=root / f"{name}.answered"))
+        book = root / f"{name}.answered"
+        judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book))
         head = stack.enter_context(ray_head(root)) if fault == NODE else None
         process = start(
             [
@@ -134,9 +138,8 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
                     victims = [child.pid for child in psutil.Process(head.pid).children(recursive=True)]
                 else:
                     victims = FAULTS[fault](process.pid)
-            for victim in victims:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
+            with contextlib.nullcontext() if fault == JUDGE_SERVER else held(judge, book, run):
+                kill(victims)
             output, errors = process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             output, errors = "", f"hung for {LIMIT_SECONDS:g} s"
@@ -148,9 +151,7 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         elif code != 0:
             if fault == JUDGE_SERVER:
                 port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
-                judge = stack.enter_context(
-                    JudgeServer(latency=JUDGE_SECONDS, answered=root / f"{name}.answered", port=port)
-                )
+                judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book, port=port))
             head = stack.enter_context(ray_head(root)) if fault == NODE else None
             process = start(["--resume", str(run)], head)
             try:
@@ -229,6 +230,45 @@ def start(arguments: list[str], head: Head | None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "draco_ray.cli", "train", *arguments]
     environment = None if head is None else head.environment
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@contextlib.contextmanager
+def held(judge: JudgeServer, book: Path, run: Path) -> Iterator[None]:
+    """Inside, the judge answers nothing and all that it has answered is stored.
+
+    A reply on its way when its reader dies has to be asked for again; without this, chance would decide whether one is.
+    """
+    server = psutil.Process(judge.pid)
+    server.suspend()
+    try:
+        replies = ReplyCache(RunDirectory(run).judge_cache)
+        until(lambda: len(replies) >= len(set(book.read_text(encoding="ascii").split() if book.exists() else ())))
+        yield
+    finally:
+        server.resume()
+
+
+def kill(victims: Sequence[int]) -> None:
+    """SIGKILL, and wait until their connections are gone."""
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    until(lambda: not any(map(runs, victims)))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; a zombie has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait for what normally takes a moment; goes on without it after `SETTLE_SECONDS`."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:

@@ -47,6 +47,10 @@ class ReplyCache:
             )
         self._folder = folder
 
+    def __len__(self) -> int:
+        """Answers stored."""
+        return len(self._answers)
+
     async def get(self, key: str) -> dict[str, object] | None:
         """The stored answer, if there is one."""
         text = await asyncio.to_thread(self._answers.get, key)
