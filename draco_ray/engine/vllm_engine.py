@@ -460,6 +460,8 @@ class VllmEngine:
                 # beside busy neighbours that is ten times slower than sleeping.
                 "OMP_NUM_THREADS": str(max(1, int(self._config.cpus_per_engine))),
                 "OMP_WAIT_POLICY": "PASSIVE",
+                # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
+                "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
                 # All that is left to compile is a small function of the sampler, which would need a C++ compiler and
                 # cost seconds at the first request.
                 "TORCHDYNAMO_DISABLE": "1",

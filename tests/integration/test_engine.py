@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,6 +15,7 @@ import pytest_asyncio
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
+from vllm.outputs import RequestOutput
 
 from draco_ray.config import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import CanaryReading, run_canary
@@ -114,6 +116,28 @@ async def test_a_turn_ends_with_its_end_of_turn_token_or_at_the_limit(engine: Vl
         assert not ends & set(sample.token_ids[:-1])
     short = await engine.sample(PROMPT, max_tokens=1, seed=0)
     assert len(short.token_ids) == 1
+
+
+async def test_a_later_turn_reads_what_came_before_from_the_prefix_cache(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, cached = engine._running(), []
+    generate = llm.generate
+
+    async def watched(*arguments: Any, **options: Any) -> AsyncIterator[RequestOutput]:
+        async for output in generate(*arguments, **options):
+            if output.finished:
+                cached.append(output.num_cached_tokens)
+            yield output
+
+    monkeypatch.setattr(llm, "generate", watched)
+    opening = [7] * 5 + PROMPT
+    turn = await engine.sample(opening, max_tokens=40, seed=2)
+    await engine.sample(opening + turn.token_ids + PROMPT[:30], max_tokens=10, seed=2)
+    block = engine._running().vllm_config.cache_config.block_size
+    # Whole blocks; the last token sampled was never an input.
+    assert cached[1] == (len(opening) + len(turn.token_ids) - 1) // block * block > 0
+    assert cached[0] < len(opening)
 
 
 async def test_a_sequence_ends_at_the_models_length(engine: VllmEngine) -> None:
