@@ -94,7 +94,8 @@ class EngineConfig(Tree):
     gpus_per_engine: float = Field(1.0, ge=0)
     """0 runs vLLM's CPU build."""
     cpus_per_engine: float = Field(1.0, ge=0)
-    """Of a PolicyEngine actor; a CPU engine computes with as many threads, rounded down, at least one."""
+    """Of a PolicyEngine actor; a CPU engine computes with as many threads, which tensor-parallel ranks share, at least
+    one each."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Of a whole GPU, also where an engine is given a share of one."""
     kv_cache_gib: float | None = Field(None, gt=0)

@@ -138,8 +138,11 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
                     victims = [child.pid for child in psutil.Process(head.pid).children(recursive=True)]
                 else:
                     victims = FAULTS[fault](process.pid)
-            with contextlib.nullcontext() if fault == JUDGE_SERVER else held(judge, book, run):
+            if fault == JUDGE_SERVER:
                 kill(victims)
+            else:
+                with held(judge, book, run):
+                    kill(victims)
             output, errors = process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             output, errors = "", f"hung for {LIMIT_SECONDS:g} s"
@@ -242,18 +245,25 @@ def held(judge: JudgeServer, book: Path, run: Path) -> Iterator[None]:
     server.suspend()
     try:
         replies = ReplyCache(RunDirectory(run).judge_cache)
-        until(lambda: len(replies) >= len(set(book.read_text(encoding="ascii").split() if book.exists() else ())))
+        until(
+            lambda: len(replies) >= len(set(book.read_text(encoding="ascii").split() if book.exists() else ())),
+            "replies that were answered are not stored",
+        )
         yield
     finally:
         server.resume()
 
 
 def kill(victims: Sequence[int]) -> None:
-    """SIGKILL, and wait until their connections are gone."""
+    """SIGKILL, and wait until they are gone, and what reads the judge's replies below them, with their connections."""
+    ending = set(victims)
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ending.update(actors(victim, "JudgeWorkerActor"))
     for victim in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-    until(lambda: not any(map(runs, victims)))
+    until(lambda: not any(map(runs, ending)), "processes outlive the one that started them")
 
 
 def runs(pid: int) -> bool:
@@ -264,10 +274,13 @@ def runs(pid: int) -> bool:
         return False
 
 
-def until(done: Callable[[], bool]) -> None:
-    """Wait for what normally takes a moment; goes on without it after `SETTLE_SECONDS`."""
+def until(done: Callable[[], bool], otherwise: str) -> None:
+    """Wait for what normally takes a moment; says ``otherwise`` and goes on without it after `SETTLE_SECONDS`."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    while not done() and time.monotonic() < deadline:
+    while not done():
+        if time.monotonic() > deadline:
+            print(f"chaos: after {SETTLE_SECONDS:g} s {otherwise}", file=sys.stderr)
+            return
         time.sleep(0.05)
 
 

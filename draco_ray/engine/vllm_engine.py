@@ -455,17 +455,7 @@ class VllmEngine:
         if is_local(self._model.path):
             settings |= {"HF_HUB_OFFLINE": "1"}
         if self._config.gpus_per_engine == 0:
-            settings |= {
-                # One thread where the cores are shared. More of them must not spin while they wait for each other:
-                # beside busy neighbours that is ten times slower than sleeping.
-                "OMP_NUM_THREADS": str(max(1, int(self._config.cpus_per_engine))),
-                "OMP_WAIT_POLICY": "PASSIVE",
-                # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
-                "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-                # All that is left to compile is a small function of the sampler, which would need a C++ compiler and
-                # cost seconds at the first request.
-                "TORCHDYNAMO_DISABLE": "1",
-            }
+            settings |= cpu_environment(self._config)
         return settings
 
     def _check_platform(self, cpu: bool) -> None:
@@ -479,6 +469,21 @@ class VllmEngine:
                 f"engine {self._name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
                 "set it to the GPUs of one engine, or install the 'cpu' extra"
             )
+
+
+def cpu_environment(config: EngineConfig) -> dict[str, str]:
+    """Environment variables of a vLLM process without a GPU, whoever starts it."""
+    return {
+        # One thread where the cores are shared. More of them must not spin while they wait for each other: beside busy
+        # neighbours that is ten times slower than sleeping.
+        "OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine / config.tensor_parallel))),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        # All that is left to compile is a small function of the sampler, which would need a C++ compiler and cost
+        # seconds at the first request.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
 
 
 @contextlib.contextmanager

@@ -276,12 +276,17 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
     """Limits and simulators, the policy's own settings apart, that were not the same: ``agent.max_turns 50 or 100``."""
     found: dict[str, set[str]] = {}
     for plan in plans:
+        # τ-bench's are nested.
+        nested = {
+            f"{role}.{key}": value
+            for role, keys in plan.settings.items()
+            if isinstance(keys, dict)
+            for key, value in keys.items()
+        }
+        settings = plan.settings | nested
         for key in PROTOCOL:
-            value: Any = plan.settings
-            for name in (key,) if key in plan.settings else key.split("."):
-                value = value.get(name) if isinstance(value, dict) else None
-            if value is not None:
-                found.setdefault(key, set()).add(str(value))
+            if key in settings:
+                found.setdefault(key, set()).add("none" if settings[key] is None else str(settings[key]))
     return [
         f"{key} {' or '.join(sorted(values, key=lambda value: (len(value), value)))}"
         for key, values in found.items()

@@ -60,7 +60,6 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
         )
         if start.checkpoint is not None:
             learner.load(Path(start.checkpoint))
-        learner.release_memory()
     except DracoError as error:
         ray.get(given.feed.fail.remote(str(error)))
         return

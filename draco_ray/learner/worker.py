@@ -94,7 +94,9 @@ class LearnerWorker:
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
                 if self._rank > 0 and not self._learner.sharded:
                     return None
-                return self._learner.token_logprobs(token_ids, adapter=adapter)
+                logprobs = self._learner.token_logprobs(token_ids, adapter=adapter)
+                self._learner.release_memory()
+                return logprobs
             case Stop():
                 return None
         raise ValueError(f"unknown learner command {command!r}")

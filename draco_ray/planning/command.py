@@ -67,7 +67,7 @@ def plan(
         problems.append(learner_problem(config, shape, learner, room, gpu_memory_gib))
     if engine.sequences < 1:
         problems.append(engine_problem(config, engine, gpu_memory_gib))
-    elif engine_on_gpu and (problem := sharing_problem(config, shape, engine, gpu, reserved, resting)) is not None:
+    elif engine_on_gpu and (problem := room_problem(config, shape, engine, gpu, reserved, resting)) is not None:
         problems.append(problem)
     if problems:
         raise ConfigError("; ".join(problems))
@@ -134,10 +134,10 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
     )
 
 
-def sharing_problem(
+def room_problem(
     config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
 ) -> str | None:
-    """Why an engine does not fit beside what else is on its GPU, and what to change; None if it does.
+    """Why an engine does not fit into its GPU, or beside what else is on it, and what to change; None if it does.
 
     Args:
         gpu: memory of the GPU, bytes.
@@ -150,13 +150,17 @@ def sharing_problem(
     elif engine.gpus_per_engine < 1:
         left, beside = int(gpu * engine.gpus_per_engine), f"engine.gpus_per_engine={engine.gpus_per_engine:g}"
     else:
-        return None
+        left, beside = gpu, "nothing else is on it"
     if memory.limit <= left:
         return None
-    fitting = max(0, math.floor(100 * left / gpu)) / 100
     found = f"an engine takes {_size(memory.limit)} of a GPU of {_size(gpu)} and has {_size(max(0, left))}: {beside}"
+    cache = math.floor(10 * (left - total(memory.items)) / GIB) / 10
+    if engine.kv_cache_gib is not None and cache < engine.kv_cache_gib and cache * GIB >= memory.sequence:
+        return f"{found}; lower engine.kv_cache_gib ({engine.kv_cache_gib:g}) to {cache:g}"
+    fitting = max(0, math.floor(100 * left / gpu)) / 100
     smaller = config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": fitting})})
-    if engine_memory(smaller, shape, gpu, reserved).sequences >= 1:
+    fits = engine_memory(smaller, shape, gpu, reserved)
+    if fits.sequences >= 1 and fits.limit <= left:
         return f"{found}; lower engine.gpu_memory_utilization ({engine.gpu_memory_utilization:g}) to {fitting:g}"
     fewer = "set learner.sharding=full, or use " if engine.colocate and not is_sharded(config) else "use "
     return f"{found}, and with that one sequence does not fit; {fewer}GPUs with more memory (--gpu-memory-gib)"

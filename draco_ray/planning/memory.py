@@ -267,7 +267,8 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     cache = limit - total(items)
     if engine.kv_cache_gib is not None or not on_gpu:
         cache = int((engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
-        limit = gpu
+        # vLLM wants its share of the GPU to be free when it starts, whatever it takes then.
+        limit = max(limit, total(items) + cache) if on_gpu else gpu
     return EngineMemory(
         items=tuple(items),
         limit=limit,

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from rich.console import Console
@@ -30,7 +30,7 @@ from draco_ray.learner.group import LearnerGroup
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState, Pipeline
-from draco_ray.records import Criterion, Evaluation, Message
+from draco_ray.records import Criterion, Evaluation, FloatArray, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.show import read_evaluations
 from draco_ray.training.evaluate import evaluate_tasks
@@ -58,6 +58,14 @@ STALE_IMPORTANCE_CAP = 2.0
 """``learner.importance_cap`` where it is null and ``train.staleness`` is on."""
 PUBLISH_ATTEMPTS = 3
 """Times the adapter is asked for, should the learner's worker die between handing it out and its being copied."""
+
+
+class Probe(NamedTuple):
+    """What engine and learner are compared on after a sync."""
+
+    token_ids: list[int]
+    logprobs: FloatArray
+    """The learner's, of all tokens but the first, nats."""
 
 
 def train(config: DracoConfig, console: Console | None = None) -> Path:
@@ -356,16 +364,15 @@ class Trainer:
             self._progress.update(group)
             self._observer.group(group)
 
-    async def _learn(self, batch: Batch) -> tuple[dict[str, Any], list[int], list[Interval]]:
+    async def _learn(self, batch: Batch) -> tuple[dict[str, Any], Probe | None, list[Interval]]:
         """Update the policy with the groups as they finish.
 
-        Returns: metrics, a few tokens for the canary, and when the learner was at work.
+        Returns: metrics, what the canary compares, and when the learner was at work.
         """
         async with self._engines_asleep(batch.work):
             update = await streamed_update(self._learner, batch.work, self._config.learner.minibatch_prompts)
-        probe: list[int] = []
-        for samples in update.fed:
-            probe = probe or await self._advantages.probe.remote(samples, PROBE_TOKENS)
+            # Before engines on the same GPU take the memory that a pass of the learner's needs.
+            probe = await self._probe(update.fed)
         for group in batch.groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
@@ -385,21 +392,30 @@ class Trainer:
         yield
         await self._actors.fleet.wake()
 
-    async def _sync(self, version: int, probe: list[int], moved: bool) -> float | None:
+    async def _probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
+        """The beginning of one of these groups' rollouts, scored by the learner; None if there is none."""
+        for samples in fed:
+            token_ids = await self._advantages.probe.remote(samples, PROBE_TOKENS)
+            if len(token_ids) >= 2:
+                return Probe(token_ids, (await self._learner.token_logprobs(token_ids))[1:])
+        return None
+
+    async def _sync(self, version: int, probe: Probe | None, moved: bool) -> float | None:
         """Bring the new adapter to every engine and prove that it is live; returns the mean log-prob gap, nats.
 
         Beside rollouts an engine's passes differ by rounding, which a small adapter's effect may not exceed. So that
         it has one is asked of quiet engines only, and none run ahead before it was; the gap is bounded always.
         """
         await self._publish(version)
-        if len(probe) < 2:
+        if probe is None:
             return None
-        learner = (await self._learner.token_logprobs(probe))[1:]
         tolerance = self._config.engine.canary_tolerance
         moved = moved and self._ahead is None
         readings = await asyncio.gather(
             *(
-                run_canary(client, [probe], [learner], version=version, moved=moved, tolerance=tolerance)
+                run_canary(
+                    client, [probe.token_ids], [probe.logprobs], version=version, moved=moved, tolerance=tolerance
+                )
                 for client in self._actors.clients
             )
         )

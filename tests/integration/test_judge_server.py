@@ -109,6 +109,23 @@ async def test_a_server_that_replaces_a_killed_one_knows_what_was_answered(tmp_p
             assert stats(replacement)["repeated"] == 2
 
 
+async def test_a_reply_whose_reader_died_while_the_server_was_held_counts_as_none() -> None:
+    with JudgeServer(latency=0.5) as server:
+        judge = build_judge(config(server))
+        process = psutil.Process(server.pid)
+        asking = asyncio.create_task(judge.score(example_trajectory(), RUBRIC, WHERE))
+        while stats(server)["in_flight"] == 0:
+            await asyncio.sleep(0.01)
+        process.suspend()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        # The reply is due when the server runs again.
+        await asyncio.sleep(0.6)
+        process.resume()
+        await judge.score(example_trajectory(), RUBRIC, WHERE)
+        assert stats(server)["repeated"] == 0
+
+
 async def test_replies_wait_side_by_side() -> None:
     with JudgeServer(latency=0.5) as server:
         judge = build_judge(config(server))

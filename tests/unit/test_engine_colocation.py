@@ -10,7 +10,9 @@ import pytest
 
 from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError
+from draco_ray.training import trainer as trainer_module
 from draco_ray.training.trainer import Trainer
+from tests.unit.test_training_metrics import an_update
 
 SHARED = (
     "engine.colocate=true",
@@ -48,6 +50,31 @@ def test_what_cannot_share_is_one_clear_line(changes: tuple[str, ...], problem: 
 def test_the_cpu_preset_refuses_it() -> None:
     with pytest.raises(ConfigError, match=r"^config: engine\.colocate: vLLM cannot sleep on the CPU"):
         load_config("sandbox", ["engine.colocate=true"])
+
+
+async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    async def update(*ignored: object) -> SimpleNamespace:
+        events.append("learn")
+        return SimpleNamespace(fed=["samples"], updates=[an_update(100, kl=0.0, grad_norm=1.0)], busy=[])
+
+    async def probe(samples: str, most: int) -> list[int]:
+        return [1, 2, 3]
+
+    async def logprobs(token_ids: list[int]) -> list[float]:
+        events.append("score")
+        return [0.0, -1.0, -2.0]
+
+    monkeypatch.setattr(trainer_module, "streamed_update", update)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer._config = load_config(overrides=SHARED)
+    trainer._actors = SimpleNamespace(fleet=Fleet(events))
+    trainer._advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))
+    trainer._learner = SimpleNamespace(token_logprobs=logprobs)
+    _, found, _ = await trainer._learn(SimpleNamespace(work=[], groups=[]))
+    assert events == ["sleep", "learn", "score", "wake"]
+    assert found == ([1, 2, 3], [-1.0, -2.0])
 
 
 class Fleet:

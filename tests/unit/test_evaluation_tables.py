@@ -250,6 +250,10 @@ def test_other_limits_and_simulators_are_named(directories: list[str], tmp_path:
     ]
     assert protocol_differences(simulators) == ["user.model one or another"]
     assert protocol_differences(simulators[:1] * 2) == []
+    limits = [a_plan(settings={"episode_timeout_seconds": limit}) for limit in (None, 60.0)]
+    assert protocol_differences(limits) == ["episode_timeout_seconds 60.0 or none"]
+    # An AppWorld plan beside them has no such key.
+    assert protocol_differences([limits[0], a_plan(settings={"agent.max_turns": 50})]) == []
 
 
 def test_discovery_and_consistency_of_tasks_and_scenarios(directories: list[str]) -> None:

@@ -549,7 +549,11 @@ def test_after_an_update_a_shared_gpu_gets_its_memory_back(
     worker.execute(Accumulate(groups=(make_samples(),)))
     assert seen == []
     worker.execute(Update())
-    assert seen == ([[None] * len(learner.policy.parameters)] if share == 0.4 else [])
+    given_back = [None] * len(learner.policy.parameters)
+    assert seen == ([given_back] if share == 0.4 else [])
+    # The canary's pass: the last before the engines wake, at the start as well.
+    worker.execute(TokenLogprobs(token_ids=(1, 2, 3), adapter=True))
+    assert seen == ([given_back] * 2 if share == 0.4 else [])
 
 
 def test_samples_that_were_not_remembered_are_refused_after_an_update(model: ModelConfig) -> None:

@@ -227,6 +227,15 @@ def test_an_engine_that_would_wake_into_the_learners_memory_is_refused(capsys: p
     assert "set learner.sharding=full" in error
 
 
+def test_a_kv_cache_of_given_size_is_held_against_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "take turns: awake, an engine's 68.00 GiB" in printed(capsys, "qwen3.6-27b", *TURNS, "engine.kv_cache_gib=8")
+    for words in (TURNS, ("engine.tensor_parallel=1", "engine.gpus_per_engine=1")):
+        error = refused(capsys, "qwen3.6-27b", *words, "engine.kv_cache_gib=40")
+        fitting = error.split("lower engine.kv_cache_gib (40) to ")[1].strip()
+        printed(capsys, "qwen3.6-27b", *words, f"engine.kv_cache_gib={fitting}")
+        refused(capsys, "qwen3.6-27b", *words, f"engine.kv_cache_gib={float(fitting) + 0.2}")
+
+
 def test_a_share_of_a_gpu_is_held_against_what_vllm_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     half = ("engine.tensor_parallel=1", "engine.gpus_per_engine=0.5", "--gpu-memory-gib", "140")
     error = refused(capsys, "qwen3.6-27b", *half)

@@ -19,7 +19,7 @@ import httpx
 
 from draco_ray.config import DracoConfig
 from draco_ray.engine.model_directory import is_local
-from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, LORA_RANKS
+from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, LORA_RANKS, cpu_environment
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.evaluation.tau_bench.policy import TauPolicy, changes_model, write_served_adapter
 from draco_ray.evaluation.tau_bench.process import Child, Scrubber
@@ -141,8 +141,7 @@ def serve_environment(config: DracoConfig, policy: TauPolicy, key: str, withhold
     if is_local(policy.model):
         environment["HF_HUB_OFFLINE"] = "1"
     if config.engine.gpus_per_engine == 0:
-        threads = str(max(1, int(config.engine.cpus_per_engine)))
-        environment |= {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
+        environment |= cpu_environment(config.engine)
     return environment
 
 
