@@ -45,6 +45,11 @@ def stats(server: JudgeServer) -> dict[str, Any]:
     return found
 
 
+def wait_for_request(server: JudgeServer) -> None:
+    while stats(server)["in_flight"] == 0:
+        time.sleep(0.01)
+
+
 def ask(server: JudgeServer, prompt: str = "Reply with the word OK.", **body: Any) -> httpx.Response:
     message = {"role": "user", "content": prompt}
     return httpx.post(
@@ -114,8 +119,7 @@ async def test_a_reply_whose_reader_died_while_the_server_was_held_counts_as_non
         judge = build_judge(config(server))
         process = psutil.Process(server.pid)
         asking = asyncio.create_task(judge.score(example_trajectory(), RUBRIC, WHERE))
-        while stats(server)["in_flight"] == 0:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_for_request, server)
         process.suspend()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
