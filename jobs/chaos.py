@@ -43,15 +43,16 @@ HEAD_ATTEMPTS = 3
 def actors(driver: int, kind: str) -> list[int]:
     """Processes of the run's actors of that class; Ray writes the class at the top of a worker's log.
 
-    `session_latest` is left out: another Ray on the machine moves it at any time.
+    Only in the newest session that this driver started: process ids come again, and others move `session_latest`.
     """
     found = []
-    for process in psutil.Process(driver).children(recursive=True):
-        for log in glob.glob(f"/tmp/ray/session_[0-9]*/logs/worker-*-{process.pid}.out"):
-            head = Path(log).read_text(encoding="utf-8", errors="replace")[:400]
-            if f":actor_name:{kind}\n" in head:
-                found.append(process.pid)
-                break
+    for session in sorted(glob.glob(f"/tmp/ray/session_[0-9]*_{driver}"))[-1:]:
+        for process in psutil.Process(driver).children(recursive=True):
+            for log in glob.glob(f"{session}/logs/worker-*-{process.pid}.out"):
+                head = Path(log).read_text(encoding="utf-8", errors="replace")[:400]
+                if f":actor_name:{kind}\n" in head:
+                    found.append(process.pid)
+                    break
     return found
 
 
