@@ -99,7 +99,7 @@ class EngineConfig(Tree):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Of a whole GPU, also where an engine is given a share of one."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """KV cache of a CPU engine, GiB."""
+    """KV cache of an engine, GiB; null: on a GPU what gpu_memory_utilization leaves, on the CPU 1."""
     max_num_seqs: int = Field(64, ge=1)
     enforce_eager: bool = False
     temperature: float = Field(1.0, ge=0)

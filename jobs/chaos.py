@@ -34,6 +34,8 @@ STEPS, PROMPTS, GROUP = 2, 2, 3
 JUDGE_SECONDS = 1.0
 """Of a reply, so that a fault finds calls under way."""
 LIMIT_SECONDS = 900.0
+RAY_FOLDER = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+"""Where Ray keeps the sessions that it starts itself."""
 SETTLE_SECONDS = 20.0
 """For replies to be stored, and for processes to end."""
 HEAD_ATTEMPTS = 3
@@ -46,7 +48,7 @@ def actors(driver: int, kind: str) -> list[int]:
     Only in the newest session that this driver started: process ids come again, and others move `session_latest`.
     """
     found = []
-    for session in sorted(glob.glob(f"/tmp/ray/session_[0-9]*_{driver}"))[-1:]:
+    for session in sorted(glob.glob(f"{RAY_FOLDER}/session_[0-9]*_{driver}"))[-1:]:
         for process in psutil.Process(driver).children(recursive=True):
             for log in glob.glob(f"{session}/logs/worker-*-{process.pid}.out"):
                 head = Path(log).read_text(encoding="utf-8", errors="replace")[:400]
