@@ -39,10 +39,9 @@ def test_a_full_disk_is_one_line_and_nothing_is_torn(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout)
-    before, answers, written, later, opened, created = seen["messages"]
+    before, answers, written, later, created = seen["messages"]
     assert before.startswith(f"run directory {tmp_path / 'run'}: 0.00 GiB free on its disk, a training step may write")
     assert answers.startswith(f"judge replies cannot be kept in {tmp_path / 'run' / 'judge_cache'}: ")
-    assert opened == answers
     assert created.startswith(f"run directory {tmp_path}/another-")
     assert "No space left on device; set run.root" in created
     # Nor is a log line that cannot be written a traceback.
@@ -51,4 +50,5 @@ def test_a_full_disk_is_one_line_and_nothing_is_torn(tmp_path: Path) -> None:
     # Nobody waits for most writes: who asks next is told.
     assert later == written
     assert all("\n" not in message for message in seen["messages"])
+    # What was paid for can be read on, also by a process that opens it now.
     assert (seen["rows of step 1"], seen["first answer"]) == (4, True)

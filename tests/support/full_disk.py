@@ -51,13 +51,12 @@ def main(folder: Path) -> None:
     created = refused(lambda number: RunDirectory.create(folder / f"another-{number}", dump_config(config)))
     start_run_log(run.path)
     logging.getLogger("draco_ray").warning("x" * 10_000)
-    opened = refused(lambda number: ReplyCache(run.judge_cache))
     kept = run.table("trajectories", 1).num_rows
-    first = asyncio.run(cache.get("0")) is not None
+    first = asyncio.run(ReplyCache(run.judge_cache).get("0")) is not None
     print(
         json.dumps(
             {
-                "messages": [before, answers, written, later, opened, created],
+                "messages": [before, answers, written, later, created],
                 "rows of step 1": kept,
                 "first answer": first,
             }
