@@ -219,7 +219,7 @@ async def _ask(
         if call.phase is Phase.SCORE:
             scores = parse_scores(completion.text, call.rubric).value
             return [score.verdict for score in scores], [()] * len(scores), completion.dollars, None
-        attributions = parse_attributions(completion.text, call.rubric, call.steps, allow_uncited=True).value
+        attributions = parse_attributions(completion.text, call.rubric, call.steps, lenient=True).value
     except ReplyError as error:
         return [], [], completion.dollars, str(error)
     verdicts = [attribution.verdict for attribution in attributions]

@@ -166,7 +166,7 @@ class Judge:
         asked_rubric = [rubric[index] for index in asked]
 
         def parse(text: str, last: bool) -> Parsed[Attributions]:
-            return parse_attributions(text, asked_rubric, len(trajectory.steps), allow_uncited=last)
+            return parse_attributions(text, asked_rubric, len(trajectory.steps), lenient=last)
 
         prompt = credit_prompt(self._prompts, trajectory, asked_rubric, [scores[index] for index in asked])
         judged = await self._phase(Phase.CREDIT, prompt, parse, context)

@@ -12,7 +12,7 @@ A reply is used whole or not at all. In this order:
    without an index whose titles are all known may come in any order.
 
 What is tolerated is noted, never silent: criteria beyond the limit or with a title already taken are cut, a title that
-names nothing, and, when asked to (`parse_attributions`), a verdict that cites no step.
+names nothing, and, when asked to (`parse_attributions`), a step that does not exist and a verdict that cites none.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def parse_scores(text: str, rubric: Sequence[Criterion]) -> Parsed[tuple[ScoredC
 
 
 def parse_attributions(
-    text: str, rubric: Sequence[Criterion], num_steps: int, *, allow_uncited: bool = False
+    text: str, rubric: Sequence[Criterion], num_steps: int, *, lenient: bool = False
 ) -> Parsed[tuple[Attribution, ...]]:
     """Read which steps are responsible for which verdict, in the rubric's order.
 
@@ -168,12 +168,13 @@ def parse_attributions(
         text: the reply.
         rubric: the criteria that were asked about; `Attribution.criterion` indexes into it.
         num_steps: M; valid steps are 1 .. M.
-        allow_uncited: accept a pass or fail without a step, as a verdict that moves no credit, with a note. The judge
-            sets it once asking again did not help: losing one criterion's citation is less than losing them all.
+        lenient: leave out steps that do not exist, and accept a pass or fail that then cites none as a verdict that
+            moves no credit, each with a note. The judge sets it once asking again did not help: losing one criterion's
+            citation is less than losing them all.
 
     Raises:
-        ReplyError: not exactly one entry per criterion, an unknown verdict, a step beyond the trajectory, or (unless
-            allowed) a pass or fail without a step.
+        ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless lenient) a step beyond the
+            trajectory or a pass or fail without a step.
     """
     entries = _entries(text, _AttributionReply)
     order, alignment_notes = _align(entries, rubric)
@@ -182,10 +183,14 @@ def parse_attributions(
     uncited = []
     for criterion, position in enumerate(order):
         entry = entries[position]
-        if beyond := [step for step in entry.relevant_steps if not 1 <= step <= num_steps]:
-            raise ReplyError(f"rubric_index {criterion}: step {beyond[0]} does not exist; steps are 1 to {num_steps}")
+        cited = set(entry.relevant_steps)
+        if beyond := sorted(step for step in cited if not 1 <= step <= num_steps):
+            problem = f"rubric_index {criterion}: step {beyond[0]} does not exist; steps are 1 to {num_steps}"
+            if not lenient:
+                raise ReplyError(problem)
+            notes.append(problem)
         verdict = Verdict[entry.verdict]
-        steps = () if verdict is Verdict.NOT_APPLICABLE else tuple(sorted(set(entry.relevant_steps)))
+        steps = () if verdict is Verdict.NOT_APPLICABLE else tuple(sorted(cited - set(beyond)))
         if verdict is not Verdict.NOT_APPLICABLE and not steps:
             uncited.append(criterion)
         attributions.append(
@@ -193,7 +198,7 @@ def parse_attributions(
         )
     if uncited:
         which = ", ".join(str(criterion) for criterion in uncited)
-        if not allow_uncited:
+        if not lenient:
             raise ReplyError(f"rubric_index {which}: a PASS or FAIL must cite at least one step in relevant_steps")
         notes.append(f"no step cited for rubric_index {which}: no credit moves for it")
     return Parsed(value=tuple(attributions), notes=tuple(notes))
@@ -263,7 +268,7 @@ class _ScoreReply(_RubricEntry):
 
 class _AttributionReply(_RubricEntry):
     verdict: Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict)]
-    relevant_steps: list[_Integer]
+    relevant_steps: Annotated[list[_Integer], BeforeValidator(lambda value: [] if value is None else value)]
     explanation: _Remark = ""
 
 

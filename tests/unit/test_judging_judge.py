@@ -261,12 +261,13 @@ async def test_a_verdict_without_a_step_is_asked_about_once_and_then_moves_no_cr
     assert judged.notes == ("no step cited for rubric_index 1: no credit moves for it",)
 
 
-async def test_a_step_beyond_the_trajectory_is_never_used() -> None:
-    beyond = attributions((0, 1), [1], [3])
+async def test_a_step_beyond_the_trajectory_is_asked_about_once_and_then_left_out() -> None:
+    beyond = attributions((0, 1), [1], [2, 3])
     judged = await judge(Script(beyond, beyond)).credit(example_trajectory(), RUBRIC, SCORES, WHERE)
-    assert judged.value is None
-    assert judged.error is not None
-    assert "step 3 does not exist; steps are 1 to 2" in judged.error
+    assert [item.steps for item in judged.value or ()] == [(1,), (2,)]
+    assert judged.calls[0].error is not None
+    assert judged.calls[1].error is None
+    assert judged.notes == ("rubric_index 1: step 3 does not exist; steps are 1 to 2",)
 
 
 async def test_every_vote_is_a_request_of_its_own() -> None:

@@ -329,7 +329,7 @@ def test_what_does_not_apply_cites_nothing() -> None:
         (attribution(1, (True,)), r"entry 1, field relevant_steps\.0"),
         (attribution(1, ("step 2",)), r"entry 1, field relevant_steps\.0"),
         (attribution(1, "2"), "entry 1, field relevant_steps"),
-        (attribution(1, None), "entry 1, field relevant_steps"),
+        (attribution(1, None), "rubric_index 1: a PASS or FAIL must cite at least one step"),
         (attribution(1, (1,), "MAYBE"), "entry 1, field verdict"),
         (attribution(1, (1,), None), "entry 1, field verdict"),
         (attribution(1, (), "FAIL"), "rubric_index 1: a PASS or FAIL must cite at least one step"),
@@ -341,9 +341,33 @@ def test_attributions_that_are_refused(entry: dict[str, object], message: str) -
         parse_attributions(json.dumps([attribution(0), entry, attribution(2)]), RUBRIC, STEPS)
 
 
+def test_a_verdict_that_does_not_apply_may_have_null_for_its_steps() -> None:
+    reply = json.dumps([attribution(0), attribution(1, None, "N/A"), attribution(2)])
+    assert [item.steps for item in parse_attributions(reply, RUBRIC, STEPS).value] == [(1,), (), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("cited", "verdict", "left", "uncited"),
+    [
+        ((2, STEPS + 1), "FAIL", (2,), False),
+        ((0, -3, 1, STEPS, 10**5), "PASS", (1, STEPS), False),
+        ((STEPS + 1,), "FAIL", (), True),
+        ((STEPS + 1,), "N/A", (), False),
+    ],
+)
+def test_steps_that_do_not_exist_can_be_left_out_and_are_noted(
+    cited: tuple[int, ...], verdict: str, left: tuple[int, ...], uncited: bool
+) -> None:
+    reply = json.dumps([attribution(0), attribution(1, cited, verdict), attribution(2)])
+    parsed = parse_attributions(reply, RUBRIC, STEPS, lenient=True)
+    assert [item.steps for item in parsed.value] == [(1,), left, (1,)]
+    assert any("does not exist" in note for note in parsed.notes)
+    assert any("no step cited for rubric_index 1" in note for note in parsed.notes) is uncited
+
+
 def test_an_uncited_verdict_can_be_let_through_and_is_noted() -> None:
     reply = json.dumps([attribution(0), attribution(1, (), "FAIL"), attribution(2)])
-    parsed = parse_attributions(reply, RUBRIC, STEPS, allow_uncited=True)
+    parsed = parse_attributions(reply, RUBRIC, STEPS, lenient=True)
     assert [(item.verdict, item.steps) for item in parsed.value] == [
         (Verdict.PASS, (1,)),
         (Verdict.FAIL, ()),
