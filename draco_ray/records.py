@@ -19,7 +19,7 @@ IntArray = NDArray[np.integer]
 BoolArray = NDArray[np.bool_]
 
 GAP = -1
-"""Step index of a token that belongs to no step: prompt, template glue, tool output, a closing turn without code."""
+"""Step index of a token that belongs to no step: prompt, template glue, tool output, a turn without code."""
 
 
 class EpisodeEnd(StrEnum):
@@ -238,6 +238,8 @@ class CreditFallback(StrEnum):
 
     NONE = "none"
     CREDIT_OFF = "credit_off"
+    NO_STEP = "no_step"
+    """The policy emitted no code block: all its sampled tokens take A_i."""
     NO_CITATION = "no_citation"
     VANISHING_NORMALISER = "vanishing_normaliser"
     CREDIT_CALL_FAILED = "credit_call_failed"
@@ -285,7 +287,7 @@ class TrainingSample:
     loss_mask_T: BoolArray
     """Sampled tokens: the valid tokens of the token-mean and of the KL term."""
     advantage_T: FloatArray
-    """a_j on the tokens of step j (or the uniform A_i), 0 elsewhere."""
+    """a_j on the tokens of step j, 0 elsewhere; A_i on every sampled token where there is no credit or no step."""
     logprob_T: FloatArray
     """The engine's log-prob at sampling; 0.0 off the mask."""
     prompt_length: int

@@ -96,13 +96,17 @@ def step_weights(advantage: float, quality_M: FloatArray) -> FloatArray:
 
 
 def credit_fallback(advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> CreditFallback:
-    """Why Eq. `credit` cannot be used on a trajectory: no step is cited, or every weight is zero; NONE if it can.
+    """Why Eq. `credit` cannot be used on a trajectory; NONE if it can.
+
+    It has no step, none is cited, or every weight is zero.
 
     The qualities are ratios of small counts, so a weight that is zero in the equation is exactly zero here.
 
     >>> credit_fallback(1.0, np.array([0.0, 0.0]), np.array([3, 4]))
     <CreditFallback.VANISHING_NORMALISER: 'vanishing_normaliser'>
     """
+    if not tokens_M.any():
+        return CreditFallback.NO_STEP
     if np.isnan(quality_M).all():
         return CreditFallback.NO_CITATION
     if not step_weights(advantage, quality_M)[tokens_M > 0].any():

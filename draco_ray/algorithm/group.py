@@ -99,10 +99,10 @@ def group_advantages_from_rewards(
 def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool) -> TrainingSample:
     """Put a rollout's step advantages on its tokens.
 
-    With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a closing turn without code), and
-    also where a fallback made a_j uniform: the conserved total is that of the step tokens. Without credit every sampled
-    token receives A_i, as in vanilla GRPO. Either way all sampled tokens are in the loss mask: they count in the
-    token-mean and in the KL term.
+    With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a closing turn, or one that a
+    length limit cut before its code closed), and also where a fallback made a_j uniform: the conserved total is that of
+    the step tokens. Without credit, and in a rollout without any step, every sampled token receives A_i, as in vanilla
+    GRPO. Either way all sampled tokens are in the loss mask: they count in the token-mean and in the KL term.
 
     Args:
         trajectory: the rollout.
@@ -121,7 +121,7 @@ def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage,
     if len(trajectory.steps) != len(advantage_M) or trajectory.step_T.max(initial=GAP) >= len(advantage_M):
         raise ValueError(f"{where}: {len(trajectory.steps)} steps, its advantages are for {len(advantage_M)}")
     advantage_T = np.zeros(len(trajectory.token_ids_T), dtype=np.float32)
-    if credit:
+    if credit and in_step_T.any():
         advantage_T[in_step_T] = advantage_M[trajectory.step_T[in_step_T]]
     else:
         advantage_T[trajectory.sampled_T] = rollout_advantage.advantage

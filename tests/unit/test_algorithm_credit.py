@@ -245,7 +245,7 @@ def test_weight_only_on_empty_steps_is_a_vanishing_normaliser() -> None:
 
 def test_a_trajectory_without_steps_has_no_step_advantages() -> None:
     assert step_advantages(1.0, np.zeros(0), np.zeros(0, dtype=np.int64)).tolist() == []
-    assert credit_fallback(1.0, np.zeros(0), np.zeros(0, dtype=np.int64)) is CreditFallback.NO_CITATION
+    assert credit_fallback(1.0, np.zeros(0), np.zeros(0, dtype=np.int64)) is CreditFallback.NO_STEP
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,49 @@ def test_a_uniform_fallback_under_credit_covers_step_tokens_only() -> None:
     assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
 
 
+def without_steps(rollout: int) -> Trajectory:
+    """One turn, cut before its code closed."""
+    played = trajectory()
+    return replace(
+        played,
+        rollout=rollout,
+        turns=(Turn(text="a and a", code=None, output=None, first_token=2, last_token=8),),
+        sampled_T=np.array([0, 0, 1, 1, 1, 1, 1, 1], dtype=bool),
+        step_T=np.full(8, -1),
+        ended=EpisodeEnd.RESPONSE_LIMIT,
+    )
+
+
+@pytest.mark.parametrize("attributed", [(), None])
+def test_a_rollout_without_a_step_takes_the_advantage_on_all_it_sampled(attributed: tuple[Attribution] | None) -> None:
+    played, idle = trajectory(), without_steps(5)
+    cited = [[Attribution(criterion=0, verdict=Verdict.PASS, steps=(1,))], attributed]
+    acted, idled = group_advantages(
+        "g", np.array([[1], [-1]]), cited, [played.tokens_M, idle.tokens_M], [4, 5], credit=True
+    ).rollouts
+    if attributed is not None:
+        assert (idled.fallback, idled.inert) == (CreditFallback.NO_STEP, True)
+    assert idled.advantage == pytest.approx(-(0.5**0.5))
+    advantage_T = training_sample(idle, idled, credit=True).advantage_T
+    assert advantage_T == pytest.approx(idled.advantage * idle.sampled_T)
+    # Its neighbour in the group is credited as ever, its closing turn with nothing.
+    assert acted.fallback is CreditFallback.NONE
+    assert training_sample(played, acted, credit=True).advantage_T[-1] == 0.0
+
+
+def test_a_turn_that_was_cut_before_its_code_takes_nothing_beside_steps() -> None:
+    played = trajectory()
+    cut = replace(
+        played,
+        turns=(*played.turns[:2], replace(played.turns[2], text="<code>x = ")),
+        ended=EpisodeEnd.RESPONSE_LIMIT,
+    )
+    member = group_advantages("g", np.array([[-1], [1]]), [(), ()], [cut.tokens_M] * 2, [4, 5], credit=True).rollouts[0]
+    sample = training_sample(cut, member, credit=True)
+    assert sample.advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
+    assert sample.loss_mask_T[-1]
+
+
 def test_vanilla_grpo_covers_every_sampled_token() -> None:
     played = trajectory()
     member = group_advantages_from_rewards("g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5]).rollouts[0]
