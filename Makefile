@@ -5,12 +5,13 @@ PIP_ARGS ?=
 VENV := .venv
 APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
+UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock world demo bench bench-overlap bench-learner gpu-check ablation chaos check format test test-fast clean
+.PHONY: help setup lock lock-hashes world demo bench bench-overlap bench-learner gpu-check ablation chaos check format test test-fast clean
 
 # List the targets.
 help:
@@ -21,13 +22,13 @@ setup: $(VENV)/.ready $(APPWORLD_VENV)/.ready
 
 $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/cpu.lock
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/cpu.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
 $(APPWORLD_VENV)/.ready: requirements/appworld.lock
 	test -x $(APPWORLD_VENV)/bin/python || $(PYTHON) -m venv $(APPWORLD_VENV)
-	$(APPWORLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/appworld.lock
+	$(APPWORLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/appworld.lock
 	cd $(APPWORLD_VENV) && bin/appworld install >/dev/null
 	touch $@
 
@@ -36,18 +37,30 @@ $(BENCH_VENV)/.ready: requirements/bench.lock $(VENV)/.ready
 	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
 	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
 		> $$($(BENCH_VENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/bench.lock
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/bench.lock
 	touch $@
 
-# Regenerate the lock files from pyproject.toml and requirements/*.in.
-lock:
-	test -x .venv-tools/bin/uv || ($(PYTHON) -m venv .venv-tools && .venv-tools/bin/pip install --quiet uv)
-	.venv-tools/bin/uv pip compile pyproject.toml --extra cpu --extra dev --python-version 3.11 --upgrade \
-		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) --no-annotate --no-header --quiet -o requirements/cpu.lock
+.venv-tools/bin/uv:
+	$(PYTHON) -m venv .venv-tools && .venv-tools/bin/pip install --quiet uv
+
+# Regenerate the lock files from pyproject.toml and requirements/*.in: first the versions, then the hashes of all their files.
+lock: .venv-tools/bin/uv
+	$(UV_COMPILE) pyproject.toml --extra cpu --extra dev --upgrade $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) -o requirements/cpu.lock
 	# The local label (+cpu) is the index's business; the version is ours.
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements/cpu.lock
-	.venv-tools/bin/uv pip compile requirements/appworld.in --python-version 3.11 --upgrade \
-		--no-annotate --no-header --quiet -o requirements/appworld.lock
+	$(UV_COMPILE) requirements/appworld.in --upgrade -o requirements/appworld.lock
+	$(MAKE) lock-hashes
+
+# Write the hashes of the versions that the lock files name, after one was changed by hand.
+lock-hashes: .venv-tools/bin/uv
+	for lock in cpu appworld bench; do \
+		sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/$$lock.lock > requirements/.$$lock.in && \
+		env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.$$lock.in --no-deps --generate-hashes -o requirements/.$$lock.lock && \
+		mv requirements/.$$lock.lock requirements/$$lock.lock && rm requirements/.$$lock.in || exit 1; \
+	done
+	# PyTorch's CPU builds for Linux come from its own index, not from PyPI; copy their hashes from there for a new version.
+	builds=requirements/torch-$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements/cpu.lock)-cpu.hashes && \
+		test -f $$builds && sed -i "/^torch==/r $$builds" requirements/cpu.lock
 
 # Build the sandbox world and the starter policy (cached).
 world: setup
