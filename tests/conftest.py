@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 
 from draco_ray.environments.appworld_python import appworld_python
+from tests.support import skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # A background job of a script is started with SIGINT ignored, and what it starts inherits that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make skips count where CI is set."""
+    skips.register(config)
+
 
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
 

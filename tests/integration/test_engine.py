@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,10 +192,17 @@ async def test_a_version_loaded_twice_does_not_reuse_the_first_ones_cache(engine
     assert gap(sample.logprobs, learner.token_logprobs(PROBE + sample.token_ids)[len(PROBE) :]) < 0.02
 
 
+async def admitted(engine: VllmEngine, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Return once vLLM has each task's request under way, or has answered it."""
+    vllm = engine._running().output_processor
+    while vllm.get_num_unfinished_requests() < sum(not task.done() for task in tasks):  # noqa: ASYNC110 - vLLM has none
+        await asyncio.sleep(0.001)
+
+
 async def test_requests_under_way_keep_their_version(engine: VllmEngine, learner: Learner, adapters: Path) -> None:
     await engine.load_adapter(train(learner, 6))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=300, seed=seed)) for seed in range(8)]
-    await asyncio.sleep(0.1)
+    await admitted(engine, tasks)
     older = learner.adapter(6)
     await engine.load_adapter(train(learner, 7))
     newer = await engine.sample(PROMPT, max_tokens=20, seed=0)
@@ -216,7 +223,7 @@ async def test_draining_ends_requests_before_the_adapter_changes_and_holds_new_o
     older = learner.adapter(20)
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"sync": "drain"}))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=300, seed=seed)) for seed in range(8)]
-    await asyncio.sleep(0.1)
+    await admitted(engine, tasks)
     assert not all(task.done() for task in tasks)
     loading = asyncio.create_task(engine.load_adapter(train(learner, 21)))
     await asyncio.sleep(0.01)
@@ -242,7 +249,7 @@ async def test_what_comes_while_an_engine_sleeps_is_answered_when_it_wakes(
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"colocate": True}))
     await engine.load_adapter(train(learner, 22))
     under_way = asyncio.create_task(engine.sample(PROMPT, max_tokens=200, seed=1))
-    await asyncio.sleep(0.05)
+    await admitted(engine, [under_way])
     await engine.sleep()
     await engine.sleep()
     assert (await under_way).policy_version == 22
@@ -263,7 +270,7 @@ async def test_scoring_the_base_model_beside_adapter_requests_changes_neither(
     await engine.load_adapter(train(learner, 8))
     alone = await engine.logprobs(PROBE, adapter=False)
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=200, seed=seed)) for seed in range(6)]
-    await asyncio.sleep(0.05)
+    await admitted(engine, tasks)
     beside = await asyncio.gather(*(engine.logprobs(PROBE, adapter=False) for _ in range(3)))
     for values in beside:
         assert gap(values, alone) < 1e-3
@@ -336,7 +343,7 @@ async def test_scoring_needs_two_tokens_that_fit(engine: VllmEngine) -> None:
 async def test_cancelling_a_sample_aborts_its_request(engine: VllmEngine, learner: Learner, adapters: Path) -> None:
     await engine.load_adapter(train(learner, 14))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=900, seed=seed)) for seed in range(8)]
-    await asyncio.sleep(0.1)
+    await admitted(engine, tasks)
     assert any(not task.done() for task in tasks)
     for task in tasks:
         task.cancel()
@@ -350,7 +357,7 @@ async def test_cancelling_a_sample_aborts_its_request(engine: VllmEngine, learne
 
 async def test_stopping_fails_what_is_unfinished_and_leaves_nothing(engine: VllmEngine, adapters: Path) -> None:
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=900, seed=seed)) for seed in range(8)]
-    await asyncio.sleep(0.1)
+    await admitted(engine, tasks)
     await engine.stop()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -367,7 +374,7 @@ async def test_a_killed_engine_core_is_one_clear_error(engine: VllmEngine, learn
     await engine.start()
     await engine.load_adapter(train(learner, 16))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=900, seed=seed)) for seed in range(8)]
-    await asyncio.sleep(0.1)
+    await admitted(engine, tasks)
     (core,) = core_processes()
     core.kill()
     failed = [e for e in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(e, BaseException)]

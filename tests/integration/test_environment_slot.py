@@ -200,8 +200,9 @@ async def test_a_dead_server_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> No
 
 async def test_a_dead_template_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> None:
     await slot.open(tasks.next())
-    template_of(slot).kill()
-    await asyncio.sleep(0.5)
+    template = template_of(slot)
+    template.kill()
+    assert psutil.wait_procs([template], timeout=10)[1] == []
     await slot.close_task()
     await check_next_task_runs_clean(slot, tasks)
 

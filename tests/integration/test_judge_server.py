@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -115,7 +117,7 @@ async def test_a_server_that_replaces_a_killed_one_knows_what_was_answered(tmp_p
 
 
 async def test_a_reply_whose_reader_died_while_the_server_was_held_counts_as_none() -> None:
-    with JudgeServer(latency=0.5) as server:
+    with JudgeServer(latency=2) as server:
         judge = build_judge(config(server))
         process = psutil.Process(server.pid)
         asking = asyncio.create_task(judge.score(example_trajectory(), RUBRIC, WHERE))
@@ -124,7 +126,7 @@ async def test_a_reply_whose_reader_died_while_the_server_was_held_counts_as_non
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         # The reply is due when the server runs again.
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.1)
         process.resume()
         await judge.score(example_trajectory(), RUBRIC, WHERE)
         assert stats(server)["repeated"] == 0
@@ -289,8 +291,13 @@ def test_ctrl_c_ends_the_command_quietly() -> None:
         text=True,
     )
     assert process.stdout is not None
-    assert "http://127.0.0.1:" in process.stdout.readline()
-    time.sleep(0.5)
+    base = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+    assert base
+    while process.poll() is None:
+        with contextlib.suppress(httpx.ConnectError):
+            httpx.get(f"{base[0]}/stats")
+            break
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, complaints = process.communicate(timeout=20)
     assert process.returncode == 0

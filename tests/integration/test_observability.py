@@ -95,11 +95,12 @@ def test_every_log_line_says_run_step_task_and_rollout(run_directory: Path) -> N
     class Talker:
         def __init__(self) -> None:
             start_run_log()
+            self._both = asyncio.Barrier(2)
 
         async def work(self, group: str, rollout: int) -> None:
             working_on(group, rollout)
-            # The other call runs here, in a context of its own.
-            await asyncio.sleep(0.2)
+            # Until the other call runs too, in a context of its own.
+            await self._both.wait()
             logging.getLogger("draco_ray.talker").info("worked on %s", group)
 
     actor = Talker.options(name="Talker-0@watched").remote()  # type: ignore[attr-defined]

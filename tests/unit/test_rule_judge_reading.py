@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,10 +243,9 @@ def test_parameters_are_read_from_the_task_as_the_code_reads_them() -> None:
 
 def test_a_pattern_that_would_take_for_ever_is_left_alone() -> None:
     code = 'task = apis.supervisor.show_active_task()["instruction"]\nx = re.findall("(a+)+$", task)[0]'
-    started = time.monotonic()
+    # Tried to its end this outlasts the time limit of any test.
     found = trace(run_of((code, "")), "a" * 60 + "!")
     assert found.variables["x"].text is None
-    assert time.monotonic() - started < 30
 
 
 def test_only_what_ran_before_an_error_counts() -> None:
