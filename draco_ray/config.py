@@ -407,7 +407,7 @@ class DracoConfig(Tree):
 
     setting: str = "draco"
     """Name of the setting, for tables; the preset of that name sets the keys that make it so."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     agent: AgentConfig = AgentConfig()

@@ -195,8 +195,8 @@ class Pipeline:
             evaluations = [member.evaluation for member in members]
             result = self._advantages.from_evaluations.remote(group.name, numbers, trajectories, evaluations)
         else:
-            seed = self._seed + 1_000_003 * group.step + group.index
-            result = self._advantages.from_noise.remote(group.name, numbers, trajectories, seed)
+            key = (self._seed, group.step, group.index)
+            result = self._advantages.from_noise.remote(group.name, numbers, trajectories, key)
         return await self._credited(group, None, result)
 
     async def _score(self, group: Group, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:

@@ -14,11 +14,12 @@ from draco_ray.actors.messages import AdvantageSummary, RewardSummary
 from draco_ray.actors.placement import beside_the_driver
 from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
-from draco_ray.algorithm.reward import mixed_verdicts, rubric_rewards, surviving_criteria
+from draco_ray.algorithm.reward import mixed_verdicts, random_rewards, rubric_rewards, surviving_criteria
 from draco_ray.config import AlgorithmConfig
 from draco_ray.records import (
     Attribution,
     Evaluation,
+    FloatArray,
     GroupAdvantages,
     Judged,
     ScoredCriterion,
@@ -99,16 +100,15 @@ class AdvantageComputerActor:
         evaluations: Sequence[ray.ObjectRef[Evaluation]],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         """The ``outcome`` setting: vanilla GRPO on AppWorld's binary verdict."""
-        rewards = [float((await ref).success) for ref in evaluations]
-        return await self._from_rewards(group, rollouts, trajectories, rewards)
+        reward_G = np.array([float((await ref).success) for ref in evaluations])
+        return await self._from_rewards(group, rollouts, trajectories, reward_G)
 
     @ray.method(num_returns=4)
     async def from_noise(
-        self, group: str, rollouts: Sequence[int], trajectories: Sequence[ray.ObjectRef[Trajectory]], seed: int
+        self, group: str, rollouts: Sequence[int], trajectories: Sequence[ray.ObjectRef[Trajectory]], key: Sequence[int]
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``random`` setting: vanilla GRPO on coin flips."""
-        rewards = np.random.default_rng(seed).integers(0, 2, len(rollouts)).astype(float).tolist()
-        return await self._from_rewards(group, rollouts, trajectories, rewards)
+        """The ``random`` setting: vanilla GRPO on coin flips; ``key`` is this group's alone."""
+        return await self._from_rewards(group, rollouts, trajectories, random_rewards(key, len(rollouts)))
 
     def probe(self, samples: Sequence[TrainingSample], most: int) -> list[int]:
         """The first tokens of a sample, for the canary."""
@@ -119,12 +119,12 @@ class AdvantageComputerActor:
         group: str,
         rollouts: Sequence[int],
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
-        rewards: Sequence[float],
+        reward_G: FloatArray,
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
         advantages = group_advantages_from_rewards(
             group,
-            np.asarray(rewards),
+            reward_G,
             [played[rollout].tokens_M for rollout in rollouts],
             rollouts,
             std_epsilon=self._config.std_epsilon,

@@ -118,7 +118,7 @@ def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage,
     if (in_step_T & ~trajectory.sampled_T).any():
         raise ValueError(f"{where}: a step holds a token that was not sampled")
     advantage_M = rollout_advantage.step_advantage_M
-    if len(trajectory.steps) != len(advantage_M) or trajectory.step_T.max(initial=GAP) >= len(advantage_M):
+    if len(trajectory.steps) != len(advantage_M) or trajectory.step_T.max() >= len(advantage_M):
         raise ValueError(f"{where}: {len(trajectory.steps)} steps, its advantages are for {len(advantage_M)}")
     advantage_T = np.zeros(len(trajectory.token_ids_T), dtype=np.float32)
     if credit and in_step_T.any():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
@@ -59,6 +61,18 @@ def mixed_verdicts(verdict_GK: IntArray, surviving_K: BoolArray) -> BoolArray:
     """
     kept_GK = verdict_GK[:, surviving_K]
     return np.any(kept_GK == Verdict.PASS, axis=1) & np.any(kept_GK == Verdict.FAIL, axis=1)
+
+
+def random_rewards(key: Sequence[int], rollouts: int) -> FloatArray:
+    """Coin flips, the ``random`` setting: 0 or 1 with equal chance.
+
+    Args:
+        key: non-negative numbers that name the group (run's seed, training step, position in the step); the draws are
+            the same for the same key and independent between keys.
+        rollouts: G.
+    Returns: reward_G.
+    """
+    return np.random.default_rng(list(key)).integers(0, 2, rollouts).astype(np.float64)
 
 
 def _check_verdicts(verdict_GK: IntArray) -> None:

@@ -16,7 +16,7 @@ from draco_ray.config import LearnerConfig
 LOG_RATIO_BOUND = 20.0
 """Clamp on differences of log-probs before they are exponentiated."""
 K3_BOUND = 10.0
-"""Clamp on a token's KL estimate."""
+"""Most that a token's KL estimate may be."""
 
 
 class LossSums(NamedTuple):
@@ -43,7 +43,8 @@ def grpo_loss(
     """Clipped policy loss, plus k3 KL to the base model, minus the entropy bonus, summed over the V valid tokens.
 
     Per token, with r = exp(clamp(log p - log p_old, ±20)): max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at
-    most -A times the dual-clip constant; k3 = clamp(exp(d) - d - 1, ±10) with d = clamp(log p_ref - log p, ±20).
+    most -A times the dual-clip constant; k3 = min(exp(d) - d - 1, 10), never negative, with d = clamp(log p_ref - log
+    p, ±20).
 
     Args:
         logprob_V: under the current policy, with gradient.
@@ -66,12 +67,9 @@ def grpo_loss(
         kl = torch.zeros_like(policy)
     else:
         difference_V = (reference_logprob_V - logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        kl = (difference_V.exp() - difference_V - 1.0).clamp(-K3_BOUND, K3_BOUND).sum()
-    total = policy + config.kl_coefficient * kl
-    if config.entropy_coefficient > 0:
-        total = total - config.entropy_coefficient * entropy_V.sum()
+        kl = (difference_V.exp() - difference_V - 1.0).clamp(max=K3_BOUND).sum()
     return LossSums(
-        total=total,
+        total=policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy_V.sum(),
         policy=policy.detach(),
         kl=kl.detach(),
         clipped=(clipped_V > plain_V).sum(),
@@ -89,4 +87,4 @@ def importance_weights(old_logprob_V: Tensor, sampled_logprob_V: Tensor, cap: fl
         old_logprob_V: under the policy of the start of the training step.
         sampled_logprob_V: under the policy that sampled the token, as the engine reported it.
     """
-    return (old_logprob_V - sampled_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=cap)
+    return (old_logprob_V - sampled_logprob_V).clamp(min=-LOG_RATIO_BOUND).exp().clamp(max=cap)

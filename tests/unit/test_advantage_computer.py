@@ -1,4 +1,4 @@
-"""The advantage actor without Ray: which rollouts need no credit call, and that leaving it out changes nothing."""
+"""The advantage actor without Ray: what it makes of verdicts, of AppWorld's tests and of noise."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from draco_ray.actors.advantage_computer import AdvantageComputerActor
+from draco_ray.actors.messages import RewardSummary
 from draco_ray.config import AlgorithmConfig
 from draco_ray.judging.example import example_trajectory
-from draco_ray.records import Attribution, Judged, ScoredCriterion, Verdict
+from draco_ray.records import Attribution, EpisodeEnd, Evaluation, Judged, ScoredCriterion, Verdict
 
 
 async def _now(value: Any) -> Any:
@@ -53,3 +55,110 @@ async def test_a_rollout_that_cannot_be_credited_unevenly_needs_no_call() -> Non
         assert summary.inert == 3
         outcomes.append([share.step_advantage_M for share in advantages.rollouts])
     np.testing.assert_allclose(outcomes[0], outcomes[1])
+
+
+def failed() -> Awaitable[Any]:
+    return _now(Judged(value=None, error="no JSON"))
+
+
+def trajectories(number: int) -> list[Awaitable[Any]]:
+    return [_now(example_trajectory(rollout)) for rollout in range(number)]
+
+
+async def test_a_rollout_whose_scoring_failed_is_no_row_of_the_group() -> None:
+    """It gives no verdict: neither a fail that keeps a criterion, nor a reward of 0 that moves the others' baseline."""
+    actor = AdvantageComputerActor(AlgorithmConfig())
+    asked = [scores(1, -1, 1), failed(), scores(-1, -1, 0)]
+    rewards = await actor.rewards([0, 2, 5], asked)
+    assert rewards == RewardSummary(
+        criteria=3,
+        surviving=(0, 1),
+        unanimous=(5,),
+        scored=(0, 5),
+        rewards=(0.0, -1.0),
+        applicable=5,
+        passed=2,
+    )
+    played = [_now(example_trajectory(rollout)) for rollout in (0, 2, 5)]
+    asked = [scores(1, -1, 1), failed(), scores(-1, -1, 0)]
+    cited = [credit((0, 1, (1,)), (1, -1, (2,))), failed(), failed()]
+    samples, advantages, tokens, summary = await actor.from_verdicts("step1/example_1", [0, 2, 5], played, asked, cited)
+    assert [sample.rollout for sample in samples] == [share.rollout for share in advantages.rollouts] == [0, 5]
+    winner, loser = advantages.rollouts
+    assert (winner.reward, loser.reward) == (0.0, -1.0)
+    assert winner.advantage == pytest.approx(2**-0.5, rel=1e-5)
+    assert winner.advantage == -loser.advantage
+    # All of the winner's push is on the step that passed, the loser's is uniform: its credit call failed.
+    first, second = example_trajectory(0).tokens_M.tolist()
+    assert winner.step_advantage_M == pytest.approx([winner.advantage * (first + second) / first, 0.0])
+    assert loser.step_advantage_M.tolist() == [loser.advantage] * 2
+    assert samples[0].advantage_T.sum() == pytest.approx(winner.advantage * (first + second))
+    assert tokens == {0: [first, second], 5: [first, second]}
+    assert (summary.rollouts, summary.rewards, summary.inert) == ((0, 5), (0.0, -1.0), 1)
+    assert summary.fallbacks == {"none": 1, "credit_call_failed": 1}
+    assert summary.tokens == sum(int(sample.loss_mask_T.sum()) for sample in samples) > 0
+
+
+async def test_no_scored_rollout_is_no_criterion_and_no_reward() -> None:
+    rewards = await AdvantageComputerActor(AlgorithmConfig()).rewards([0, 1], [failed(), failed()])
+    assert (rewards.criteria, rewards.scored, rewards.rewards, rewards.applicable) == (0, (), (), 0)
+
+
+async def test_as_many_scores_as_rollouts_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        await AdvantageComputerActor(AlgorithmConfig()).rewards([0, 1], [scores(1)])
+
+
+async def test_without_credit_all_that_was_sampled_takes_the_advantage() -> None:
+    actor = AdvantageComputerActor(AlgorithmConfig(credit=False))
+    cited = [credit((0, 1, (1,))), credit((0, -1, (2,)))]
+    samples, advantages, _, summary = await actor.from_verdicts(
+        "step1/example_1", range(2), trajectories(2), [scores(1), scores(-1)], cited
+    )
+    for sample, share in zip(samples, advantages.rollouts, strict=True):
+        assert sample.advantage_T == pytest.approx(share.advantage * sample.loss_mask_T, rel=1e-6)
+    assert summary.fallbacks == {"credit_off": 2}
+
+
+async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() -> None:
+    actor = AdvantageComputerActor(AlgorithmConfig(reward="outcome", credit=False, std_epsilon=0.0))
+
+    def evaluation(success: bool, passed: int) -> Awaitable[Any]:
+        return _now(
+            Evaluation(
+                task_id="example_1",
+                run=0,
+                success=success,
+                passed_tests=passed,
+                total_tests=3,
+                turns=2,
+                ended=EpisodeEnd.FINISHED,
+            )
+        )
+
+    played = [_now(example_trajectory(rollout)) for rollout in (1, 3, 4)]
+    evaluations = [evaluation(False, 2), evaluation(True, 3), evaluation(False, 0)]
+    samples, advantages, _, summary = await actor.from_evaluations("step1/example_1", [1, 3, 4], played, evaluations)
+    assert summary.rewards == (0.0, 1.0, 0.0)
+    assert [share.advantage for share in advantages.rollouts] == pytest.approx(np.array([-1, 2, -1]) / 3**0.5)
+    assert [sample.rollout for sample in samples] == [1, 3, 4]
+    assert advantages.group == "step1/example_1"
+
+
+async def test_every_group_draws_noise_of_its_own() -> None:
+    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", credit=False))
+    drawn = []
+    for key in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)):
+        _, advantages, _, summary = await actor.from_noise("step1/example_1", range(16), trajectories(16), key)
+        assert set(summary.rewards) == {0.0, 1.0}
+        assert [share.advantage > 0 for share in advantages.rollouts] == [reward == 1 for reward in summary.rewards]
+        drawn.append(summary.rewards)
+    assert len(set(drawn)) == 4
+    assert drawn[0] == drawn[-1]
+
+
+async def test_the_probe_is_the_beginning_of_a_sample() -> None:
+    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", credit=False))
+    samples, *_ = await actor.from_noise("step1/example_1", range(2), trajectories(2), (0, 1, 0))
+    assert actor.probe(samples, 3) == samples[0].token_ids_T[:3].tolist()
+    assert actor.probe([], 3) == []

@@ -110,6 +110,25 @@ def test_p7_a_loser_is_the_winner_with_quality_flipped(case: Case) -> None:
     assert step_advantages(-advantage, 1 - quality_M, tokens_M) == pytest.approx(-step_advantages(*case), abs=1e-9)
 
 
+@given(judged())
+def test_the_credit_rule_equals_a_loop_over_steps(case: Case) -> None:
+    """a_j = A N w_j / (n_j sum_k w_k), w = Q on a winner and 1 - Q on a loser, one step after the other."""
+    advantage, quality_M, tokens_M = case
+    weights = [quality if advantage >= 0 else 1 - quality for quality in quality_M.tolist()]
+    assert step_weights(advantage, quality_M) == pytest.approx(np.array(weights))
+    assume(sum(weights) > 0)
+    tokens = sum(tokens_M.tolist())
+    expected = [advantage * tokens * w / (n * sum(weights)) for w, n in zip(weights, tokens_M.tolist(), strict=True)]
+    assert step_advantages(*case) == pytest.approx(np.array(expected))
+
+
+def test_weights_are_quality_on_a_winner_and_its_complement_on_a_loser() -> None:
+    quality_M = np.array([1.0, 0.25, 0.0])
+    assert step_weights(0.3, quality_M).tolist() == [1.0, 0.25, 0.0]
+    assert step_weights(0.0, quality_M).tolist() == [1.0, 0.25, 0.0]
+    assert step_weights(-0.3, quality_M).tolist() == [0.0, 0.75, 1.0]
+
+
 def test_worked_example_equal_quality_buys_equal_totals() -> None:
     tokens_M = np.array([2, 4])
     advantage_M = step_advantages(1.0, np.array([1.0, 1.0]), tokens_M)
@@ -122,6 +141,10 @@ def test_worked_example_the_better_step_claims_twice_the_total() -> None:
     advantage_M = step_advantages(1.0, np.array([0.5, 1.0]), tokens_M)
     assert advantage_M.tolist() == [1.0, 1.0]
     assert (tokens_M * advantage_M).tolist() == [2.0, 4.0]
+    # Here that equals no credit at all; the same steps of a loser, and at other lengths, do not.
+    assert step_advantages(-1.0, np.array([0.5, 0.0]), tokens_M).tolist() == [-1.0, -1.0]
+    assert step_advantages(1.0, np.array([0.5, 1.0]), np.array([4, 2])).tolist() == [0.5, 2.0]
+    assert step_advantages(-1.0, np.array([0.5, 1.0]), np.array([4, 2])).tolist() == [-1.5, 0.0]
 
 
 TRACED = [
@@ -136,6 +159,7 @@ TRACED = [
 
 def test_traced_rollout_tallies_and_qualities() -> None:
     quality = step_quality(TRACED, np.ones(5, dtype=bool), steps=7)
+    assert quality.passed_M.dtype == quality.failed_M.dtype == np.int64
     assert quality.passed_M.tolist() == [1, 1, 1, 1, 2, 1, 0]
     assert quality.failed_M.tolist() == [0, 0, 1, 2, 2, 2, 0]
     assert quality.cited_M.tolist() == [True] * 6 + [False]
@@ -297,6 +321,7 @@ def test_inert_is_decided_by_the_verdicts_that_cite() -> None:
     assert inert(Verdict.PASS, Verdict.FAIL, steps=())
 
 
+@pytest.mark.filterwarnings("error")
 def test_quality_spread() -> None:
     assert quality_spread(np.array([1.0, 1.0])) == 0.0
     assert quality_spread(np.array([0.0, 0.5, 1.0])) == pytest.approx((1 / 6) ** 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from draco_ray.algorithm.advantage import group_advantages_G
 from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.reward import random_rewards, rubric_rewards, surviving_criteria
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
 
 verdict_arrays = hnp.arrays(
@@ -56,10 +57,34 @@ def test_all_dropped_is_reward_zero_and_advantage_zero() -> None:
     assert all(member.inert for member in result.rollouts)
 
 
-@pytest.mark.parametrize("verdict_GK", [np.array([[2]]), np.array([1, -1])])
-def test_what_is_no_verdict_matrix_is_refused(verdict_GK: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="verdict_GK"):
+@pytest.mark.parametrize(
+    ("verdict_GK", "message"),
+    [
+        (np.array([[2]]), "^verdict_GK holds a value outside {-1, 0, \\+1}$"),
+        (np.array([1, -1]), "^verdict_GK has 1 dimensions"),
+    ],
+)
+def test_what_is_no_verdict_matrix_is_refused(verdict_GK: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         surviving_criteria(verdict_GK)
+    with pytest.raises(ValueError, match=message):
+        rubric_rewards(verdict_GK, np.array([True]))
+
+
+def test_a_mask_of_another_rubric_is_refused() -> None:
+    with pytest.raises(ValueError, match="^surviving_K has shape \\(1,\\), expected \\(2,\\)$"):
+        rubric_rewards(np.array([[1, -1], [1, 1], [0, 0]]), np.array([True]))
+
+
+def test_random_rewards_are_coin_flips_of_their_own_for_every_group() -> None:
+    """Seed, step and place in the step all matter: groups that shared their noise would be pushed alike."""
+    keys = [(seed, step, index) for seed in range(3) for step in range(1, 5) for index in range(8)]
+    drawn = {key: random_rewards(key, 64) for key in keys}
+    assert all(set(reward_G.tolist()) == {0.0, 1.0} for reward_G in drawn.values())
+    assert len({reward_G.tobytes() for reward_G in drawn.values()}) == len(keys)
+    assert all((random_rewards(key, 64) == reward_G).all() for key, reward_G in drawn.items())
+    heads = float(np.mean(list(drawn.values())))
+    assert heads == pytest.approx(0.5, abs=0.03)  # 6,144 flips: four standard deviations are 0.026
 
 
 rewards = hnp.arrays(np.float64, st.integers(2, 8), elements=st.floats(-1, 1, width=16))
@@ -118,6 +143,9 @@ def test_a_group_from_verdicts_to_step_advantages() -> None:
         [(1 + 1 / 9) / deviation, (-1 / 3 + 1 / 9) / deviation, (-1 + 1 / 9) / deviation]
     )
 
+    wider = group_advantages("g", VERDICTS, attributions, TOKENS, [0, 2, 5], credit=True, std_epsilon=1.0).rollouts
+    assert [member.advantage * (deviation + 1) for member in wider] == pytest.approx([10 / 9, -2 / 9, -8 / 9])
+
     # The credit call's own verdict counts: criterion 1 passed in scoring and fails here, so Q = (1/2, 1).
     assert winner.quality_M.tolist() == [0.5, 1.0]
     assert winner.step_advantage_M == pytest.approx(winner.advantage * np.array([1.0, 1.0]))
@@ -139,20 +167,40 @@ def test_without_credit_every_step_takes_the_advantage() -> None:
     for member, tokens_M in zip(result.rollouts, TOKENS, strict=True):
         assert member.step_advantage_M.tolist() == [member.advantage] * len(tokens_M)
         assert member.fallback is CreditFallback.CREDIT_OFF
+        assert np.isnan(member.quality_M).all()
+        assert (member.quality_M.shape, member.cited_M.tolist()) == (tokens_M.shape, [False] * len(tokens_M))
+        assert member.cited_M.dtype == np.bool_
+        assert member.inert
+    assert [member.rollout for member in result.rollouts] == [0, 2, 5]
+    assert [member.reward for member in result.rollouts] == pytest.approx([1.0, -1 / 3, -1.0])
 
 
 def test_given_rewards_are_vanilla_grpo() -> None:
     result = group_advantages_from_rewards("g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=0.0)
     assert [member.advantage for member in result.rollouts] == pytest.approx(np.array([2, -1, -1]) / 3**0.5)
-    assert result.surviving_K.shape == (0,)
+    assert [member.reward for member in result.rollouts] == [1.0, 0.0, 0.0]
+    assert result.group == "g"
+    wider = group_advantages_from_rewards("g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=1.0).rollouts
+    assert wider[0].advantage == pytest.approx(2 / 3 / (3**-0.5 + 1))
+    assert (result.surviving_K.shape, result.surviving_K.dtype) == ((0,), np.bool_)
     assert {member.fallback for member in result.rollouts} == {CreditFallback.CREDIT_OFF}
 
 
 def test_rows_that_do_not_match_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"group g: 2 rollouts but rows \{'verdicts': 3"):
-        group_advantages("g", VERDICTS, [None, None], TOKENS[:2], [0, 1], credit=True)
-    with pytest.raises(ValueError, match="must ascend"):
-        group_advantages_from_rewards("g", np.zeros(2), TOKENS[:2], [1, 0])
+    none = [None] * 3
+    for verdict_GK, attributions, tokens_GM, found in (
+        (VERDICTS, none[:2], TOKENS[:2], "{'verdicts': 3}"),
+        (VERDICTS[:2], none, TOKENS[:2], "{'attributions': 3}"),
+        (VERDICTS[:2], none[:2], TOKENS, "{'tokens': 3}"),
+    ):
+        with pytest.raises(ValueError, match=f"^group g: 2 rollouts but rows {re.escape(found)}$"):
+            group_advantages("g", verdict_GK, attributions, tokens_GM, [0, 1], credit=True)
+    for reward_G, tokens_GM, found in ((np.zeros(3), TOKENS[:2], "{'rewards': 3}"), (np.zeros(2), TOKENS, "{'tokens'")):
+        with pytest.raises(ValueError, match=f"^group g: 2 rollouts but rows {re.escape(found)}"):
+            group_advantages_from_rewards("g", reward_G, tokens_GM, [0, 1])
+    for unordered in ([1, 0], [1, 1]):
+        with pytest.raises(ValueError, match="^group g: rollout indices must ascend"):
+            group_advantages_from_rewards("g", np.zeros(2), TOKENS[:2], unordered)
 
 
 def trajectory() -> Trajectory:
@@ -201,6 +249,10 @@ def test_credit_reaches_step_tokens_and_leaves_gaps_alone() -> None:
     assert sample.advantage_T.sum() == pytest.approx(member.advantage * 3)
     assert sample.loss_mask_T.tolist() == played.sampled_T.tolist()
     assert (sample.policy_version, sample.prompt_length, sample.rollout) == (3, 2, 4)
+    assert (sample.group, sample.task_id) == (played.group, played.task_id)
+    assert sample.advantage_T.dtype == np.float32
+    assert sample.token_ids_T is played.token_ids_T
+    assert sample.logprob_T is played.logprob_T
 
 
 def test_a_uniform_fallback_under_credit_covers_step_tokens_only() -> None:
@@ -271,6 +323,13 @@ def test_advantages_of_another_rollout_are_refused() -> None:
         training_sample(played, members[1], credit=True)
     with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
         training_sample(replace(played, rollout=5), members[1], credit=True)
+    # As many steps as advantages, but a token of a step beyond them, and the other way round.
+    beyond = replace(played, step_T=np.array([-1, -1, 0, 0, -1, 2, -1, -1]))
+    with pytest.raises(ValueError, match="2 steps, its advantages are for 2"):
+        training_sample(beyond, members[0], credit=True)
+    shorter = replace(played, step_T=np.array([-1, -1, 0, 0, -1, -1, -1, -1]), rollout=5)
+    with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
+        training_sample(shorter, members[1], credit=True)
 
 
 def test_a_step_token_that_was_not_sampled_is_refused() -> None:
@@ -318,6 +377,7 @@ def test_unanimous_verdicts_need_no_citations() -> None:
     assert first.inert
     assert second.inert
     assert unanimous_attributions(np.array([0, 0])) == ()
+    assert unanimous_attributions(np.array([0, -1])) == (Attribution(criterion=1, verdict=Verdict.FAIL, steps=(1,)),)
     with pytest.raises(ValueError, match="not unanimous"):
         unanimous_attributions(np.array([1, -1]))
 

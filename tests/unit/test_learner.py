@@ -286,6 +286,25 @@ def test_an_update_divides_by_the_valid_tokens_and_clips(model: ModelConfig) -> 
     assert learner.updates == 1
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.6)])
+def test_updates_are_those_of_adamw_by_hand(model: ModelConfig, betas: tuple[float, float], decay: float) -> None:
+    """Three updates: decay is taken off the weights, not put into the gradient; both moments are corrected."""
+    learner = make_learner(model, adam_beta1=betas[0], adam_beta2=betas[1], weight_decay=decay, max_grad_norm=1e9)
+    expected = weights(learner).double()
+    mean, square = torch.zeros_like(expected), torch.zeros_like(expected)
+    for update in (1, 2, 3):
+        samples = make_samples(seed=update)
+        learner.accumulate(samples)
+        gradient = gradients(learner).double() / sum(int(sample.loss_mask_T.sum()) for sample in samples)
+        learner.step()
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        square = betas[1] * square + (1 - betas[1]) * gradient**2
+        moved = mean / (1 - betas[0] ** update) / ((square / (1 - betas[1] ** update)).sqrt() + 1e-8)
+        expected = expected * (1 - CONFIG.learning_rate * decay) - CONFIG.learning_rate * moved
+        torch.testing.assert_close(weights(learner).double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_two_workers_update_as_one(model: ModelConfig) -> None:
     samples = make_samples()
     alone = make_learner(model)

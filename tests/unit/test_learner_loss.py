@@ -79,6 +79,31 @@ def test_clipped_tokens_are_counted() -> None:
     assert loss.kl.item() == 0.0
 
 
+def test_a_ratio_of_exactly_the_dual_clip_is_not_counted_as_cut() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    config = LearnerConfig(kl_coefficient=0.0, dual_clip=float(one.exp()))
+    loss = grpo_loss(one, 0 * one, None, -one, one, config)
+    assert (loss.clipped.item(), loss.dual_clipped.item()) == (0, 0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_log_probs_far_apart_leave_loss_and_gradient_finite(advantage: float) -> None:
+    """exp of these overflows in single precision, and infinity times the zero of a clipped branch is no number."""
+    for now, old, reference in ((0.0, -100.0, -50.0), (-100.0, 0.0, 0.0)):
+        logprob = torch.tensor([now], requires_grad=True)
+        loss = grpo_loss(
+            logprob,
+            torch.tensor([old]),
+            torch.tensor([reference]),
+            torch.tensor([advantage]),
+            torch.zeros(1),
+            LearnerConfig(kl_coefficient=1.0),
+        )
+        loss.total.backward()
+        assert torch.isfinite(loss.total)
+        assert torch.isfinite(logprob.grad).all()
+
+
 weighed = st.tuples(token, st.floats(-30, 0))
 
 
