@@ -52,8 +52,8 @@ class AgentConfig(Tree):
     """Tokens; tasks whose prompt is longer are filtered before training."""
     max_response_length: int = Field(24576, ge=1)
     """Tokens of everything after the prompt: turns, template glue and tool output."""
-    max_turn_tokens: int = Field(3000, ge=1)
-    """Tokens sampled in one turn at most."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Tokens sampled in one turn at most; null: what the response has left, the only limit of the paper."""
     max_output_characters: int = Field(20000, ge=100)
     """Length at which one tool output is cut, the cut marked in the text."""
 
@@ -71,8 +71,9 @@ class EnvironmentConfig(Tree):
     """Python of AppWorld's own environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
     isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "rlimits"] = "auto"
     """How the child that runs model-written code is confined; auto takes the strongest the host allows."""
-    cell_timeout_seconds: float = Field(30.0, gt=0)
-    """Wall clock of one code cell; a child that outlives it is killed and its rollout ends as server_error."""
+    cell_timeout_seconds: float = Field(125.0, gt=0)
+    """Wall clock of one code cell; a child that outlives it is killed and its rollout ends as server_error. AppWorld
+    stops the cell at four fifths of it and tells the policy so: here at its own default, 100 s."""
     start_timeout_seconds: float = Field(60.0, gt=0)
     max_memory_mib: int = Field(1536, ge=256)
     """Memory of one child."""
@@ -145,8 +146,9 @@ class SelfJudgeConfig(Tree):
     """Answer the judge's prompts with the current policy; model, api_base and key are then unused."""
     thinking: bool = True
     """Whether its chat template's thinking mode is on, in every phase."""
-    context_tokens: int = Field(65536, ge=1024)
-    """Longest judge prompt and reply together; the engines are started with room for it."""
+    context_tokens: int | None = Field(None, ge=1024)
+    """Longest judge prompt and reply together, for which the engines are started with room; null: what the union of a
+    group of full-length rollouts takes (`draco plan` prints it). A longer prompt fails its call; none is cut."""
 
 
 class JudgeLimits(Tree):

@@ -67,7 +67,9 @@ class CodeAgent:
             room = config.max_response_length - tokens.response_length
             asked_at = time.monotonic()
             sample = await self._sampler.sample(
-                list(tokens.ids), max_tokens=min(config.max_turn_tokens, room), seed=_turn_seed(seed, len(turns))
+                list(tokens.ids),
+                max_tokens=min(config.max_turn_tokens or room, room),
+                seed=_turn_seed(seed, len(turns)),
             )
             sampled_at = time.monotonic()
             # Weights do not change within an episode; were they to, the older version would be the safe one to record.

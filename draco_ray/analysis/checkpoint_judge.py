@@ -15,6 +15,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
 from draco_ray.judging.complete import Complete
 from draco_ray.judging.self_judge import SelfJudgeClient
+from draco_ray.planning.judge_context import context_tokens
 from draco_ray.records import Adapter
 from draco_ray.runs.directory import RunDirectory
 
@@ -103,7 +104,7 @@ async def open_checkpoints(
     engine = VllmEngine(
         config.engine,
         config.model,
-        max_model_len=min(config.judge.self_judge.context_tokens, positions),
+        max_model_len=min(context_tokens(config), positions),
         lora_rank=max([config.learner.lora_rank, *(lora_rank(checkpoint) or 0 for checkpoint in kept)]),
         seed=config.seed,
         name="replay",

@@ -149,7 +149,8 @@ class VllmEngine:
         if len(token_ids) >= self._max_model_len:
             raise EngineError(
                 f"engine {self._name}: prompt of {len(token_ids)} tokens leaves no room to generate; expected fewer "
-                f"than {self._max_model_len}; shorten it or raise agent.max_response_length"
+                f"than {self._max_model_len}; shorten it or raise agent.max_response_length "
+                "(of a judge's prompt: judge.self_judge.context_tokens)"
             )
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -50,6 +50,11 @@ class WorldVerdict:
     """Requirements that are not met."""
 
 
+def soft_cell_timeout(config: EnvironmentConfig) -> int:
+    """Seconds after which AppWorld itself stops a cell and says so in its output."""
+    return max(1, math.floor(config.cell_timeout_seconds * _SOFT_SHARE))
+
+
 class AppWorldSlot:
     """A world to play tasks in, one after the other; satisfies `draco_ray.agent.World` while a task is open.
 
@@ -224,7 +229,7 @@ class AppWorldSlot:
                 "experiment_name": EXPERIMENT,
                 # The evaluator, a process of its own, loads it instead.
                 "load_ground_truth": False,
-                "timeout_seconds": max(1, math.floor(self._config.cell_timeout_seconds * _SOFT_SHARE)),
+                "timeout_seconds": soft_cell_timeout(self._config),
             },
             task.task_id,
             self._config.start_timeout_seconds,

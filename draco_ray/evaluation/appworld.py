@@ -26,7 +26,7 @@ from draco_ray.actors.evaluation_limiter import start_evaluation_limiter
 from draco_ray.actors.evaluation_worker import ApiPolicy, LocalPolicy, Played, PlayRequest, start_evaluation_workers
 from draco_ray.actors.policy_engine import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.actors.pools import SlotQueue
-from draco_ray.config import DracoConfig, JudgeConfig
+from draco_ray.config import AgentConfig, DracoConfig, JudgeConfig
 from draco_ray.environments.data_root import load_split, load_task
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
 from draco_ray.evaluation.appworld_outputs import AppWorldOutputs
@@ -218,7 +218,7 @@ class _Evaluator:
                 "api_base": api.api_base,
                 "api_key_env": api.api_key_env or f"{provider.upper()}_API_KEY",
                 "temperature": api.temperature,
-                "max_tokens": config.agent.max_turn_tokens,
+                "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
                 "cache": None,
             }
@@ -339,6 +339,17 @@ class _Evaluator:
         actors = [*(self._fleet.engines if self._fleet else []), *(worker for worker, _ in self._workers)]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*(actor.stop.remote() for actor in actors)), timeout=20)
+
+
+def turn_tokens(model: str, agent: AgentConfig) -> int:
+    """Tokens that an API model may write in a turn: what the agent may, as far as LiteLLM knows the model to go."""
+    import litellm
+
+    try:
+        most = litellm.get_model_info(model).get("max_output_tokens")
+    except Exception:  # LiteLLM raises a plain one for models it does not know.
+        most = None
+    return min(agent.max_turn_tokens or agent.max_response_length, most or agent.max_response_length)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,13 @@ class SelfJudgeClient:
             return self._completion("", "error", len(prompt), 0, started_at, clock, str(error))
         finally:
             self._in_flight[index] -= 1
+        room, wanted = len(sample.token_ids), self._config.max_tokens
+        if sample.finish_reason == "length" and room < wanted:
+            cut = (
+                f"a prompt of {len(prompt):,} tokens left {room:,} of judge.max_tokens={wanted:,} for the reply: "
+                "raise judge.self_judge.context_tokens"
+            )
+            return self._completion("", "error", len(prompt), room, started_at, clock, cut)
         text = self._chat.text(sample.token_ids)
         opened = self._chat.opens_thinking
         if opened or text.lstrip().startswith(THINK_BEGIN):

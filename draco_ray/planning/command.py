@@ -10,6 +10,13 @@ from rich.table import Table
 
 from draco_ray.config import DracoConfig
 from draco_ray.errors import ConfigError
+from draco_ray.planning.judge_context import (
+    context_problem,
+    context_warning,
+    judge_context,
+    model_positions,
+    uses_self_judge,
+)
 from draco_ray.planning.memory import (
     GATHERED_KEYS,
     GIB,
@@ -63,6 +70,14 @@ def plan(
             f"resting learner worker share {_size(gpu)}; asleep, its weights lie in host memory"
         )
     problems = []
+    if uses_self_judge(config):
+        console.print(
+            f"self-judge: the union prompt of {config.algorithm.group_size} full rollouts takes {judge_context(config)}"
+        )
+        if (warning := context_warning(config)) is not None:
+            console.print(warning)
+    if (problem := context_problem(config, model_positions(config.model.path, model_config))) is not None:
+        problems.append(problem)
     if learner_on_gpu and learner.peak > room:
         problems.append(learner_problem(config, shape, learner, room, gpu_memory_gib))
     if engine.sequences < 1:

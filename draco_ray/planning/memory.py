@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from draco_ray.config import DracoConfig
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LIVE_ADAPTERS, LORA_RANKS
 from draco_ray.errors import ConfigError
+from draco_ray.planning.judge_context import context_tokens, uses_self_judge
 from draco_ray.planning.shape import LayerKind, ModelShape
 
 GIB = 1 << 30
@@ -247,8 +248,8 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     on_gpu = engine.gpus_per_engine > 0
     width = DTYPE_BYTES[config.model.dtype]
     length = sequence_tokens(config)
-    if config.judge.self_judge.enabled:
-        length = max(length, config.judge.self_judge.context_tokens)
+    if uses_self_judge(config):
+        length = max(length, context_tokens(config))
     batched = min(BATCHED_TOKENS if on_gpu else max(8192, length), engine.max_num_seqs * length)
     workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
     workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)

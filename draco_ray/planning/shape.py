@@ -24,6 +24,7 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 64,
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
     },
     "Qwen/Qwen3.6-27B": {
@@ -41,10 +42,11 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
     },
 }
-"""The numbers of the two models' public ``config.json`` that decide their size."""
+"""The numbers of the two models' public ``config.json`` that decide their size, and how much text they accept."""
 
 ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text")
 LayerKind = Literal["full_attention", "linear_attention"]

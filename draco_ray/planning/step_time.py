@@ -89,7 +89,8 @@ def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, give
     length = given.length_share * (config.agent.max_prompt_length + config.agent.max_response_length)
     flops = given.gpu_tflops * 1e12
     per_engine = math.ceil(min(rollouts, config.environment.slots) / config.engine.engines)
-    held = int(engine.kv_cache // max(1.0, engine.sequence * given.length_share))
+    # A self-judge's prompts are longer than any rollout: what an engine holds of rollouts goes by theirs.
+    held = int(engine.kv_cache // max(1.0, engine.sequence * length / engine.length))
     concurrent = max(1, min(per_engine, config.engine.max_num_seqs, held))
     parallel = config.engine.tensor_parallel
     decode = _decode_seconds(config, shape, given, concurrent=concurrent, length=length)

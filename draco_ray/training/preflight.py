@@ -19,9 +19,11 @@ from typing import Any
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
 
 from draco_ray.config import DracoConfig, LearnerConfig
 from draco_ray.errors import ClusterError, ConfigError, StoreError
+from draco_ray.planning.judge_context import context_problem, context_warning, model_positions
 from draco_ray.planning.shape import model_shape
 
 ANONYMOUS_TYPE = "node_"
@@ -79,23 +81,40 @@ def step_size(config: DracoConfig) -> StepSize:
 
 def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
     """Size of the float32 LoRA adapter as `draco plan` counts it; 0 where the model's shape is not known here."""
-    file = None
-    if not Path(model_path).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(model_path, "config.json")
-        except HFValidationError:
-            # A folder that is missing: the engine's to say.
-            return 0
-        file = Path(cached) if isinstance(cached, str) else None
     try:
-        shape = model_shape(model_path, file)
+        shape = model_shape(model_path, cached_config(model_path))
         return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
     except ConfigError:
         # Whether it can be trained is the learner's to say.
         return 0
+
+
+def cached_config(model_path: str) -> Path | None:
+    """The ``config.json`` that the hub's cache holds of a model which is no directory here; None where it has none."""
+    if Path(model_path).is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model_path, "config.json")
+    except HFValidationError:
+        # A folder that is missing: the engine's to say.
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def check_judge_context(config: DracoConfig, console: Console) -> None:
+    """Is the policy's context long enough for its prompts as a judge? Where it is set to be shorter that is said.
+
+    Raises:
+        ConfigError: it is not; the numbers, and what to change.
+    """
+    problem = context_problem(config, model_positions(config.model.path, cached_config(config.model.path)))
+    if problem is not None:
+        raise ConfigError(problem)
+    if (warning := context_warning(config)) is not None:
+        console.print(warning)
 
 
 def check_session(config: DracoConfig, run: Path) -> None:

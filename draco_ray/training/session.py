@@ -23,10 +23,11 @@ from draco_ray.configuration import project_file
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.data_root import load_split, load_task
 from draco_ray.errors import ClusterError, DracoError
+from draco_ray.planning.judge_context import context_tokens, uses_self_judge
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import connect
-from draco_ray.training.preflight import check_session
+from draco_ray.training.preflight import check_judge_context, check_session
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
@@ -74,10 +75,12 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
     """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs.
 
     Raises:
+        ConfigError: the policy is to be its own judge and its context is too short for that.
         JudgeUnavailable: the configured one refuses us or cannot be reached.
     """
     judge = config.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
+        check_judge_context(config, console)
         yield judge
         return
     if not judge.rule_judge.start:
@@ -180,8 +183,8 @@ class Actors:
         self._name = name
         self._ready = False
         length = config.agent.max_prompt_length + config.agent.max_response_length
-        if judge.self_judge.enabled:
-            length = max(length, judge.self_judge.context_tokens)
+        if uses_self_judge(config):
+            length = max(length, context_tokens(config))
         self.fleet = EngineFleet(
             engines
             if engines is not None

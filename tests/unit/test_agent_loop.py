@@ -169,6 +169,21 @@ async def test_a_turn_cut_after_its_code_is_ended_for_it() -> None:
     assert trajectory.step_T[end] == GAP
 
 
+async def test_a_turn_may_take_all_that_the_response_has_left() -> None:
+    """The paper limits the response, not a turn: one that thinks for long is not ended before."""
+    limit = 5000
+    thought = "so " * 4000
+    trajectory, sampler, world = await play(
+        [f"<code>a</code>{END}", f"<think>{thought}</think><code>b</code>{END}"],
+        ["ok", "ok"],
+        max_response_length=limit,
+    )
+    second = trajectory.turns[1].first_token - trajectory.prompt_length
+    assert [asked[1] for asked in sampler.asked] == [limit, limit - second]
+    assert len(trajectory.token_ids_T) - trajectory.prompt_length > 3000
+    assert world.executed[:1] == ["a"]
+
+
 async def test_a_crash_ends_the_episode_and_says_why() -> None:
     trajectory, _, _ = await play(
         [f"<code>a</code>{END}", f"<code>b</code>{END}"], ["ok", EnvironmentCrashed("it died")]

@@ -9,6 +9,7 @@ import pytest
 
 from draco_ray.config import AgentConfig, JudgeConfig, Price
 from draco_ray.errors import EnvironmentCrashed, JudgeUnavailable
+from draco_ray.evaluation.appworld import turn_tokens
 from draco_ray.evaluation.players import ChatPlayer, token_usage
 from draco_ray.evaluation.results import Usage
 from draco_ray.judging.client import LiteLLMClient
@@ -66,6 +67,22 @@ async def play(
         )
         trajectory, usage = await player.play(world or World(), run=1, attempt=0, seed=0)
         return trajectory, usage, server.requests
+
+
+@pytest.mark.parametrize(
+    ("model", "configured", "expected"),
+    [
+        ("hosted_vllm/not-known", None, 24_576),
+        ("hosted_vllm/not-known", 3000, 3000),
+        ("openai/gpt-4o", None, 16_384),
+        ("openai/gpt-4o", 3000, 3000),
+        ("openai/gpt-4o", 20_000, 16_384),
+    ],
+)
+def test_an_api_model_may_write_what_the_response_holds_as_far_as_it_goes(
+    model: str, configured: int | None, expected: int
+) -> None:
+    assert turn_tokens(model, AgentConfig(max_turn_tokens=configured)) == expected
 
 
 async def test_an_episode_ends_when_a_turn_has_no_code_and_its_turns_are_told_in_order() -> None:

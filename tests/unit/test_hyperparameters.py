@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from draco_ray.configuration import load_config
+from draco_ray.environments.appworld_slot import soft_cell_timeout
 from draco_ray.training.order import TaskOrder
 
 # Typed from the table; the comment is the row's name there.
@@ -31,6 +32,7 @@ PAPER: dict[str, Any] = {
     "agent.max_turns": 50,  # Max assistant turns
     "agent.max_prompt_length": 4096,  # Max prompt length
     "agent.max_response_length": 24576,  # Max response length
+    "agent.max_turn_tokens": None,  # no limit of a turn's own
     "learner.lora_rank": 16,  # Rank / alpha
     "learner.lora_alpha": 32,
     "learner.lora_target": "all-linear",  # Target modules
@@ -70,6 +72,12 @@ def test_the_ready_configurations_train_as_long_as_the_paper_on_eight_gpus(
     for key in PAPER:
         if not key.startswith(("model.", "train.epochs")):
             assert _value(config, key) == PAPER[key]
+
+
+@pytest.mark.parametrize(("preset", "seconds"), [("qwen3.6-27b", 100), ("qwen2.5-32b", 100), ("sandbox", 24)])
+def test_a_cell_of_the_papers_runs_has_appworlds_own_time(preset: str, seconds: int) -> None:
+    """AppWorld's default ``timeout_seconds`` is 100; the sandbox's cells take milliseconds."""
+    assert soft_cell_timeout(load_config(preset).environment) == seconds
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ async def test_a_prompt_beyond_the_context_fails_the_call_only() -> None:
     assert "leaves no room" in answer.error
 
 
+async def test_a_reply_that_the_context_cut_names_the_key_and_is_not_asked_for_again() -> None:
+    complete, _ = client(QWEN3, "half of a", thinking=False, finish_reason="length")
+    answer = await complete(HELLO)
+    assert answer.error is not None
+    assert "of judge.max_tokens=777 for the reply: raise judge.self_judge.context_tokens" in answer.error
+
+
 async def test_a_phase_through_the_policy() -> None:
     reply = json.dumps([CRITERION])
     complete, _ = client(QWEN35, f"thinking\n</think>\n{reply}")

@@ -12,6 +12,7 @@ from draco_ray.cli import main
 from draco_ray.config import DracoConfig
 from draco_ray.configuration import load_config
 from draco_ray.errors import ConfigError
+from draco_ray.planning.judge_context import context_tokens
 from draco_ray.planning.memory import (
     GIB,
     LearnerMemory,
@@ -194,7 +195,7 @@ def test_an_engine_takes_its_share_of_the_gpu_and_caches_in_the_rest() -> None:
     assert memory.kv_cache == memory.limit - sum(item.bytes for item in memory.items)
     assert memory.items[0].bytes == shape.parameters  # two bytes a parameter over two GPUs
     judged = load_config("qwen3.6-27b", setting="self-judge")
-    assert engine_memory(judged, shape, 80 * GIB, 0).length == judged.judge.self_judge.context_tokens
+    assert engine_memory(judged, shape, 80 * GIB, 0).length == context_tokens(judged)
 
 
 TURNS = (

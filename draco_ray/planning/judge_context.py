@@ -1,0 +1,146 @@
+"""How long the self-judge's prompts may become: the longest is the union's, which shows every rollout of a group whole.
+
+An estimate from above for rollouts at their full length, in tokens of the policy. Text whose length is set in
+characters or by the judge itself is counted at `CHARACTERS_PER_TOKEN`. A prompt that is longer all the same fails its
+call; none is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config import DracoConfig
+from draco_ray.configuration import project_file
+from draco_ray.judging.judge import QUOTED_REPLY_CHARACTERS
+from draco_ray.judging.prompts import FILES
+from draco_ray.planning.shape import PUBLIC_CONFIGS
+from draco_ray.records import Phase
+
+CHARACTERS_PER_TOKEN = 3
+"""Of English, code and JSON: fewer than the base models' tokenizers take."""
+CRITERION_TOKENS = 256
+"""Of a criterion with its JSON; those of the static set take 172 at that rate."""
+TURN_TOKENS = 32
+"""Of the headings of a turn and of its output, and of thinking tags, which a prompt spells out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeContext:
+    """The parts of the longest request to the self-judge, tokens."""
+
+    instructions: int
+    """The template, and the agent's prompt, which it may show twice."""
+    rollouts: int
+    """Every rollout of a group, with the last output of each, which no longer had to fit into the response."""
+    criteria: int
+    """The candidates of stage1 and of every stage2."""
+    reply: int
+    """``judge.max_tokens``, and the refused replies that are quoted when it is asked again."""
+
+    @property
+    def tokens(self) -> int:
+        """All of it."""
+        return self.instructions + self.rollouts + self.criteria + self.reply
+
+    def __str__(self) -> str:
+        """The sum, and what it is of."""
+        return (
+            f"{self.tokens:,} tokens (rollouts {self.rollouts:,}, candidate criteria {self.criteria:,}, instructions "
+            f"{self.instructions:,}, reply {self.reply:,})"
+        )
+
+
+def judge_context(config: DracoConfig) -> JudgeContext:
+    """What the union takes with every rollout at full length.
+
+    Raises: ConfigError: the prompt set is missing.
+    """
+    agent, judge, group = config.agent, config.judge, config.algorithm.group_size
+    template = project_file(judge.prompts / FILES[Phase.UNION]).read_text(encoding="utf-8")
+    rollout = agent.max_response_length + agent.max_turns * TURN_TOKENS + _tokens(agent.max_output_characters)
+    candidates = judge.max_stage1_criteria + group * judge.max_stage2_criteria
+    return JudgeContext(
+        instructions=_tokens(len(template)) + 2 * agent.max_prompt_length,
+        rollouts=group * rollout,
+        criteria=candidates * CRITERION_TOKENS,
+        reply=judge.max_tokens + judge.reasks * _tokens(QUOTED_REPLY_CHARACTERS),
+    )
+
+
+def context_tokens(config: DracoConfig) -> int:
+    """Tokens of prompt and reply for which the engines of a self-judged run have room.
+
+    Raises: ConfigError: the prompt set is missing.
+    """
+    return config.judge.self_judge.context_tokens or judge_context(config).tokens
+
+
+def uses_self_judge(config: DracoConfig) -> bool:
+    """Whether the policy answers the judge's prompts in this run."""
+    return config.judge.self_judge.enabled and config.algorithm.reward == "rubric"
+
+
+def context_problem(config: DracoConfig, positions: int | None) -> str | None:
+    """Why the model cannot be its own judge, with the numbers, and what to change; None where it can.
+
+    Args:
+        positions: tokens that the model accepts; None where that is not known.
+    """
+    if not uses_self_judge(config) or positions is None:
+        return None
+    given, needed = config.judge.self_judge.context_tokens, judge_context(config)
+    if context_tokens(config) <= positions:
+        return None
+    if given is not None:
+        return f"judge.self_judge.context_tokens={given:,}, but {config.model.path} accepts {positions:,} tokens"
+    return (
+        f"self-judge: the union prompt shows all {config.algorithm.group_size} rollouts of a group, at full length "
+        f"{needed}, and {config.model.path} accepts {positions:,}: choose a model with a longer context, or lower "
+        f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
+        "with judge.self_judge.context_tokens set, longer prompts fail their call"
+    )
+
+
+def context_warning(config: DracoConfig) -> str | None:
+    """That ``judge.self_judge.context_tokens`` is set to less than full length takes; None where it is not."""
+    given, needed = config.judge.self_judge.context_tokens, judge_context(config)
+    if not uses_self_judge(config) or given is None or given >= needed.tokens:
+        return None
+    return (
+        f"self-judge: judge.self_judge.context_tokens={given:,}, a union prompt at full length takes {needed}; a call "
+        "whose prompt is longer fails, null sizes it"
+    )
+
+
+def model_positions(path: str, config_file: Path | None = None) -> int | None:
+    """Tokens that the model of `model.path` accepts, by its ``config.json``; None where that is not known.
+
+    Args:
+        path: a model directory, or the name of one of `PUBLIC_CONFIGS`.
+        config_file: its ``config.json``, where it is neither.
+    """
+    if config_file is None and Path(path).expanduser().is_dir():
+        config_file = Path(path).expanduser() / "config.json"
+    config: Any = PUBLIC_CONFIGS.get(path)
+    if config_file is not None:
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config", config)
+    positions, rope = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if not isinstance(positions, int):
+        return None
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        return math.floor(rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1))
+    return positions
+
+
+def _tokens(characters: int) -> int:
+    return math.ceil(characters / CHARACTERS_PER_TOKEN)

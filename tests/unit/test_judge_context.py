@@ -1,0 +1,163 @@
+"""The self-judge's context: full-length rollouts fit into what is reserved, or the run is refused with the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import litellm
+import numpy as np
+import pytest
+from rich.console import Console
+
+from draco_ray.cli import main
+from draco_ray.config import AgentConfig, DracoConfig
+from draco_ray.configuration import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.judging.judge import union_prompt
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.planning.judge_context import context_problem, context_tokens, judge_context, model_positions
+from draco_ray.planning.memory import GIB, engine_memory
+from draco_ray.planning.shape import model_shape
+from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.training.preflight import check_judge_context
+
+SELF_JUDGES = ("self-judge", "self-judge-plain")
+SONG = {"song_id": 0, "title": "Whispers of the Wind", "artists": [{"id": 3, "name": "Ada Lane"}], "like_count": 17}
+
+
+def tokens(text: str) -> int:
+    """By the tokenizer that LiteLLM brings along, of which those of the Qwen models are kin."""
+    return len(litellm.encode(model="gpt-4", text=text))
+
+
+def full_length(rollout: int, agent: AgentConfig) -> Trajectory:
+    """As many turns as an episode may have, in as many tokens as a response may have, and one output more."""
+    share = agent.max_response_length // agent.max_turns
+    code = f"for page in range(9):\n    print(apis.spotify.show_song_library(page_index=page, of={rollout}))"
+    turn = f"<think>I need every page of the library before I decide.</think>\n<code>\n{code}\n</code>"
+    songs = json.dumps([SONG | {"song_id": number} for number in range(900)], indent=1)
+    rate = tokens(songs) / len(songs)
+    output = songs[: math.floor((share - tokens(turn)) / rate)]
+    turns = [Turn(text=turn, code=code, output=output, first_token=0, last_token=0) for _ in range(agent.max_turns - 1)]
+    last = Turn(text=turn, code=code, output=songs[: agent.max_output_characters], first_token=0, last_token=0)
+    assert 0.97 < tokens("".join(f"{t.text}{t.output}" for t in turns)) / agent.max_response_length < 1.0
+    return Trajectory(
+        task_id="t_1",
+        group="step1/t_1",
+        rollout=rollout,
+        attempt=0,
+        policy_version=0,
+        prompt=(),
+        turns=(*turns, last),
+        token_ids_T=np.zeros(0, dtype=np.int32),
+        sampled_T=np.zeros(0, dtype=np.bool_),
+        logprob_T=np.zeros(0, dtype=np.float32),
+        step_T=np.zeros(0, dtype=np.int32),
+        prompt_length=0,
+        ended=EpisodeEnd.TURN_LIMIT,
+        started_at=0.0,
+        ended_at=0.0,
+    )
+
+
+@pytest.mark.parametrize("prompts", ["prompts/judge", "prompts/judge-cache-friendly"])
+def test_the_union_of_six_full_rollouts_fits_into_what_is_reserved(prompts: str) -> None:
+    config = load_config("qwen3.6-27b", [f"judge.prompts={prompts}"], "self-judge")
+    songs = json.dumps(SONG)
+    prompt = (Message(role="user", content=songs * (config.agent.max_prompt_length // tokens(songs))),)
+    static = load_static_rubric(config.algorithm.static_rubric)
+    candidates = [static[index % len(static)] for index in range(15 + 6 * 10)]
+    rollouts = [full_length(rollout, config.agent) for rollout in range(config.algorithm.group_size)]
+    needed = tokens(union_prompt(load_prompts(config.judge.prompts), prompt, candidates, rollouts))
+    room = context_tokens(config) - judge_context(config).reply
+    assert 0.75 * room < needed < room
+
+
+@pytest.mark.parametrize("setting", SELF_JUDGES)
+def test_the_papers_model_has_room_for_it_and_its_engines_are_started_with_it(setting: str) -> None:
+    config = load_config("qwen3.6-27b", [], setting)
+    check_judge_context(config, Console(quiet=True))
+    assert 6 * 24_576 < context_tokens(config) <= 262_144
+    engine = engine_memory(config, model_shape(config.model.path), 80 * GIB, 2 * GIB)
+    assert engine.length == context_tokens(config)
+    assert engine.sequences >= 1
+
+
+@pytest.mark.parametrize("setting", SELF_JUDGES)
+def test_a_model_whose_context_is_too_short_is_refused_with_the_numbers(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("qwen2.5-32b", [], setting)
+    with pytest.raises(ConfigError) as caught:
+        check_judge_context(config, Console(quiet=True))
+    line = str(caught.value)
+    for number in (f"{judge_context(config).tokens:,}", "32,768", "24,576", "all 6 rollouts"):
+        assert number in line
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", "qwen2.5-32b", "--setting", setting])
+    assert exit_.value.code != 0
+    assert line in capsys.readouterr().err
+
+
+def test_the_plan_says_what_the_self_judge_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", "qwen3.6-27b", "--setting", "self-judge"])
+    assert exit_.value.code == 0
+    output = capsys.readouterr().out
+    assert f"{judge_context(load_config('qwen3.6-27b', [], 'self-judge')).tokens:,} tokens" in output
+
+
+def said(config: DracoConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    check_judge_context(config, Console(soft_wrap=True))
+    return capsys.readouterr().out
+
+
+def test_a_context_that_is_set_shorter_is_warned_of_and_one_beyond_the_model_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = "judge.self_judge.context_tokens"
+    short = load_config("qwen3.6-27b", [f"{key}=131072"], "self-judge")
+    line = said(short, capsys)
+    assert f"{key}=131,072" in line
+    assert f"{judge_context(short).tokens:,} tokens" in line
+    assert said(load_config("qwen3.6-27b", [f"{key}=260000"], "self-judge"), capsys) == ""
+    # Only where the policy is the judge.
+    assert said(load_config("qwen3.6-27b", [f"{key}=131072"], "draco"), capsys) == ""
+    with pytest.raises(ConfigError, match=rf"{key}=300,000, but .* accepts 262,144"):
+        check_judge_context(load_config("qwen3.6-27b", [f"{key}=300000"], "self-judge"), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"max_position_embeddings": 8192}, "max_position_embeddings": 1}, 8192),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131_072),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131_072,
+        ),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}, 4096),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_what_a_model_accepts_is_read_from_its_config(config: object, positions: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_positions(str(tmp_path)) == positions
+
+
+def test_where_it_cannot_be_read_the_engine_has_the_word(tmp_path: Path) -> None:
+    assert model_positions("somebody/else") is None
+    assert model_positions(str(tmp_path)) is None
+    assert context_problem(load_config("qwen2.5-32b", [], "self-judge"), None) is None
