@@ -469,8 +469,8 @@ def tables(
         list[str] | None,
         typer.Option(
             "--table",
-            help="main, efficiency, difficulty, frontier, self-judge, consistency, cost or terminations; may be "
-            "repeated; all unless told.",
+            help="main, efficiency, difficulty, frontier, self-judge, consistency, retention, cost or terminations; "
+            "may be repeated; all unless told.",
         ),
     ] = None,
     form: Annotated[str, typer.Option("--format", help="text, markdown, csv or latex.")] = "text",

@@ -23,7 +23,7 @@ GAP = -1
 
 
 class EpisodeEnd(StrEnum):
-    """Why a rollout ended (the modes of Figure "terminations")."""
+    """What stopped the agent's loop; `Termination` says how that counts."""
 
     FINISHED = "finished"
     """The agent wrote a turn without a code block."""
@@ -32,6 +32,21 @@ class EpisodeEnd(StrEnum):
     """The next turn or the environment's output would not fit the response length."""
     SERVER_ERROR = "server_error"
     """The environment's process hung or died."""
+
+
+class Termination(StrEnum):
+    """How a rollout ended (the modes of Figure "terminations"); `draco_ray.agent.termination` tells them apart."""
+
+    SUBMITTED = "submitted"
+    """It called ``complete_task``."""
+    GAVE_UP = "gave_up"
+    """It called it with status "fail", or stopped acting without having called it."""
+    NO_ACTION = "no_action"
+    """It ended itself without a step."""
+    RESPONSE_LIMIT = "response_limit"
+    TURN_LIMIT = "turn_limit"
+    SERVER_ERROR = "server_error"
+    """It was lost: its environment failed until the retries were spent."""
 
 
 class Verdict(IntEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import ray
 
 from draco_ray.actors.messages import AdvantageSummary, RewardSummary
 from draco_ray.actors.placement import beside_the_driver
-from draco_ray.algorithm.credit import unanimous_attributions
+from draco_ray.algorithm.credit import quality_spread, unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
 from draco_ray.algorithm.reward import mixed_verdicts, random_rewards, rubric_rewards, surviving_criteria
 from draco_ray.config import AlgorithmConfig
@@ -136,13 +135,14 @@ class AdvantageComputerActor:
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         shares = advantages.rollouts
         samples = [training_sample(played[share.rollout], share, credit=self._config.credit) for share in shares]
-        spreads = [float(np.std(share.quality_M)) for share in shares if share.cited_M.any()]
+        spreads = [(share.inert, quality_spread(share.quality_M)) for share in shares if share.cited_M.any()]
         summary = AdvantageSummary(
             rollouts=tuple(share.rollout for share in shares),
             rewards=tuple(float(share.reward) for share in shares),
             inert=sum(share.inert for share in shares),
             fallbacks=dict(Counter(share.fallback.value for share in shares)),
-            quality_spread=math.fsum(spreads) / len(spreads) if spreads else None,
+            active_spreads=tuple(spread for inert, spread in spreads if not inert),
+            inert_spreads=tuple(spread for inert, spread in spreads if inert),
             tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
         )
         tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}

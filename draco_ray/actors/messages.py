@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.records import EpisodeEnd, Phase, Termination
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
@@ -21,6 +21,7 @@ class RolloutSummary:
     rollout: int
     attempt: int
     ended: EpisodeEnd
+    termination: Termination
     error: str | None
     turns: int
     steps: int
@@ -90,7 +91,9 @@ class AdvantageSummary:
     """R_i of each of them."""
     inert: int
     fallbacks: dict[str, int]
-    quality_spread: float | None
-    """Mean over cited rollouts of the standard deviation of Q_j; None when none is cited."""
+    active_spreads: tuple[float, ...]
+    """Standard deviation of Q_j of each active rollout: one on which credit is not inert."""
+    inert_spreads: tuple[float, ...]
+    """The same of each inert rollout with a cited step."""
     tokens: int
     """Valid (sampled) tokens of the group's samples."""

@@ -12,11 +12,12 @@ from typing import Any
 import ray
 
 from draco_ray.actors.messages import RolloutSummary
+from draco_ray.agent.termination import termination
 from draco_ray.config import AgentConfig, EnvironmentConfig
 from draco_ray.engine.sampler import Sampler
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.observability.logs import start_run_log, working_on
-from draco_ray.records import EpisodeEnd, Evaluation, Trajectory
+from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,7 @@ def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSumm
         rollout=request.rollout,
         attempt=request.attempt,
         ended=EpisodeEnd.SERVER_ERROR,
+        termination=Termination.SERVER_ERROR,
         error=error,
         turns=0,
         steps=0,
@@ -163,6 +165,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
+        termination=termination(trajectory.ended, ((turn.code, turn.output) for turn in trajectory.steps)),
         error=trajectory.error,
         turns=len(trajectory.turns),
         steps=len(trajectory.steps),

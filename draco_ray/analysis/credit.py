@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ CREDIT = pa.schema(
         ("inert", pa.int64()),
         ("inert_share", pa.float64()),
         ("quality_spread", pa.float64()),
+        ("quality_spread_active", pa.float64()),
     ]
 )
 WINDOWS = pa.schema(
@@ -39,6 +41,18 @@ WINDOWS = pa.schema(
         ("steps", pa.int64()),
         ("inert_share", pa.float64()),
         ("quality_spread", pa.float64()),
+        ("quality_spread_active", pa.float64()),
+    ]
+)
+CITATIONS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("steps", pa.int64()),
+        ("uncited", pa.int64()),
+        ("citations_mean", pa.float64()),
+        ("citations_median", pa.float64()),
+        ("ten_or_more_share", pa.float64()),
     ]
 )
 
@@ -46,15 +60,17 @@ WINDOWS = pa.schema(
 def credit_by_step(run: RunDirectory) -> pa.Table:
     """One row per training step: the rollouts with advantages, how many of them are inert, and the spread of Q_j.
 
-    ``quality_spread`` is the mean over rollouts with a cited step of the standard deviation of their step qualities
-    (`draco_ray.algorithm.credit.quality_spread`), null where no rollout has one.
+    ``quality_spread_active`` is the paper's: the mean over active rollouts, on which credit is not inert, of the
+    standard deviation of their step qualities (`draco_ray.algorithm.credit.quality_spread`). ``quality_spread`` is over
+    all rollouts with a cited step. Null where no rollout has one.
     """
     rows = []
     for step in run.steps():
         shares = run.table("advantages", step, ["inert", "quality"]).to_pylist()
         if not shares:
             continue
-        spreads = [quality_spread(_quality(share["quality"])) for share in shares]
+        spreads = [(share["inert"], quality_spread(_quality(share["quality"]))) for share in shares]
+        known = [(inert, spread) for inert, spread in spreads if not math.isnan(spread)]
         inert = sum(share["inert"] for share in shares)
         rows.append(
             {
@@ -63,7 +79,8 @@ def credit_by_step(run: RunDirectory) -> pa.Table:
                 "rollouts": len(shares),
                 "inert": inert,
                 "inert_share": inert / len(shares),
-                "quality_spread": _mean([spread for spread in spreads if not math.isnan(spread)]),
+                "quality_spread": _mean([spread for _, spread in known]),
+                "quality_spread_active": _mean([spread for inert, spread in known if not inert]),
             }
         )
     return pa.Table.from_pylist(rows, schema=CREDIT)
@@ -87,7 +104,6 @@ def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.
             last = round(total * end)
             inside = [record for record in mine if first <= record["training_step"] <= last]
             if inside:
-                spreads = [record["quality_spread"] for record in inside if record["quality_spread"] is not None]
                 rows.append(
                     {
                         "run": name,
@@ -96,11 +112,61 @@ def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.
                         "last_step": last,
                         "steps": len(inside),
                         "inert_share": _mean([record["inert_share"] for record in inside]),
-                        "quality_spread": _mean(spreads),
+                        **{name: _mean_of(inside, name) for name in ("quality_spread", "quality_spread_active")},
                     }
                 )
             first = last + 1
     return pa.Table.from_pylist(rows, schema=WINDOWS)
+
+
+def citations_a_step(run: RunDirectory) -> pa.Table:
+    """How many surviving criteria cite a step (appendix "Significance of each term"): a row per training step.
+
+    Counted over the rollouts for which a credit call named steps; mean, median and the share of ten or more are over
+    the steps that are cited, the others are ``uncited``. A last row, without a training step, is the whole run.
+    """
+    whole: list[int] = []
+    rows = []
+    for step in run.steps():
+        counts = _citation_counts(run, step)
+        if counts:
+            rows.append(_citation_row(run, step, counts))
+            whole += counts
+    if whole:
+        rows.append(_citation_row(run, None, whole))
+    return pa.Table.from_pylist(rows, schema=CITATIONS)
+
+
+def _citation_counts(run: RunDirectory, training_step: int) -> list[int]:
+    """Of every step of every credited rollout, how many surviving criteria cite it."""
+    survived = {
+        (row["task_id"], row["criterion"])
+        for row in run.table("criteria", training_step, ["task_id", "criterion", "survived"]).to_pylist()
+        if row["survived"]
+    }
+    citing: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
+    columns = ["task_id", "rollout", "criterion", "verdict", "step"]
+    for row in run.table("citations", training_step, columns).to_pylist():
+        if row["step"] is not None and row["verdict"] and (row["task_id"], row["criterion"]) in survived:
+            citing[row["task_id"], row["rollout"]][row["step"]] += 1
+    counts = []
+    for share in run.table("advantages", training_step, ["task_id", "rollout", "step_tokens"]).to_pylist():
+        if (cited := citing.get((share["task_id"], share["rollout"]))) is not None:
+            counts += [cited[step] for step in range(1, len(share["step_tokens"]) + 1)]
+    return counts
+
+
+def _citation_row(run: RunDirectory, training_step: int | None, counts: Sequence[int]) -> dict[str, Any]:
+    cited = [count for count in counts if count]
+    return {
+        "run": run.path.name,
+        "training_step": training_step,
+        "steps": len(counts),
+        "uncited": len(counts) - len(cited),
+        "citations_mean": _mean(cited),
+        "citations_median": float(np.median(cited)) if cited else None,
+        "ten_or_more_share": _mean([float(count >= 10) for count in cited]),
+    }
 
 
 def push_shares(step_advantage: Sequence[float], step_tokens: Sequence[int]) -> list[float]:
@@ -126,6 +192,10 @@ def signs(advantages: FloatArray | float) -> FloatArray:
 
 def _quality(values: Sequence[float | None]) -> np.ndarray:
     return np.array([math.nan if value is None else value for value in values], dtype=float)
+
+
+def _mean_of(records: Sequence[dict[str, Any]], name: str) -> float | None:
+    return _mean([record[name] for record in records if record[name] is not None])
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pyarrow as pa
+import yaml
 
+from draco_ray.agent.termination import termination
+from draco_ray.config import EnvironmentConfig
 from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.costs import phase_costs
-from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.records import EpisodeEnd, Phase, Termination
 from draco_ray.runs.cost import read_calls
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.show import read_evaluations
@@ -22,6 +25,7 @@ TERMINATIONS = pa.schema(
         ("ended", pa.string()),
         ("rollouts", pa.int64()),
         ("share", pa.float64()),
+        ("retried", pa.int64()),
     ]
 )
 JUDGE_COST = pa.schema(
@@ -60,10 +64,25 @@ SECONDS = pa.schema(
 
 
 def terminations(run: RunDirectory) -> pa.Table:
-    """One row per training step and way a rollout ends; ``share`` is of the step's rollouts."""
+    """One row per training step and termination mode; ``share`` is of the step's rollouts, lost ones included.
+
+    ``retried`` are tries that a server error ended and that were played again, all in the row of that mode: a lost
+    rollout used all its tries, one that finished those before its last.
+    """
+    retries = load_retries(run)
     rows = []
     for step in run.steps():
-        ended = Counter(run.table("trajectories", step, ["ended"]).column("ended").to_pylist())
+        cells: dict[tuple[str, int], list[tuple[str | None, str | None]]] = defaultdict(list)
+        for row in run.table("steps", step, ["task_id", "rollout", "code", "output"]).to_pylist():
+            if row["code"] is not None:
+                cells[row["task_id"], row["rollout"]].append((row["code"], row["output"]))
+        played = run.table("trajectories", step, ["task_id", "rollout", "ended", "attempt"]).to_pylist()
+        ended = Counter(
+            termination(EpisodeEnd(row["ended"]), cells[row["task_id"], row["rollout"]]).value for row in played
+        )
+        lost = sum(run.table("groups", step, ["lost"]).column("lost").to_pylist())
+        ended[Termination.SERVER_ERROR] += lost
+        retried = sum(row["attempt"] for row in played) + lost * retries
         total = ended.total()
         rows += [
             {
@@ -72,11 +91,19 @@ def terminations(run: RunDirectory) -> pa.Table:
                 "ended": mode.value,
                 "rollouts": ended[mode.value],
                 "share": ended[mode.value] / total,
+                "retried": retried if mode is Termination.SERVER_ERROR else 0,
             }
-            for mode in EpisodeEnd
+            for mode in Termination
             if total
         ]
     return pa.Table.from_pylist(rows, schema=TERMINATIONS)
+
+
+def load_retries(run: RunDirectory) -> int:
+    """``environment.rollout_retries`` of a run; its default where an old configuration does not name it."""
+    config = yaml.safe_load(run.config_text()) or {}
+    default = EnvironmentConfig.model_fields["rollout_retries"].default
+    return int(config.get("environment", {}).get("rollout_retries", default))
 
 
 def judge_cost(run: RunDirectory) -> pa.Table:

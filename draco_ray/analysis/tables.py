@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from draco_ray.analysis.credit import credit_by_step, inert_windows
+from draco_ray.analysis.credit import citations_a_step, credit_by_step, inert_windows
 from draco_ray.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.analysis.evaluations import consistency, evaluations
 from draco_ray.analysis.progress import judge_cost, stage_seconds, success, terminations
@@ -25,6 +25,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "census_summary": lambda run: census_summary(criteria_census(run)),
     "rubric_rates": rubric_rates,
     "credit_by_step": credit_by_step,
+    "citations_a_step": citations_a_step,
     "inert_windows": lambda run: inert_windows(credit_by_step(run)),
     "terminations": terminations,
     "judge_cost": judge_cost,

@@ -133,6 +133,27 @@ def consistency_table(settings: Settings) -> Table:
     )
 
 
+def retention_table(settings: Settings) -> Table:
+    """p^k / p^1 of tasks and of scenarios: how much of the success of one run is left in all k (section "Results")."""
+    ks = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
+    places = [(split, metric) for split in _titles(settings) for metric in _metrics(settings, split)]
+    rows = []
+    for label, splits in settings.items():
+        cells: list[Cell | None] = []
+        for split, metric in places:
+            one, every = (_rate_getter(split, metric, k)(splits) for k in (0, ks - 1))
+            cells.append(Cell(100 * every.mean / one.mean) if one and every and one.mean else None)
+        rows.append((label, tuple(cells)))
+    return Table(
+        name="retention",
+        title=f"Retention: p^{ks} / p^1 (%)",
+        row_header="Setting",
+        columns=tuple(Column((split, metric), best="high") for split, metric in places),
+        rows=tuple(rows),
+        notes=_notes(settings),
+    )
+
+
 def efficiency_table(settings: Settings) -> Table:
     """Average agent turns per split and their average."""
     titles = _titles(settings)
@@ -267,6 +288,7 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
     "self-judge": self_judge_table,
     "consistency": consistency_table,
     "cost": cost_table,
+    "retention": retention_table,
     "terminations": termination_table,
 }
 """What `draco tables --table` knows."""

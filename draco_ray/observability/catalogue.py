@@ -92,11 +92,17 @@ STEP_GAUGES = {
         "draco_inert_share", Kind.GAUGE, "Share of rollouts whose credit is the same for every step."
     ),
     "quality_spread": Metric("draco_quality_spread", Kind.GAUGE, "Mean standard deviation of the step quality."),
+    "quality_spread_active": Metric(
+        "draco_quality_spread_active", Kind.GAUGE, "The same over active rollouts, those on which credit is not inert."
+    ),
     "groups_with_signal": Metric(
         "draco_groups_with_signal", Kind.GAUGE, "Groups of the last step with unequal rewards."
     ),
     "groups_failed": Metric("draco_groups_failed", Kind.GAUGE, "Groups of the last step that were dropped."),
     "rollouts_lost": Metric("draco_rollouts_lost", Kind.GAUGE, "Rollouts of the last step that never finished."),
+    "rollouts_retried": Metric(
+        "draco_rollouts_retried", Kind.GAUGE, "Tries of the last step that a server error ended and another followed."
+    ),
     "kl": Metric("draco_kl", Kind.GAUGE, "k3 estimate against the base model, nats a token."),
     "entropy": Metric("draco_entropy", Kind.GAUGE, "Entropy of the policy, nats a token."),
     "grad_norm": Metric("draco_grad_norm", Kind.GAUGE, "Largest gradient norm of the step, before clipping."),

@@ -31,7 +31,7 @@ class RunMetrics:
 
     def rollout(self, rollout: RolloutSummary) -> None:
         """Count a finished rollout."""
-        self._count(catalogue.ROLLOUTS, 1, ended=rollout.ended.value)
+        self._count(catalogue.ROLLOUTS, 1, ended=rollout.termination.value)
         self._count(catalogue.SAMPLED_TOKENS, rollout.sampled_tokens)
         self._observe(catalogue.ROLLOUT_SECONDS, rollout.ended_at - rollout.started_at)
 

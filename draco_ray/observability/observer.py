@@ -56,7 +56,7 @@ class RunObserver:
             seconds = rollout.ended_at - rollout.started_at
             log.info(
                 "rollout %s after %d turns, %.1fs",
-                *(rollout.ended.value, rollout.turns, seconds),
+                *(rollout.termination.value, rollout.turns, seconds),
                 extra=where | {"rollout": rollout.rollout},
             )
         for phase in group.phases[phases:]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from draco_ray.analysis.rescoring import RUN
 from draco_ray.analysis.tables import tidy
-from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.records import Phase, Termination
 from draco_ray.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
 from draco_ray.report.drawing import Drawing
 from draco_ray.report.output import to_pdf, to_png
@@ -94,7 +94,7 @@ def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
     steps = sorted({row["training_step"] for row in rows})
     share = {(row["training_step"], row["ended"]): row["share"] for row in rows}
     parts = {
-        mode.value.replace("_", " "): [share.get((step, mode.value), 0.0) for step in steps] for mode in EpisodeEnd
+        mode.value.replace("_", " "): [share.get((step, mode.value), 0.0) for step in steps] for mode in Termination
     }
     return stacked_bars(f"How rollouts ended{label}", [str(step) for step in steps], parts, number=percent, whole=1.0)
 

@@ -79,7 +79,7 @@ def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:
     steps = [line["step"] for line in metrics]
     reward, kl = ([Series(name, steps, [line.get(name) for line in metrics])] for name in ("reward", "kl"))
     credit = tidy("credit_by_step", [run]).to_pylist()
-    inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread"))
+    inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread_active"))
     evaluated = tidy("success", [run]).to_pylist()
     charts = [
         (False, line_chart("Reward", reward, bounds=(-1.0, 1.0))),
@@ -88,7 +88,7 @@ def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:
         *([(False, figures.success(evaluated))] if evaluated else []),
         (False, figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
         (False, line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent)),
-        (False, line_chart("Spread of step quality", spread, bounds=(0.0, 0.5))),
+        (False, line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5))),
         (False, line_chart("KL to the base model", kl)),
         (False, stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
         (True, figures.pass_rate_by_criterion(tidy("criterion_pass_rates", [run]).to_pylist(), width=PAGE_WIDTH)),

@@ -9,7 +9,7 @@ from typing import Any
 from draco_ray.actors.messages import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
-from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.records import Phase, Termination
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
 
 
@@ -36,7 +36,11 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
     group_rewards = [known.rewards for group in groups if (known := group.reward or group.advantage) is not None]
     shares = sum(len(advantage.rollouts) for advantage in advantages)
     generation, judging = generation_intervals(groups), judge_intervals(groups)
-    ended = Counter(rollout.ended for rollout in rollouts)
+    lost = len(groups) * group_size - len(rollouts)
+    ended = Counter(rollout.termination for rollout in rollouts)
+    ended[Termination.SERVER_ERROR] += lost
+    active = [spread for advantage in advantages for spread in advantage.active_spreads]
+    inert = [spread for advantage in advantages for spread in advantage.inert_spreads]
     per_phase = {
         phase.value: {
             "phases": len(mine),
@@ -61,12 +65,14 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "groups_with_signal": sum(has_spread(values) for values in group_rewards),
         "groups_failed": sum(group.state is GroupState.FAILED for group in groups),
         "rollouts": len(rollouts),
-        "rollouts_lost": len(groups) * group_size - len(rollouts),
-        "ended": {mode.value: ended[mode] for mode in EpisodeEnd},
+        "rollouts_lost": lost,
+        "rollouts_retried": sum(rollout.attempt for rollout in rollouts),
+        "ended": {mode.value: ended[mode] for mode in Termination},
         "turns": _mean([rollout.turns for rollout in rollouts]),
         "sampled_tokens": sum(rollout.sampled_tokens for rollout in rollouts),
         "inert_share": _ratio(sum(advantage.inert for advantage in advantages), shares),
-        "quality_spread": _mean([a.quality_spread for a in advantages if a.quality_spread is not None]),
+        "quality_spread": _mean([*active, *inert]),
+        "quality_spread_active": _mean(active),
         "credit_fallbacks": dict(sum((Counter(a.fallbacks) for a in advantages), Counter())),
         "judge": per_phase,
         "judge_dollars": sum(phase.dollars for phase in phases),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draco_ray.actors.messages import PhaseSummary, RolloutSummary
-from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.records import EpisodeEnd, Phase, Termination
 
 
 def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> RolloutSummary:
@@ -15,6 +15,7 @@ def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeE
         rollout=index,
         attempt=0,
         ended=ended,
+        termination=Termination.SUBMITTED if ended is EpisodeEnd.FINISHED else Termination(ended.value),
         error=None,
         turns=4,
         steps=3,

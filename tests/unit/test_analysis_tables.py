@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,9 +21,10 @@ from draco_ray.analysis.rubrics import (
     title_key,
 )
 from draco_ray.analysis.tables import TIDY, tidy, write_tables
+from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from tests.support.small_run import TASKS, small_run, write_group
+from tests.support.small_run import CONFIG, TASKS, a_trajectory, small_run, write_group
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,17 @@ def test_credit_by_step_gives_inert_share_and_spread(run: RunDirectory) -> None:
     assert (row["rollouts"], row["inert"], row["inert_share"]) == (4, 2, 0.5)
     # Rollout 0 has Q = (0, 1): deviation 0.5; rollout 1 has none.
     assert row["quality_spread"] == pytest.approx(0.25)
+    # Rollout 1 is inert: the paper's spread does not count it.
+    assert row["quality_spread_active"] == pytest.approx(0.5)
+
+
+def test_citations_a_step_count_what_survived_and_leave_uncited_steps_out(run: RunDirectory) -> None:
+    """Of each task one rollout whose steps are cited once and twice, one whose second step is cited twice."""
+    first, _, whole = tidy("citations_a_step", [run]).to_pylist()
+    assert (first["steps"], first["uncited"]) == (8, 2)
+    assert (first["citations_mean"], first["citations_median"]) == (pytest.approx(10 / 6), 2.0)
+    assert whole == {**first, "training_step": None, "steps": 16, "uncited": 4}
+    assert first["ten_or_more_share"] == 0.0
 
 
 def test_a_hundred_steps_fall_into_the_papers_windows() -> None:
@@ -92,6 +105,7 @@ def test_a_hundred_steps_fall_into_the_papers_windows() -> None:
             "inert": 0,
             "inert_share": step / 100,
             "quality_spread": None,
+            "quality_spread_active": None,
         }
         for step in range(1, 101)
     ]
@@ -121,7 +135,24 @@ def test_push_shares_follow_tokens_and_advantage() -> None:
 
 def test_terminations_are_shares_of_the_step(run: RunDirectory) -> None:
     shares = {row["ended"]: row["share"] for row in terminations(run).to_pylist() if row["training_step"] == 2}
-    assert shares == {"finished": 0.5, "turn_limit": 0.5, "response_limit": 0.0, "server_error": 0.0}
+    nothing = dict.fromkeys(("submitted", "no_action", "response_limit", "server_error"), 0.0)
+    assert shares == {"gave_up": 0.5, "turn_limit": 0.5} | nothing
+
+
+def test_lost_rollouts_and_tries_that_were_repeated_are_server_errors(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", f"{CONFIG}environment: {{rollout_retries: 2}}\n"))
+    for rollout in range(2):
+        trajectory = replace(a_trajectory(1, TASKS[0], rollout), attempt=rollout)
+        store.write("trajectories", 1, f"{rollout}", rows.trajectory_rows(1, trajectory))
+        store.write("steps", 1, f"{rollout}", rows.step_rows(1, trajectory))
+    for task, lost in zip(TASKS, (1, 0), strict=True):
+        group = {"state": "credited", "rollouts": 2, "lost": lost, "unscored": 0, "credit_failures": 0, "reason": None}
+        store.write("groups", 1, task, [{"training_step": 1, "task_id": task, **group}])
+    store.finish_step(1, {"step": 1})
+    (error,) = [row for row in terminations(store.directory).to_pylist() if row["ended"] == "server_error"]
+    assert (error["rollouts"], error["share"]) == (1, pytest.approx(1 / 3))
+    # Two of the lost one, one of the second rollout.
+    assert error["retried"] == 3
 
 
 def test_judge_cost_by_phase(run: RunDirectory) -> None:

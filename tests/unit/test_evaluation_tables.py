@@ -277,6 +277,24 @@ def test_discovery_and_consistency_of_tasks_and_scenarios(directories: list[str]
     assert headers(frontier_table(settings))[4:] == ["τ-bench SR", "τ-bench Cost ($)", "τ-bench $/task"]
 
 
+def test_retention_is_what_all_runs_keep_of_one(directories: list[str]) -> None:
+    settings = read_settings(directories)
+    table = TABLES["retention"](settings)
+    assert headers(table) == ["AppWorld TN TGC", "AppWorld TN SGC", "τ-bench SR"]
+    normal = settings["draco"]["AppWorld TN"]
+    task, scenario, _ = table.rows[1][1]
+    assert task is not None
+    assert scenario is not None
+    assert task.mean == pytest.approx(100 * normal.tgc[2].mean / normal.tgc[0].mean)
+    assert scenario.mean == pytest.approx(100 * normal.sgc[2].mean / normal.sgc[0].mean)
+    assert task.mean < 100
+
+
+def test_retention_of_nothing_is_not_zero(tmp_path: Path) -> None:
+    none = write_evaluation(tmp_path / "none", a_plan(label="none"), 9, 0.0)
+    assert TABLES["retention"](read_settings([str(none)])).rows[0][1] == (None, None)
+
+
 def test_a_setting_is_compared_with_the_baseline_on_every_common_split(directories: list[str], tmp_path: Path) -> None:
     third = write_evaluation(tmp_path / "third", a_plan(label="third"), 9, 0.65)
     settings = read_settings([*directories, str(third)])

@@ -40,7 +40,9 @@ def test_every_metric_but_the_step_count_and_side_figures_has_a_panel() -> None:
     assert unseen == {
         "draco_step",
         "draco_quality_spread",
+        "draco_quality_spread_active",
         "draco_rollouts_lost",
+        "draco_rollouts_retried",
         "draco_entropy",
         "draco_clip_fraction",
         "draco_policy_loss",

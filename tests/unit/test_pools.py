@@ -8,7 +8,7 @@ from typing import Any
 from draco_ray.actors.messages import RolloutSummary
 from draco_ray.actors.pools import RolloutPool, SlotQueue
 from draco_ray.actors.rollout_worker import RolloutRequest
-from draco_ray.records import EpisodeEnd
+from draco_ray.records import EpisodeEnd, Termination
 
 
 async def test_free_slots_are_handed_out_at_once_and_alternate_over_workers() -> None:
@@ -74,6 +74,7 @@ class Worker:
                 rollout=rollout,
                 attempt=0,
                 ended=EpisodeEnd.FINISHED,
+                termination=Termination.SUBMITTED,
                 error=None,
                 turns=1,
                 steps=1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from draco_ray.actors.messages import AdvantageSummary, RewardSummary
@@ -48,7 +50,8 @@ def groups() -> list[Group]:
         rewards=(1.0, 0.0),
         inert=1,
         fallbacks={"none": 1, "no_citation": 1},
-        quality_spread=0.2,
+        active_spreads=(0.2,),
+        inert_spreads=(0.0,),
         tokens=40,
     )
     lost = Group(step=1, index=1, task_id="u_1", prompt=())
@@ -63,10 +66,31 @@ def test_a_step_counts_what_its_groups_report(groups: list[Group]) -> None:
     assert metrics["inert_share"] == pytest.approx(0.5)
     assert (metrics["groups"], metrics["groups_with_signal"], metrics["groups_failed"]) == (2, 1, 1)
     assert (metrics["rollouts"], metrics["rollouts_lost"]) == (2, 2)
-    assert metrics["ended"] == {"finished": 1, "turn_limit": 1, "response_limit": 0, "server_error": 0}
+    # Of the two rollouts of the group that was lost nothing is known but that their environments failed.
+    assert metrics["ended"] == {
+        "submitted": 1,
+        "gave_up": 0,
+        "no_action": 0,
+        "response_limit": 0,
+        "turn_limit": 1,
+        "server_error": 2,
+    }
+    assert metrics["rollouts_retried"] == 0
+    assert (metrics["quality_spread"], metrics["quality_spread_active"]) == (pytest.approx(0.1), 0.2)
     assert metrics["judge"]["score"]["phases"] == 2
     assert metrics["judge"]["score"]["failed"] == 1
     assert metrics["judge_dollars"] == pytest.approx(0.75)
+
+
+def test_a_server_error_that_another_try_made_good_is_counted(groups: list[Group]) -> None:
+    groups[0].rollouts[1] = replace(groups[0].rollouts[1], attempt=2)
+    metrics = step_metrics(1, groups, group_size=2)
+    assert (metrics["rollouts_retried"], metrics["ended"]["server_error"]) == (2, 2)
+
+
+def test_the_spread_is_a_mean_over_rollouts_not_over_groups(groups: list[Group]) -> None:
+    groups[1].advantage = replace(groups[0].advantage, active_spreads=(0.4, 0.4, 0.4), inert_spreads=())  # type: ignore[type-var]
+    assert step_metrics(1, groups, group_size=2)["quality_spread_active"] == pytest.approx(0.35)
 
 
 def test_settings_without_a_rubric_have_rewards_and_signal_too() -> None:
@@ -74,7 +98,7 @@ def test_settings_without_a_rubric_have_rewards_and_signal_too() -> None:
     for index, rewards in enumerate([(1.0, 0.0, 0.0), (1.0, 1.0, 1.0)]):
         group = Group(step=1, index=index, task_id=f"t_{index}", prompt=(), state=GroupState.CREDITED)
         group.advantage = AdvantageSummary(
-            rollouts=(0, 1, 2), rewards=rewards, inert=0, fallbacks={}, quality_spread=None, tokens=9
+            rollouts=(0, 1, 2), rewards=rewards, inert=0, fallbacks={}, active_spreads=(), inert_spreads=(), tokens=9
         )
         groups.append(group)
     metrics = step_metrics(1, groups, group_size=3)
@@ -125,6 +149,6 @@ def test_the_line_of_a_step_says_what_was_lost(groups: list[Group]) -> None:
     }
     line = step_line(metrics, steps=3)
     assert line.startswith("step 1/3 30s | reward +0.50 | pass_rate 50%")
-    assert "ended: finished 1 turn_limit 1" in line
+    assert "ended: submitted 1 turn_limit 1 server_error 2" in line
     assert "gap -" in line
     assert line.endswith("lost 2 rollouts, 1 groups")
