@@ -204,7 +204,8 @@ class JudgeConfig(Tree):
     cache: Path | None = None
     """Folder of the durable reply cache; null puts it in the run directory."""
     stage1_across_epochs: bool = True
-    """Keep a task's stage1 criteria for the whole run; false asks for them anew whenever the task comes again."""
+    """Keep a task's stage1 criteria for the whole run: later epochs are judged from the first one's. false, as in the
+    paper, asks for them anew whenever the task comes again."""
     prices: dict[str, Price] = Field(
         default_factory=lambda: {
             "gpt-5.4": Price(input=2.5, output=15.0),
@@ -228,13 +229,15 @@ class AlgorithmConfig(Tree):
     std_epsilon: float = Field(1e-6, ge=0)
     """Added to the group's standard deviation (verl)."""
     skip_useless_credit_calls: bool = True
-    """Make no credit call where its result cannot matter: zero spread in the group, or no surviving criterion."""
+    """Make no credit call where it cannot change the update: zero spread in the group, or no surviving criterion. What
+    it would have cited is missing from the record."""
     skip_inert_credit_calls: bool = False
     """Make no credit call for a rollout whose surviving verdicts are unanimous, or do not apply to it: Eq. credit then
-    gives every step the same total, whichever steps are named. Lossless unless the call would have overridden a
-    verdict."""
+    gives every step the same total, whichever steps are named. Changes the update where the call would have overridden
+    a verdict."""
     credit_surviving_only: bool = True
-    """Send only surviving criteria to the credit call; the others cannot enter the step quality."""
+    """Send only surviving criteria to the credit call: the others cannot enter the step quality, but the judge then
+    reads another prompt than the paper's, which asks about all, and may answer otherwise."""
 
 
 class LearnerConfig(Tree):

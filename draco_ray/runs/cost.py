@@ -49,7 +49,8 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
         console.print("not asked, and what asking would have cost about:")
     for each in saved:
         amount = f"{each.calls:>6,} calls {each.tokens:>11,} tokens {each.dollars:>10.4f} dollars"
-        console.print(f"{amount}  {each.what}{f'; {each.switch}' if each.switch else ''}")
+        switch = f"; {each.switch}" if each.switch else ""
+        console.print(f"{amount}  {each.what}{switch} (changes: {each.changes})")
 
 
 def _calls(table: pa.Table, step: int) -> list[JudgeCall]:

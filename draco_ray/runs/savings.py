@@ -1,4 +1,8 @@
-"""What the judge was not asked: the calls and tokens that the lossless savings kept out of a run's bill."""
+"""What the judge was not asked: the calls and tokens that savings kept out of a run's bill, and what each may change.
+
+Savings by ``algorithm.skip_useless_credit_calls`` leave every update as it is. The others change what the judge reads
+or when it is asked, so a verdict or a citation could be another than in a run without them.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ class Saving:
     switch: str
     """The configuration key that turns it off; empty for the rest of the durable reply cache, which is always on."""
     what: str
+    changes: str
+    """What could be otherwise without it."""
     calls: int
     """Calls that were not made. For criteria left out of a call: 0, the call was made without them."""
     tokens: int
@@ -46,18 +52,29 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
     others = [call for call in replayed if not (kept and call.phase is Phase.STAGE1)]
     phases = [phase for phase in Phase if any(call.phase is phase for call in others)]
     found = [
-        _replayed("judge.stage1_across_epochs", "stage1 kept", stage1),
-        _replayed("", "answers kept: equal requests" + (f" ({', '.join(phases)})" if phases else ""), others),
+        _replayed(
+            "judge.stage1_across_epochs",
+            "stage1 kept",
+            "later epochs are judged from the criteria of a task's first",
+            stage1,
+        ),
+        _replayed(
+            "",
+            "answers kept: equal requests" + (f" ({', '.join(phases)})" if phases else ""),
+            "an equal request is not sampled again",
+            others,
+        ),
     ]
     if algorithm["credit"]:
         found += _credit(run, [(step, call) for step, call in calls if call.phase is Phase.CREDIT])
     return found
 
 
-def _replayed(switch: str, what: str, replayed: Sequence[JudgeCall]) -> Saving:
+def _replayed(switch: str, what: str, changes: str, replayed: Sequence[JudgeCall]) -> Saving:
     return Saving(
         switch=switch,
         what=what,
+        changes=changes,
         calls=len(replayed),
         tokens=sum(call.input_tokens + call.output_tokens for call in replayed),
         dollars=sum(call.dollars for call in replayed),
@@ -85,6 +102,7 @@ def _credit(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> Iterat
     yield Saving(
         switch="algorithm.skip_useless_credit_calls",
         what="no credit call in a group without spread or surviving criterion",
+        changes="no update; citations are missing from the record",
         calls=useless,
         tokens=round(useless * tokens),
         dollars=useless * dollars,
@@ -92,6 +110,7 @@ def _credit(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> Iterat
     yield Saving(
         switch="algorithm.skip_inert_credit_calls",
         what="no credit call for a rollout with unanimous verdicts",
+        changes="the call could have overridden a verdict",
         calls=inert,
         tokens=round(inert * tokens),
         dollars=inert * dollars,
@@ -118,6 +137,7 @@ def _criteria_left_out(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]
     return Saving(
         switch="algorithm.credit_surviving_only",
         what=f"{left_out:,} of {in_all:,} criteria not sent to the credit call (output tokens alone)",
+        changes="the judge reads another prompt than one that asks about all",
         calls=0,
         tokens=round(tokens),
         dollars=dollars,

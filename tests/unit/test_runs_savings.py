@@ -1,4 +1,4 @@
-"""The bill's other side: what the lossless savings kept from being asked."""
+"""The bill's other side: what savings kept from being asked, and what each may change."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from draco_ray.records import JudgeCall, Phase
+from draco_ray.runs.cost import show_cost
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.savings import Saving, savings
 from draco_ray.runs.schema import TABLES
@@ -90,6 +91,17 @@ def test_what_was_not_asked_is_counted_and_priced(tmp_path: Path) -> None:
     assert "2 of 6 criteria" in fewer.what
     assert (fewer.calls, fewer.tokens) == (0, 40)
     assert fewer.dollars == pytest.approx(2 * 0.5 * 0.4 / 2)
+
+
+def test_each_saving_says_what_it_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a call that could not have changed the update is free; nothing is called lossless."""
+    run = written(tmp_path, {"advantages": ADVANTAGES, "criteria": CRITERIA})
+    found = by_switch(savings(run, CALLS))
+    free = {name for name, saving in found.items() if saving.changes.startswith("no update")}
+    assert free == {"skip_useless_credit_calls"}
+    show_cost(run.path)
+    printed = capsys.readouterr().out
+    assert all(f"(changes: {saving.changes})" in printed for saving in found.values())
 
 
 def test_a_group_with_spread_whose_rollouts_are_all_unanimous_is_saved_by_their_switch(tmp_path: Path) -> None:
