@@ -34,6 +34,7 @@ from draco_ray.evaluation.policies import Checkpoint, Policy, deciding_settings,
 from draco_ray.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage, lost_rollout
 from draco_ray.evaluation.setting import SplitResult, read_split
 from draco_ray.judging.client import find_price
+from draco_ray.judging.model_limits import model_limit
 from draco_ray.training.cluster import connect
 from draco_ray.training.session import checked_model, plain_error
 
@@ -343,13 +344,8 @@ class _Evaluator:
 
 def turn_tokens(model: str, agent: AgentConfig) -> int:
     """Tokens that an API model may write in a turn: what the agent may, as far as LiteLLM knows the model to go."""
-    import litellm
-
-    try:
-        most = litellm.get_model_info(model).get("max_output_tokens")
-    except Exception:  # LiteLLM raises a plain one for models it does not know.
-        most = None
-    return min(agent.max_turn_tokens or agent.max_response_length, most or agent.max_response_length)
+    most = agent.max_turn_tokens or agent.max_response_length
+    return min(most, model_limit(model, "max_output_tokens") or most)
 
 
 @contextlib.contextmanager

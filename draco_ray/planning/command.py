@@ -71,9 +71,8 @@ def plan(
         )
     problems = []
     if uses_self_judge(config):
-        console.print(
-            f"self-judge: the union prompt of {config.algorithm.group_size} full rollouts takes {judge_context(config)}"
-        )
+        context = judge_context(config)
+        console.print(f"self-judge: {context.shows}, at full length {context}")
         if (warning := context_warning(config)) is not None:
             console.print(warning)
     if (problem := context_problem(config, model_positions(config.model.path, model_config))) is not None:

@@ -1,4 +1,4 @@
-"""How long the self-judge's prompts may become: the longest is the union's, which shows every rollout of a group whole.
+"""How long a judge's prompts may become: the longest is the union's, which shows every rollout of a group whole.
 
 An estimate from above for rollouts at their full length, in tokens of the policy. Text whose length is set in
 characters or by the judge itself is counted at `CHARACTERS_PER_TOKEN`. A prompt that is longer all the same fails its
@@ -16,6 +16,7 @@ from typing import Any
 from draco_ray.config import DracoConfig
 from draco_ray.configuration import project_file
 from draco_ray.judging.judge import QUOTED_REPLY_CHARACTERS
+from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.prompts import FILES
 from draco_ray.planning.shape import PUBLIC_CONFIGS
 from draco_ray.records import Phase
@@ -30,14 +31,16 @@ TURN_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """The parts of the longest request to the self-judge, tokens."""
+    """The parts of the longest request to the judge, tokens."""
+
+    shows: str
+    """Which request that is."""
 
     instructions: int
     """The template, and the agent's prompt, which it may show twice."""
     rollouts: int
-    """Every rollout of a group, with the last output of each, which no longer had to fit into the response."""
+    """With the last output of each, which no longer had to fit into the response."""
     criteria: int
-    """The candidates of stage1 and of every stage2."""
     reply: int
     """``judge.max_tokens``, and the refused replies that are quoted when it is asked again."""
 
@@ -49,24 +52,33 @@ class JudgeContext:
     def __str__(self) -> str:
         """The sum, and what it is of."""
         return (
-            f"{self.tokens:,} tokens (rollouts {self.rollouts:,}, candidate criteria {self.criteria:,}, instructions "
+            f"{self.tokens:,} tokens (rollouts {self.rollouts:,}, criteria {self.criteria:,}, instructions "
             f"{self.instructions:,}, reply {self.reply:,})"
         )
 
 
 def judge_context(config: DracoConfig) -> JudgeContext:
-    """What the union takes with every rollout at full length.
+    """What the longest request takes with every rollout at full length.
+
+    With a static rubric there is no union: it is then a credit call, whose template may show its rollout twice.
 
     Raises: ConfigError: the prompt set is missing.
     """
     agent, judge, group = config.agent, config.judge, config.algorithm.group_size
-    template = project_file(judge.prompts / FILES[Phase.UNION]).read_text(encoding="utf-8")
+    dynamic = config.algorithm.rubric == "dynamic"
+    template = project_file(judge.prompts / FILES[Phase.UNION if dynamic else Phase.CREDIT]).read_text(encoding="utf-8")
     rollout = agent.max_response_length + agent.max_turns * TURN_TOKENS + _tokens(agent.max_output_characters)
-    candidates = judge.max_stage1_criteria + group * judge.max_stage2_criteria
+    # Beside its text the credit call reads what the scoring call wrote about each criterion.
+    criteria = (
+        judge.max_stage1_criteria + group * judge.max_stage2_criteria if dynamic else 2 * judge.max_union_criteria
+    )
     return JudgeContext(
+        shows=f"the union prompt shows all {group} rollouts of a group"
+        if dynamic
+        else "a credit prompt shows a rollout",
         instructions=_tokens(len(template)) + 2 * agent.max_prompt_length,
-        rollouts=group * rollout,
-        criteria=candidates * CRITERION_TOKENS,
+        rollouts=(group if dynamic else 2) * rollout,
+        criteria=criteria * CRITERION_TOKENS,
         reply=judge.max_tokens + judge.reasks * _tokens(QUOTED_REPLY_CHARACTERS),
     )
 
@@ -98,8 +110,8 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
     if given is not None:
         return f"judge.self_judge.context_tokens={given:,}, but {config.model.path} accepts {positions:,} tokens"
     return (
-        f"self-judge: the union prompt shows all {config.algorithm.group_size} rollouts of a group, at full length "
-        f"{needed}, and {config.model.path} accepts {positions:,}: choose a model with a longer context, or lower "
+        f"self-judge: {needed.shows}, at full length {needed}, and {config.model.path} accepts {positions:,}: choose a "
+        "model with a longer context, or lower "
         f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
         "with judge.self_judge.context_tokens set, longer prompts fail their call"
     )
@@ -111,8 +123,19 @@ def context_warning(config: DracoConfig) -> str | None:
     if not uses_self_judge(config) or given is None or given >= needed.tokens:
         return None
     return (
-        f"self-judge: judge.self_judge.context_tokens={given:,}, a union prompt at full length takes {needed}; a call "
-        "whose prompt is longer fails, null sizes it"
+        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: a call whose "
+        "prompt is longer fails; null sizes it"
+    )
+
+
+def api_warning(config: DracoConfig) -> str | None:
+    """That the judge behind an API reads less than full length takes, by LiteLLM's table; None where it does not."""
+    reads, needed = model_limit(config.judge.model, "max_input_tokens"), judge_context(config)
+    if reads is None or needed.tokens - needed.reply <= reads:
+        return None
+    return (
+        f"judge {config.judge.model} reads {reads:,} tokens; {needed.shows}, at full length {needed}: a call whose "
+        "prompt is longer fails"
     )
 
 

@@ -23,7 +23,7 @@ from draco_ray.configuration import project_file
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.data_root import load_split, load_task
 from draco_ray.errors import ClusterError, DracoError
-from draco_ray.planning.judge_context import context_tokens, uses_self_judge
+from draco_ray.planning.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import connect
@@ -88,6 +88,8 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
 
         # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
         asyncio.run(build_judge(judge, None).check())
+        if (warning := api_warning(config)) is not None:
+            console.print(warning)
         yield judge
         return
     from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer

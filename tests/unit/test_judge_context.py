@@ -18,7 +18,13 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.judge import union_prompt
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
-from draco_ray.planning.judge_context import context_problem, context_tokens, judge_context, model_positions
+from draco_ray.planning.judge_context import (
+    api_warning,
+    context_problem,
+    context_tokens,
+    judge_context,
+    model_positions,
+)
 from draco_ray.planning.memory import GIB, engine_memory
 from draco_ray.planning.shape import model_shape
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
@@ -128,6 +134,30 @@ def test_a_context_that_is_set_shorter_is_warned_of_and_one_beyond_the_model_ref
     assert said(load_config("qwen3.6-27b", [f"{key}=131072"], "draco"), capsys) == ""
     with pytest.raises(ConfigError, match=rf"{key}=300,000, but .* accepts 262,144"):
         check_judge_context(load_config("qwen3.6-27b", [f"{key}=300000"], "self-judge"), Console(quiet=True))
+
+
+def test_a_static_rubric_needs_no_union() -> None:
+    union, credit = (judge_context(load_config("qwen3.6-27b", [], setting)) for setting in ("draco", "static-credit"))
+    assert credit.tokens < union.tokens / 2
+    own = load_config("qwen3.6-27b", ["judge.self_judge.enabled=true"], "static-credit")
+    assert context_tokens(own) == credit.tokens
+    # One rollout of such a model can be judged by itself where six cannot.
+    assert context_problem(own, 131_072) is None
+    assert context_problem(load_config("qwen3.6-27b", [], "self-judge"), 131_072) is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("openai/gpt-5.4", ""), ("openai/gpt-4o", "reads 128,000 tokens; the union prompt shows all 6 rollouts")],
+)
+def test_a_judge_behind_an_api_that_reads_less_is_warned_of(model: str, said: str) -> None:
+    warning = api_warning(load_config("qwen3.6-27b", [f"judge.model={model}"], "draco"))
+    assert said in (warning or "")
+    assert bool(warning) is bool(said)
+
+
+def test_of_a_judge_that_is_not_known_nothing_is_said() -> None:
+    assert api_warning(load_config("qwen3.6-27b", ["judge.model=hosted_vllm/not-known"], "draco")) is None
 
 
 @pytest.mark.parametrize(
