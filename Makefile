@@ -11,7 +11,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-hashes world demo bench bench-overlap bench-learner gpu-check ablation chaos check format test test-fast clean
+.PHONY: help setup lock lock-hashes world demo bench bench-overlap bench-learner gpu-check ablation chaos check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -113,6 +113,11 @@ test: setup
 # The tests that start no process (a minute).
 test-fast: setup
 	$(VENV)/bin/python -m pytest -m "not slow"
+
+# Judge replies corrupted at random, a hundred times as many as in the tests (minutes), e.g. make fuzz-replies REPLIES=60000.
+REPLIES ?= 600000
+fuzz-replies: setup
+	DRACO_FUZZED_REPLIES=$(REPLIES) $(VENV)/bin/python -m pytest tests/unit/test_judging_reply_fuzz.py --timeout 0
 
 # Remove runs and caches; the virtual environments stay.
 clean:

@@ -178,6 +178,9 @@ class JudgeConfig(Tree):
     max_tokens: int = Field(16384, ge=256)
     extra_body: dict[str, object] = Field(default_factory=dict)
     """Sent as is, e.g. a reasoning switch."""
+    structured_output: bool = True
+    """Hold replies to a JSON schema where LiteLLM says that the model supports it, and at an ``api_base`` of one's own
+    until it refuses. A model that thinks in its answer, served without a reasoning parser, cannot think then."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     max_stage1_criteria: int = Field(15, ge=1)

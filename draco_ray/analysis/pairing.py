@@ -6,25 +6,23 @@ always has the same place. A reply is used whole or not at all: every index exis
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, StrictInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictInt
 
 from draco_ray.configuration import project_file
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.parsing import check_finish
+from draco_ray.judging.parsing import check_finish, read_entries
 from draco_ray.records import Criterion, Message
 
 PROMPT = Path("prompts/pair_criteria.txt")
 _PLACEHOLDER = re.compile(r"\{\{ (first_criteria|second_criteria) \}\}")
-_ARRAY = re.compile(r"\[\s*[{\]]")
 
 Pairs = tuple[tuple[int, int], ...]
 """(index in the one list, index in the other), both 0-based, ascending by the one."""
@@ -35,9 +33,6 @@ class _Pair(BaseModel):
 
     first: StrictInt
     second: StrictInt
-
-
-_REPLY = TypeAdapter(list[_Pair])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +67,9 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
     Raises:
         ReplyError: not exactly one JSON array of pairs, an index that does not exist, or one that stands in two pairs.
     """
-    entries = _array(text)
+    entries = read_entries(text, _Pair)
+    if len(entries) > min(first, second):
+        raise ReplyError(f"{len(entries)} pairs of {first} and {second} criteria; a criterion has one partner at most")
     for side, count in (("first", first), ("second", second)):
         indices = [int(getattr(entry, side)) for entry in entries]
         if beyond := [index for index in indices if not 0 <= index < count]:
@@ -130,27 +127,3 @@ async def pair_criteria(
     for request in requests:
         await complete.forget(request)
     return Pairing(pairs=(), dollars=dollars, error=error)
-
-
-def _array(text: str) -> list[_Pair]:
-    """The one array in ``text``, with prose or a code fence around it."""
-    # A reasoning model served without a reasoning parser thinks aloud first.
-    body = text.rpartition("</think>")[2]
-    decoder = json.JSONDecoder()
-    arrays = []
-    position = 0
-    while match := _ARRAY.search(body, position):
-        try:
-            value, position = decoder.raw_decode(body, match.start())
-        except (ValueError, RecursionError):
-            raise ReplyError("the JSON array is broken") from None
-        if value not in arrays:
-            arrays.append(value)
-    if len(arrays) != 1:
-        raise ReplyError(f"{len(arrays) or 'no'} JSON arrays of pairs in the reply; answer with exactly one")
-    try:
-        return _REPLY.validate_python(arrays[0])
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise ReplyError(f"entry {where}: {problem['msg']}") from None

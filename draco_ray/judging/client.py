@@ -30,9 +30,10 @@ import tenacity
 
 from draco_ray.config import JudgeConfig, Price
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.reply_cache import ReplyCache, request_key
+from draco_ray.judging.structured import StructuredOutput
 from draco_ray.records import Message
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class LiteLLMClient:
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
         self._price = find_price(config.model, config.prices)
+        self._structured = StructuredOutput(config)
 
     async def __call__(self, request: Request) -> Completion:
         """Answer ``request``, from the cache if it was answered before.
@@ -100,7 +102,7 @@ class LiteLLMClient:
 
     async def _answer(self, request: Request) -> Completion:
         async with self._slots:
-            return await self._ask(request.messages, self._config.max_tokens, self._config.max_attempts)
+            return await self._ask(request.messages, self._config.max_tokens, self._config.max_attempts, request.schema)
 
     async def forget(self, request: Request) -> None:
         """Drop the stored answer to ``request``."""
@@ -118,7 +120,13 @@ class LiteLLMClient:
         if completion.error is not None:
             raise JudgeUnavailable(f"{self._who()}: {completion.error}")
 
-    async def _ask(self, messages: tuple[Message, ...], max_tokens: int, attempts: int) -> Completion:
+    async def _ask(
+        self,
+        messages: tuple[Message, ...],
+        max_tokens: int,
+        attempts: int,
+        schema: Mapping[str, object] | None = None,
+    ) -> Completion:
         litellm = _litellm()
         # The base of every error LiteLLM raises for a provider.
         import openai
@@ -143,8 +151,8 @@ class LiteLLMClient:
                     try:
                         # LiteLLM's timeout is per read on some transports; this one is the wall clock.
                         async with asyncio.timeout(timeout):
-                            response = await litellm.acompletion(
-                                **arguments, api_key=key, timeout=timeout, num_retries=0, max_retries=0
+                            response = await self._structured.complete(
+                                litellm, schema, **arguments, api_key=key, timeout=timeout, num_retries=0, max_retries=0
                             )
                         input_tokens, _, output_tokens, dollars = self._usage(response)
                         used = (input_tokens + output_tokens, dollars)
@@ -236,9 +244,10 @@ class LiteLLMClient:
     def _completion(self, response: Any, started_at: float, seconds: float, requests: int) -> Completion:
         choice = response.choices[0] if response.choices else None
         input_tokens, cached_tokens, output_tokens, dollars = self._usage(response)
+        text, finish_reason = reply_of(choice)
         return Completion(
-            text=(choice.message.content if choice else None) or "",
-            finish_reason=str((choice.finish_reason if choice else None) or "stop"),
+            text=text,
+            finish_reason=finish_reason,
             model=self._config.model,
             input_tokens=input_tokens,
             cached_tokens=cached_tokens,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from draco_ray.records import Message
 
@@ -17,6 +18,8 @@ class Request:
     """Which of k independent scoring calls this is, so that equal prompts are asked k times."""
     scope: str = ""
     """What the answer is kept for; empty: for whoever asks the same again."""
+    schema: Mapping[str, object] | None = field(default=None, hash=False)
+    """JSON schema to hold the reply to where the endpoint can; it does not change what is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,8 @@ class Completion:
 
     text: str
     finish_reason: str
-    """``stop``, ``length``, ``content_filter``, or ``error`` where no answer came."""
+    """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` where nothing followed it,
+    or ``error`` where no answer came."""
     model: str
     input_tokens: int
     cached_tokens: int
@@ -63,3 +67,26 @@ class Complete(Protocol):
             JudgeUnavailable: the judge does not answer.
         """
         ...
+
+
+def reply_of(choice: Any) -> tuple[str, str]:
+    """Text and finish reason of a chat completion's choice (None: there is none).
+
+    A refusal, a call of a tool and reasoning that no answer follows are named in the finish reason; their text is the
+    refusal's, the calls', and none: what a judge thinks is not what it says.
+    """
+    if choice is None:
+        return "", "stop"
+    message, reason = choice.message, str(choice.finish_reason or "stop")
+    text = message.content or ""
+    # LiteLLM keeps what only some providers send apart.
+    further = getattr(message, "provider_specific_fields", None) or {}
+    if refusal := getattr(message, "refusal", None) or further.get("refusal"):
+        return text or str(refusal), "refusal"
+    calls = getattr(message, "tool_calls", None) or filter(None, [getattr(message, "function_call", None)])
+    functions = [getattr(call, "function", call) for call in calls]
+    if functions and not text.strip():
+        return "\n".join(f"{function.name}({function.arguments})" for function in functions), "tool_calls"
+    if not text.strip() and reason == "stop" and getattr(message, "reasoning_content", None):
+        return "", "reasoning"
+    return text, "stop" if reason in ("tool_calls", "function_call") and text.strip() else reason

@@ -19,6 +19,7 @@ from draco_ray.judging import render
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.parsing import Parsed, check_finish, parse_attributions, parse_criteria, parse_scores
 from draco_ray.judging.prompts import Prompts, load_prompts
+from draco_ray.judging.structured import reply_schema
 from draco_ray.records import (
     Attribution,
     Criterion,
@@ -61,6 +62,7 @@ class Judge:
         self._complete = complete
         self._prompts = prompts
         self._config = config
+        self._schemas = {phase: reply_schema(phase, prompts.templates[phase]) for phase in Phase}
 
     async def check(self) -> None:
         """Make sure that the judge answers.
@@ -77,7 +79,8 @@ class Judge:
             return parse_criteria(text, limit=self._config.max_stage1_criteria, source="stage1")
 
         scope = "" if self._config.stage1_across_epochs else context.group
-        return await self._phase(Phase.STAGE1, stage1_prompt(self._prompts, prompt), parse, context, scope=scope)
+        asked = await asyncio.to_thread(stage1_prompt, self._prompts, prompt)
+        return await self._phase(Phase.STAGE1, asked, parse, context, scope=scope)
 
     async def stage2(
         self, trajectory: Trajectory, existing: Sequence[Criterion], context: CallContext
@@ -93,7 +96,8 @@ class Judge:
                 allow_empty=True,
             )
 
-        return await self._phase(Phase.STAGE2, stage2_prompt(self._prompts, trajectory, existing), parse, context)
+        asked = await asyncio.to_thread(stage2_prompt, self._prompts, trajectory, existing)
+        return await self._phase(Phase.STAGE2, asked, parse, context)
 
     async def union(
         self,
@@ -108,7 +112,8 @@ class Judge:
         """
         if not candidates:
             return Judged(value=())
-        return await self.merge(union_prompt(self._prompts, prompt, candidates, trajectories), context)
+        asked = await asyncio.to_thread(union_prompt, self._prompts, prompt, candidates, trajectories)
+        return await self.merge(asked, context)
 
     async def merge(self, prompt: str, context: CallContext) -> Judged[Rubric]:
         """One set of criteria out of the candidates that ``prompt`` lists: `union` with a prompt of the caller's."""
@@ -130,7 +135,7 @@ class Judge:
         def parse(text: str, last: bool) -> Parsed[Scores]:
             return parse_scores(text, rubric)
 
-        prompt = score_prompt(self._prompts, trajectory, rubric)
+        prompt = await asyncio.to_thread(score_prompt, self._prompts, trajectory, rubric)
         votes = await asyncio.gather(
             *(self._phase(Phase.SCORE, prompt, parse, context, vote) for vote in range(self._config.score_votes))
         )
@@ -168,7 +173,8 @@ class Judge:
         def parse(text: str, last: bool) -> Parsed[Attributions]:
             return parse_attributions(text, asked_rubric, len(trajectory.steps), lenient=last)
 
-        prompt = credit_prompt(self._prompts, trajectory, asked_rubric, [scores[index] for index in asked])
+        asked_scores = [scores[index] for index in asked]
+        prompt = await asyncio.to_thread(credit_prompt, self._prompts, trajectory, asked_rubric, asked_scores)
         judged = await self._phase(Phase.CREDIT, prompt, parse, context)
         if judged.value is None:
             return judged
@@ -199,7 +205,9 @@ class Judge:
         requests: list[Request] = []
         error = ""
         for attempt in range(1 + self._config.reasks):
-            request = Request(messages=messages, vote=vote, scope=scope)
+            # A second try goes without the schema, should it be what misled the judge.
+            schema = self._schemas[phase] if attempt == 0 else None
+            request = Request(messages=messages, vote=vote, scope=scope, schema=schema)
             requests.append(request)
             completion = await self._complete(request)
             if completion.error is not None:
@@ -207,8 +215,8 @@ class Judge:
                 calls.append(_call(phase, context, archived_prompt, completion, error))
                 break
             try:
-                check_finish(completion.text, completion.finish_reason)
-                parsed = parse(completion.text, attempt == self._config.reasks)
+                # In a thread: what a judge writes is not to hold up the other calls.
+                parsed = await asyncio.to_thread(_read, completion, parse, attempt == self._config.reasks)
             except ReplyError as problem:
                 error = str(problem)
             else:
@@ -346,6 +354,11 @@ def _call(phase: Phase, context: CallContext, prompt: str, completion: Completio
         requests=completion.requests,
         error=error,
     )
+
+
+def _read(completion: Completion, parse: Callable[[str, bool], Parsed[ValueT]], last: bool) -> Parsed[ValueT]:
+    check_finish(completion.text, completion.finish_reason)
+    return parse(completion.text, last)
 
 
 def _reask(error: str) -> str:

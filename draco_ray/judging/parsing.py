@@ -4,7 +4,7 @@ A reply is used whole or not at all. In this order:
 
 1. ``finish_reason`` (a reply cut at the token limit can look complete once it is repaired), emptiness, length.
    Reasoning in front of the answer is passed over (`after_thinking`).
-2. JSON: strict, with prose or code fences around it; else json-repair, and only if the array visibly ends.
+2. JSON: strict, with prose or code fences around it; else leniently, where the text leaves no doubt (`reply_json`).
 3. The schema of the phase. Scores are -1, 0 or 1; steps lie within the trajectory; nothing is coerced to zero.
 4. One entry for each criterion, no more, no fewer: matched by ``rubric_index`` (else by position), cross-checked
    against the title. A title that names another criterion is a contradiction; so are duplicates. A title that names
@@ -17,29 +17,31 @@ names nothing, and, when asked to (`parse_attributions`), a step that does not e
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
-import json_repair
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draco_ray.errors import ReplyError
+from draco_ray.judging.reply_json import BEGIN, NO_ARRAY, arrays_of_objects, integer, without_json
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Verdict
 
 MAX_REPLY_CHARACTERS = 400_000
 """Longer replies are refused unread: 24 criteria with evidence fill a tenth of it."""
-MAX_REPAIR_CHARACTERS = 80_000
-"""Longer broken replies are asked for again: repairing takes time quadratic in their brackets."""
 MAX_TEXT_CHARACTERS = 8_000
 """Of one field: what a judge writes is repeated in later prompts."""
 MAX_TITLE_CHARACTERS = 300
 
-MAX_FAILURES = 1_000
-"""Beginnings of JSON in reasoning that turn out to be none; each is looked at in time linear in the reply."""
+_NO_ANSWER = {
+    "content_filter": "the reply was withheld by the provider's content filter",
+    "refusal": "the judge refused to answer",
+    "tool_calls": "the judge called a tool instead of answering, and there is none",
+    "function_call": "the judge called a tool instead of answering, and there is none",
+    "reasoning": "the reply is reasoning that no answer follows",
+}
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 
@@ -58,12 +60,13 @@ def check_finish(text: str, finish_reason: str) -> None:
     """Refuse a reply by how it ended, before looking for JSON in it.
 
     Raises:
-        ReplyError: cut off, filtered, empty or absurdly long.
+        ReplyError: cut off, filtered, refused, no answer but a tool call or reasoning, empty or absurdly long.
     """
     if finish_reason == "length":
         raise ReplyError("the reply was cut off at the token limit; answer with shorter texts")
-    if finish_reason == "content_filter":
-        raise ReplyError("the reply was withheld by the provider's content filter")
+    if finish_reason in _NO_ANSWER:
+        said = f": {' '.join(text.split())[:200]!r}" if text.strip() else ""
+        raise ReplyError(f"{_NO_ANSWER[finish_reason]}{said}")
     if not text.strip():
         raise ReplyError("the reply is empty")
     if len(text) > MAX_REPLY_CHARACTERS:
@@ -83,10 +86,13 @@ def after_thinking(text: str, *, opened: bool = False) -> str:
 
     Returns:
         ``text`` itself where no reasoning ends.
+
+    Raises:
+        ReplyError: too much broken JSON to tell.
     """
     if THINK_END not in text:
         return text
-    outside = _without_json(text)
+    outside = without_json(text)
     begin = 0
     opened = opened or text.lstrip().startswith(THINK_BEGIN)
     for closing in re.finditer(THINK_END, outside):
@@ -111,7 +117,7 @@ def parse_criteria(
     Raises:
         ReplyError: no JSON array, or an entry without a title, description or evaluator_instruction.
     """
-    entries = _entries(text, _CriterionReply)
+    entries = read_entries(text, _CriterionReply)
     notes = []
     titles = {_normal(criterion.title) for criterion in taken}
     kept: list[Criterion] = []
@@ -142,8 +148,11 @@ def parse_scores(text: str, rubric: Sequence[Criterion]) -> Parsed[tuple[ScoredC
     Raises:
         ReplyError: not exactly one entry per criterion, or a score outside -1, 0, 1.
     """
-    entries = _entries(text, _ScoreReply)
+    entries = read_entries(text, _ScoreReply)
     order, notes = _align(entries, rubric)
+    for position, entry in enumerate(entries):
+        if entry.verdict is not None and Verdict[entry.verdict] != entry.score:
+            raise ReplyError(f"entry {position}: score {entry.score} and verdict {entry.verdict} contradict each other")
     return Parsed(
         value=tuple(
             ScoredCriterion(
@@ -176,7 +185,7 @@ def parse_attributions(
         ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless lenient) a step beyond the
             trajectory or a pass or fail without a step.
     """
-    entries = _entries(text, _AttributionReply)
+    entries = read_entries(text, _AttributionReply)
     order, alignment_notes = _align(entries, rubric)
     notes = list(alignment_notes)
     attributions = []
@@ -220,17 +229,6 @@ def _optional_text(value: object) -> object:
     return "" if value is None else _text(value)
 
 
-def _integer(value: object) -> object:
-    """Integers as judges write them: 1, 1.0, "1", "+1". Booleans, NaN and everything else stay as they are and fail."""
-    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,6}\s*", value):
-        return int(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
-        return int(value)
-    if isinstance(value, bool):
-        return str(value)
-    return value
-
-
 def _verdict(value: object) -> object:
     if not isinstance(value, str):
         return value
@@ -241,7 +239,8 @@ def _verdict(value: object) -> object:
 _Title = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TITLE_CHARACTERS)]
 _Body = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TEXT_CHARACTERS)]
 _Remark = Annotated[str, BeforeValidator(_optional_text), Field(max_length=MAX_TEXT_CHARACTERS)]
-_Integer = Annotated[int, BeforeValidator(_integer), Field(strict=True)]
+_VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict)]
+_Integer = Annotated[int, BeforeValidator(integer), Field(strict=True)]
 
 
 class _Entry(BaseModel):
@@ -261,76 +260,74 @@ class _RubricEntry(_Entry):
 
 
 class _ScoreReply(_RubricEntry):
-    score: Annotated[Literal[-1, 0, 1], BeforeValidator(_integer)]
+    score: Annotated[Literal[-1, 0, 1], BeforeValidator(integer)]
+    verdict: _VerdictName | None = None
+    """Not asked for; where a judge adds it, it must say the same."""
     evidence: _Remark = ""
     justification: _Remark = ""
 
 
 class _AttributionReply(_RubricEntry):
-    verdict: Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict)]
+    verdict: _VerdictName
     relevant_steps: Annotated[list[_Integer], BeforeValidator(lambda value: [] if value is None else value)]
     explanation: _Remark = ""
 
 
-EntryT = TypeVar("EntryT", bound=_Entry)
+EntryT = TypeVar("EntryT", bound=BaseModel)
 RubricEntryT = TypeVar("RubricEntryT", bound=_RubricEntry)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
-# Where an array of objects or an object begins: `[3]` in prose is a citation, `{x}` a name.
-_BEGIN = re.compile(r"\[\s*[{\]]|\{\s*[\"}]")
-_ARRAY_BEGIN = re.compile(r"\[\s*\{")
-_ARRAY_END = re.compile(r"\}\s*,?\s*\]")
-
-
 # A field of any schema: JSON of the answer's kind, if it stands where no valid JSON is.
 _NAMES = {name for schema in (_CriterionReply, _ScoreReply, _AttributionReply) for name in schema.model_fields}
-_FIELD = re.compile(rf"""["'](?:{"|".join(sorted(_NAMES))})["']\s*:""")
+_FIELD = re.compile(rf"""["'](?:{"|".join(sorted(_NAMES))})["']\s*+:""")
+_DECLINES = re.compile(r"\b(?:sorry|can(?:'|\u2019)t|cannot|unable|won(?:'|\u2019)t|decline)\b", re.IGNORECASE)
+_CALLS_TOOL = re.compile(r"<tool_call>|<function[=_]|<\|tool|\[TOOL_CALLS?\]|<\|python_tag\|>")
 
 
-def _without_json(text: str) -> str:
-    """``text`` with every valid array of objects and every valid object blanked out, at its full length."""
-    decoder = json.JSONDecoder(strict=False)
-    parts: list[str] = []
-    kept = position = failures = 0
-    while failures < MAX_FAILURES and (match := _BEGIN.search(text, position)):
-        try:
-            _, end = decoder.raw_decode(text, match.start())
-        except RecursionError:
-            break
-        except ValueError:
-            position = match.start() + 1
-            failures += 1
-            continue
-        parts += [text[kept : match.start()], " " * (end - match.start())]
-        kept = position = end
-    return "".join([*parts, text[kept:]])
+def read_entries(text: str, schema: type[EntryT]) -> list[EntryT]:
+    """The one array of objects in ``text`` that fits ``schema``; others may only be about something else.
 
-
-def _entries(text: str, schema: type[EntryT]) -> list[EntryT]:
-    """The one array of objects in ``text`` that fits ``schema``."""
+    Raises:
+        ReplyError: no such array, several, or one that holds the schema's fields and does not fit it.
+    """
     body = after_thinking(text)
-    arrays = _strict_arrays(body)
-    if not arrays:
-        arrays = _repaired_arrays(body, list(schema.model_fields))
-    if not arrays:
-        raise ReplyError("no complete JSON array of objects was found in the reply")
-    fitting: list[list[EntryT]] = []
-    errors: list[str] = []
+    try:
+        arrays = arrays_of_objects(body, list(schema.model_fields))
+    except ReplyError as error:
+        if BEGIN.search(body):
+            raise
+        raise ReplyError(f"{error}{_looks_like(body)}") from None
+    found: list[EntryT] | None = None
+    misfit: ReplyError | None = None
     for array in arrays:
         try:
             entries = [_entry(schema, position, value) for position, value in enumerate(array)]
-        except ReplyError as error:
-            errors.append(str(error))
+        except ReplyError as problem:
+            if any(isinstance(entry, dict) and not schema.model_fields.keys().isdisjoint(entry) for entry in array):
+                raise
+            misfit = problem
             continue
-        if entries not in fitting:
-            fitting.append(entries)
-    if not fitting:
-        raise ReplyError(errors[-1])
-    if len(fitting) > 1:
-        raise ReplyError("the reply holds several different JSON arrays; answer with exactly one")
-    return fitting[0]
+        if found is None:
+            found = entries
+        elif entries != found:
+            raise ReplyError("the reply holds several different JSON arrays; answer with exactly one")
+    if found is None:
+        raise ReplyError(f"{misfit or NO_ARRAY}{_looks_like(body)}")
+    return found
+
+
+def _looks_like(text: str) -> str:
+    """What a reply without an answer seems to be instead."""
+    start = " ".join(text[:200].split())
+    if _CALLS_TOOL.search(text[:2000]):
+        return "; it is a call of a tool, and there is none"
+    if text.lstrip().startswith(THINK_BEGIN):
+        return "; it is reasoning that no answer follows"
+    if _DECLINES.search(start[:60]):
+        return f"; it reads like a refusal: {start[:100]!r}"
+    return ""
 
 
 def _entry(schema: type[EntryT], position: int, value: object) -> EntryT:
@@ -341,70 +338,6 @@ def _entry(schema: type[EntryT], position: int, value: object) -> EntryT:
         field = ".".join(str(part) for part in problem["loc"])
         found = "" if problem["type"] == "missing" else f", found {str(problem['input'])[:60]!r}"
         raise ReplyError(f"entry {position}, field {field}: {problem['msg']}{found}") from None
-
-
-def _strict_arrays(text: str) -> list[list[Any]]:
-    """Top-level arrays of objects that are valid JSON; consecutive single objects count as one array.
-
-    Stops at the first thing that starts like one and is not valid: what stands inside it may be a quotation of the
-    trajectory, which must not be taken for the judge's word.
-    """
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    arrays: list[list[Any]] = []
-    objects: list[Any] = []
-    position = 0
-    while match := _BEGIN.search(text, position):
-        try:
-            value, position = decoder.raw_decode(text, match.start())
-        except (ValueError, RecursionError):
-            return []
-        if isinstance(value, list):
-            arrays.append(value)
-        elif wrapped := _wrapped_array(value):
-            arrays.append(wrapped)
-        else:
-            objects.append(value)
-    if objects:
-        arrays.append(objects)
-    return [array for array in arrays if all(isinstance(entry, dict) for entry in array)]
-
-
-def _repaired_arrays(text: str, fields: Sequence[str]) -> list[list[Any]]:
-    """The array of objects in ``text`` after json-repair, if repairing it leaves no doubt about its structure.
-
-    It must visibly end, because a cut reply must not be completed; and each of the ``fields`` must be written exactly
-    as often as it is found, because a quotation with unescaped quotes can pose as further objects.
-    """
-    begin = _ARRAY_BEGIN.search(text)
-    if begin is None:
-        return []
-    ends = [match.end() for match in _ARRAY_END.finditer(text, begin.start())]
-    if not ends or ends[-1] - begin.start() > MAX_REPAIR_CHARACTERS:
-        return []
-    span = text[begin.start() : ends[-1]]
-    try:
-        value = json_repair.loads(span)
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        return []
-    for name in fields:
-        written = len(re.findall(rf"""(?<!\\)["']{name}["']\s*:""", span))
-        if written != sum(name in entry for entry in value):
-            return []
-    return [value]
-
-
-def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:
-    """``{"rubrics": [...]}``: the array, if it is the object's only one of objects."""
-    arrays = [
-        part for part in value.values() if isinstance(part, list) and part and all(isinstance(e, dict) for e in part)
-    ]
-    return arrays[0] if len(arrays) == 1 else None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 # --- matching ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the next version of the policy is another judge.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from draco_ray.agent.chat import ChatTokens
 from draco_ray.config import JudgeConfig
 from draco_ray.engine.sampler import Sample
-from draco_ray.errors import EngineError
+from draco_ray.errors import EngineError, ReplyError
 from draco_ray.judging.client import find_price, price_of
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.parsing import THINK_BEGIN, after_thinking
@@ -77,7 +78,7 @@ class SelfJudgeClient:
         text = self._chat.text(sample.token_ids)
         opened = self._chat.opens_thinking
         if opened or text.lstrip().startswith(THINK_BEGIN):
-            answer = after_thinking(text, opened=opened)
+            answer = await asyncio.to_thread(_answer, text, opened)
             if answer == text:
                 # Reasoning that never came to an end holds no answer, whatever JSON it may quote.
                 return self._completion(text, "length", len(prompt), len(sample.token_ids), started_at, clock, None)
@@ -114,6 +115,14 @@ class SelfJudgeClient:
             requests=1,
             error=error,
         )
+
+
+def _answer(text: str, opened: bool) -> str:
+    """What follows the reasoning; the text itself where it is not to be told."""
+    try:
+        return after_thinking(text, opened=opened)
+    except ReplyError:
+        return text
 
 
 def _seed(prompt: list[int], vote: int) -> int:

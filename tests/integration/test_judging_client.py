@@ -259,3 +259,71 @@ async def test_equal_requests_at_the_same_time_are_asked_once_if_answers_are_kep
         independent = LiteLLMClient(config(server.base))
         await asyncio.gather(independent(ask()), independent(ask()))
         assert len(server.requests) == 4
+
+
+WRAPPED = f'{{"entries": {CRITERION}}}'
+WHERE = CallContext(group="step1/t_1", task_id="t_1")
+
+
+@pytest.mark.parametrize("reply", [CRITERION, WRAPPED], ids=["ignored", "followed"])
+async def test_a_local_server_is_asked_for_a_schema_and_may_ignore_it(reply: str) -> None:
+    with ScriptedJudgeServer(Reply(reply)) as server:
+        judged = await build_judge(config(server.base)).stage1(PROMPT, WHERE)
+    assert judged.ok
+    (body,) = server.requests
+    assert body["response_format"]["type"] == "json_schema"
+    assert body["response_format"]["json_schema"]["strict"] is True
+    entry = body["response_format"]["json_schema"]["schema"]["properties"]["entries"]["items"]
+    assert entry["required"] == ["title", "description", "evaluator_instruction", "grounding_references"]
+
+
+@pytest.mark.parametrize("status", [400, 422, 501])
+async def test_a_server_that_refuses_a_schema_is_asked_without_from_then_on(status: int, tmp_path: Path) -> None:
+    refusal = Reply("response_format: extra inputs are not permitted", status)
+    with ScriptedJudgeServer(refusal, Reply(CRITERION)) as server:
+        judge = build_judge(config(server.base, cache=tmp_path))
+        assert (await judge.stage1(PROMPT, WHERE)).ok
+        assert (await judge.stage1((*PROMPT, Message(role="user", content="again")), WHERE)).ok
+        assert ["response_format" in body for body in server.requests] == [True, False, False]
+        # What was answered without a schema is found by whoever would ask with one.
+        assert (await build_judge(config(server.base, cache=tmp_path)).stage1(PROMPT, WHERE)).ok
+        assert len(server.requests) == 3
+
+
+async def test_a_prompt_that_is_refused_either_way_does_not_speak_against_schemas() -> None:
+    refusal = Reply("this prompt is no good", 400)
+    with ScriptedJudgeServer(refusal, refusal, Reply(CRITERION)) as server:
+        judge = build_judge(config(server.base))
+        judged = await judge.stage1(PROMPT, WHERE)
+        assert judged.error is not None
+        assert "this prompt is no good" in judged.error
+        assert (await judge.stage1(PROMPT, WHERE)).ok
+    assert ["response_format" in body for body in server.requests] == [True, False, True]
+
+
+async def test_schemas_can_be_turned_off_and_a_second_question_goes_without() -> None:
+    with ScriptedJudgeServer(Reply("{}"), Reply(CRITERION)) as server:
+        assert (await build_judge(config(server.base)).stage1(PROMPT, WHERE)).ok
+        assert (await build_judge(config(server.base, structured_output=False)).stage1(PROMPT, WHERE)).ok
+    assert ["response_format" in body for body in server.requests] == [True, False, False]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "message"),
+    [
+        (Reply(None, message={"refusal": "I cannot judge this."}), "refusal", "refused to answer: 'I cannot judge"),
+        (Reply(None, finish_reason="tool_calls", message={"tool_calls": [CALL]}), "tool_calls", "search"),
+        (Reply("", message={"tool_calls": [CALL]}), "tool_calls", "called a tool"),
+        (Reply("", message={"reasoning_content": CRITERION}), "reasoning", "reasoning that no answer follows"),
+        (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "cut off"),
+    ],
+)
+async def test_an_answer_that_is_none_is_named_as_what_it_is(reply: Reply, reason: str, message: str) -> None:
+    with ScriptedJudgeServer(reply) as server:
+        judged = await build_judge(config(server.base)).stage1(PROMPT, WHERE)
+    assert judged.error is not None
+    assert message in judged.error
+    assert judged.calls[0].finish_reason == reason

@@ -31,6 +31,8 @@ class Reply:
     input_tokens: int = 100
     cached_tokens: int = 0
     output_tokens: int = 10
+    message: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the message: a refusal, tool calls, reasoning."""
 
 
 class ScriptedJudgeServer:
@@ -80,7 +82,7 @@ class ScriptedJudgeServer:
         choice = {
             "index": 0,
             "finish_reason": reply.finish_reason,
-            "message": {"role": "assistant", "content": reply.text},
+            "message": {"role": "assistant", "content": reply.text, **reply.message},
         }
         usage = {
             "prompt_tokens": reply.input_tokens,

@@ -108,6 +108,10 @@ def test_wrappings_that_are_understood(text: str) -> None:
     [
         ("", "no complete JSON"),
         ("I cannot judge this run.", "no complete JSON"),
+        ("I\u2019m sorry, but I can\u2019t help with that.", "no complete JSON.*reads like a refusal: 'I.m sorry"),
+        ('<tool_call>\n{"name": "x"}', "field score: Field required.*it is a call of a tool"),
+        ("<tool_call>search</tool_call>", "no complete JSON.*it is a call of a tool"),
+        ("<think>All of them pass.", "no complete JSON.*reasoning that no answer follows"),
         ("null", "no complete JSON"),
         ("[1, -1, 0]", "no complete JSON"),
         (PLAIN[:-20], "no complete JSON"),
@@ -122,6 +126,10 @@ def test_wrappings_that_are_understood(text: str) -> None:
     ids=[
         "empty",
         "prose",
+        "refusal",
+        "tool call with JSON",
+        "tool call",
+        "thoughts",
         "null",
         "numbers",
         "cut",
@@ -189,6 +197,9 @@ def test_reasoning_may_hold_drafts_whole_or_broken() -> None:
     [
         (PLAIN, "length", "cut off at the token limit"),
         (PLAIN, "content_filter", "withheld"),
+        ("I will not grade this.", "refusal", "the judge refused to answer: 'I will not grade this.'"),
+        ("search(q=1)", "tool_calls", "called a tool instead of answering"),
+        ("", "reasoning", "reasoning that no answer follows"),
         (" \n", "stop", "empty"),
         ("x" * 1_000_000, "stop", "1000000 characters"),
     ],
@@ -233,6 +244,58 @@ def test_evidence_and_justification_are_kept() -> None:
     first, second, _ = parse_scores(json.dumps(entries), RUBRIC).value
     assert (first.evidence, first.justification) == ("step 1 prints it\nstep 2 again", "so")
     assert second.evidence == ""
+
+
+@pytest.mark.parametrize("minus", "-\u2212\u2013\u2012\uff0d\ufe63\u2010")
+def test_every_minus_sign_is_one(minus: str) -> None:
+    for written in (f"{minus}1", f'"{minus}1"', f"{minus}1.0"):
+        assert verdicts(PLAIN.replace('"score": -1', f'"score": {written}')) == [1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *('-1,or "evidence"', "!1", "1 or -1", "1 / -1", "- 1", "--1", "~1", "1e0", "-0", "01", "\uff11", "-\u200b1"),
+        *('-1, "score": 1', '1, "Score": -1', '"1 or -1"', '"-0"', '"1', "1.00000000000000000001", "1, -1", "1 # -1"),
+    ],
+)
+def test_what_is_not_plainly_a_score_is_asked_again(written: str) -> None:
+    with pytest.raises(ReplyError):
+        parse_scores(PLAIN.replace('"score": -1', f'"score": {written}'), RUBRIC)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["[1\u20133]", "[1-3]", "[1..3]", "[1 3]", '["1-3"]', "[1,,3]", "[!2]", "[1, ...]", "[2\u00b3]", "[2 or 3]"],
+)
+def test_what_is_not_plainly_a_list_of_steps_is_asked_again(written: str) -> None:
+    whole = json.dumps([attribution(0, (2,))])
+    with pytest.raises(ReplyError):
+        parse_attributions(whole.replace("[2]", written), RUBRIC[:1], STEPS)
+    with pytest.raises(ReplyError, match="step -2 does not exist"):
+        parse_attributions(whole.replace("[2]", "[\u22122]"), RUBRIC[:1], STEPS)
+
+
+@pytest.mark.parametrize("key", ["score", "rubric_index", "rubric_title", "Score", "evidence", "anything"])
+def test_a_key_that_comes_twice_is_refused(key: str) -> None:
+    text = PLAIN.replace('"score": -1', f'"anything": 1, "{key}": 1, "score": -1')
+    with pytest.raises(ReplyError, match="comes twice in one object"):
+        parse_scores(text, RUBRIC)
+
+
+def test_a_draft_that_does_not_fit_is_not_passed_over_for_one_that_does() -> None:
+    final = PLAIN.replace('"score": 1', '"score": "fails after all"')
+    with pytest.raises(ReplyError, match="entry 0, field score"):
+        parse_scores(f"Draft: {PLAIN}\nFinal: {final}", RUBRIC)
+
+
+def test_a_verdict_beside_the_score_must_say_the_same() -> None:
+    entries = scores(1, -1, 0)
+    entries[1]["verdict"] = "fail"
+    assert verdicts(json.dumps(entries)) == [1, -1, 0]
+    entries[1]["verdict"] = "PASS"
+    with pytest.raises(ReplyError, match="entry 1: score -1 and verdict PASS contradict each other"):
+        parse_scores(json.dumps(entries), RUBRIC)
 
 
 # --- which entry is whose ---------------------------------------------------------------------------------------------

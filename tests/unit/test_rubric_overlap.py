@@ -188,11 +188,11 @@ def test_a_reply_with_one_array_of_pairs_is_read(text: str, pairs: tuple[tuple[i
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("none match", "no JSON arrays"),
-        ('[{"first": 0, "second": 0}', "broken"),
-        ('[{"first": 0, "second": 0}] or [{"first": 1, "second": 0}]', "2 JSON arrays"),
-        ('[{"first": "0", "second": 0}]', "entry 0.first"),
-        ('[{"first": 0}]', "entry 0.second"),
+        ("none match", "no complete JSON array"),
+        ('[{"first": 0, "second": 0}', "it ends there"),
+        ('[{"first": 0, "second": 0}] or [{"first": 1, "second": 0}]', "several different"),
+        ('[{"first": "0", "second": 0}]', "entry 0, field first"),
+        ('[{"first": 0}]', "entry 0, field second"),
         ('[{"first": 2, "second": 0}]', "first 2 does not exist; that list is numbered 0 to 1"),
         ('[{"first": 0, "second": -1}]', "second -1 does not exist"),
         ('[{"first": 0, "second": 1}, {"first": 1, "second": 1}]', "second 1 stands in two pairs"),

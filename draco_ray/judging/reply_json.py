@@ -1,0 +1,284 @@
+"""JSON in a judge's reply: arrays of objects, read strictly, else leniently where the text leaves no doubt.
+
+Strict reading is JSON with three refusals more: a key that comes twice in an object, a number that is not written
+plainly (``-0``, ``1e0``), and NaN. Lenient reading mends what judges get wrong in JSON of which every value can still
+be seen: trailing commas, ``+1``, other minus signs than the ASCII one, line breaks and unescaped quotes in strings,
+escapes that JSON does not know. It never guesses: a token that is not exactly a value, a field that is written more
+often than it is found, or an array that does not visibly end makes the reply unusable, and the judge is asked again.
+
+Both take time linear in the reply. Lenient reading is Python: `MAX_LENIENT_CHARACTERS` bounds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from draco_ray.errors import ReplyError
+
+MAX_LENIENT_CHARACTERS = 80_000
+"""Longer broken replies are asked for again."""
+MAX_SCANNED = 4_000_000
+"""Characters looked at in search of JSON among reasoning, beginnings that turn out to be none included."""
+MAX_DEPTH = 20
+
+BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
+"""Where an array of objects or an object begins: ``[3]`` in prose is a citation, ``{x}`` a name."""
+MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u207b\u208b\u2796\ufe58\ufe63\uff0d"
+"""What is written for a minus sign besides ``-``."""
+INTEGER = re.compile(r"\+?(?:0|[1-9][0-9]{0,5})|-[1-9][0-9]{0,5}")
+"""An integer, written plainly. -0 is none: it may be what is left of something else."""
+
+_ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
+_ARRAY_BEGIN = re.compile(r"\[\s*+\{")
+_WRAPPER = re.compile(r"\{\s*+\"\w++\"\s*+:\s*+")
+_SPACE = re.compile(r"\s*+")
+_KEY = re.compile(r"\"(\w[\w -]*+)\"\s*+:\s*+")
+_TOKEN = re.compile(r"[^\s,\[\]{}\":]++")
+_NUMBER = re.compile(rf"({INTEGER.pattern})(?:\.0{{1,6}})?")
+_QUOTE = re.compile(r"\\.|\"", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})|\\|\"")
+# A quotation mark ends a string only where the next thing is what follows a string: the next field, or the object's end
+# and with it the next object or the array's end; in a list the next item or the list's end.
+_ENDS_FIELD = re.compile(r"\"(?=\s*+(?:,\s*+\"\w[\w -]*+\"\s*+:|(?:,\s*+)?+\}\s*+(?:,\s*+)?+[{\]]))")
+_ENDS_ITEM = re.compile(r"\"(?=\s*+(?:,\s*+\"|(?:,\s*+)?+\]))")
+_WORDS: dict[str, object] = {"true": True, "false": False, "null": None}
+NO_ARRAY = "no complete JSON array of objects was found in the reply"
+
+
+def integer(value: object) -> object:
+    """Integers as judges write them: 1, "1", "+1", "−1". Everything else stays as it is, or becomes text, and fails."""
+    if isinstance(value, str):
+        plain = value.strip().translate(_ASCII_MINUS)
+        return int(plain) if INTEGER.fullmatch(plain) else value
+    return str(value) if isinstance(value, bool | float) else value
+
+
+def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
+    """The arrays in ``text`` that hold objects, or nothing; objects on their own count as one array together.
+
+    Args:
+        text: the reply behind its reasoning.
+        fields: what an entry may hold; in broken JSON each must be written exactly as often as it is found.
+    Raises:
+        ReplyError: no such array, or one that cannot be read without guessing.
+    """
+    return _strict_arrays(text) or [_lenient_array(text, fields)]
+
+
+def without_json(text: str) -> str:
+    """``text`` with every valid array of objects and every valid object blanked out, at its full length.
+
+    Raises:
+        ReplyError: too many beginnings of JSON that are none.
+    """
+    decoder = json.JSONDecoder(strict=False)
+    parts: list[str] = []
+    kept = position = scanned = 0
+    while match := BEGIN.search(text, position):
+        if scanned > MAX_SCANNED:
+            raise ReplyError("the reasoning holds too much broken JSON to tell where it ends; answer without it")
+        begin = match.start()
+        try:
+            _, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            # An unterminated string was read to the text's end, whatever place the error names.
+            known = isinstance(error, json.JSONDecodeError) and not error.msg.startswith("Unterminated")
+            scanned += (error.pos if known else len(text)) - begin  # type: ignore[union-attr]
+            position = begin + 1
+            continue
+        scanned += end - begin
+        parts += [text[kept:begin], " " * (end - begin)]
+        kept = position = end
+    return "".join([*parts, text[kept:]])
+
+
+def _strict_arrays(text: str) -> list[list[Any]]:
+    """Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of
+    the trajectory, which must not be taken for the judge's word."""
+    decoder = json.JSONDecoder(
+        parse_constant=_refuse_constant, parse_int=_plain_int, parse_float=_plain_float, object_pairs_hook=_object
+    )
+    arrays: list[list[Any]] = []
+    objects: list[Any] = []
+    position = 0
+    while match := BEGIN.search(text, position):
+        try:
+            value, position = decoder.raw_decode(text, match.start())
+        except (ValueError, RecursionError):
+            return []
+        if isinstance(value, list):
+            arrays.append(value)
+        elif wrapped := _wrapped_array(value):
+            arrays.append(wrapped)
+        else:
+            objects.append(value)
+    if objects:
+        arrays.append(objects)
+    return arrays
+
+
+def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:
+    """``{"rubrics": [...]}``: the array, if it is the object's only one of objects."""
+    arrays = [
+        part for part in value.values() if isinstance(part, list) and part and all(isinstance(e, dict) for e in part)
+    ]
+    return arrays[0] if len(arrays) == 1 else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _plain_int(token: str) -> object:
+    return token if token == "-0" else int(token)
+
+
+def _plain_float(token: str) -> object:
+    number = _NUMBER.fullmatch(token)
+    return int(number[1]) if number else float(token)
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict. Raises ReplyError where two keys differ by nothing but case, spaces and the like."""
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    for key, value in pairs:
+        name = "".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", key).casefold())) or key
+        if name in seen:
+            raise ReplyError(f"the key {key[:60]!r} comes twice in one object; write every key once")
+        seen.add(name)
+        found[key] = value
+    return found
+
+
+# --- lenient reading --------------------------------------------------------------------------------------------------
+
+
+def _lenient_array(text: str, fields: Sequence[str]) -> list[Any]:
+    begin = _ARRAY_BEGIN.search(text)
+    if begin is None:
+        raise ReplyError(NO_ARRAY)
+    if len(text) - begin.start() > MAX_LENIENT_CHARACTERS:
+        raise ReplyError(f"{NO_ARRAY}: it is broken, and too long to be mended")
+    first = BEGIN.search(text)
+    if first is not None and first.start() < begin.start():
+        wrapper = _WRAPPER.fullmatch(text, first.start(), begin.start())
+        if wrapper is None:
+            raise ReplyError(f"{NO_ARRAY}: there is broken JSON in front of it")
+    named = re.compile(rf"""(?<!\\)["']({"|".join(map(re.escape, fields))})["']\s*+:""")
+    reader = _Lenient(text, begin.start(), named)
+    entries = reader.entries()
+    if named.search(text, reader.position):
+        raise ReplyError(f"{NO_ARRAY}: it is broken, and more fields follow it")
+    return entries
+
+
+class _Lenient:
+    """Reads one array of objects from ``text``, beginning at its bracket."""
+
+    def __init__(self, text: str, position: int, named: re.Pattern[str]) -> None:
+        self._text = text
+        self._named = named
+        self._where = "the array"
+        self.position = position
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The array's objects. Raises ReplyError at the first thing that is not plain."""
+        found: list[dict[str, Any]] = []
+
+        def entry() -> None:
+            self._where = f"entry {len(found)}"
+            begin = self.position
+            value = self._fields(0)
+            written = Counter(match[1] for match in self._named.finditer(self._text, begin, self.position))
+            if written != Counter(self._named_keys(value)):
+                raise self._doubt("a field is written more often than it can be read")
+            found.append(value)
+
+        self._items("[", "]", entry)
+        return found
+
+    def _named_keys(self, value: dict[str, Any]) -> list[str]:
+        return [key for key in value if self._named.match(f'"{key}":')]
+
+    def _items(self, opening: str, closing: str, item: Callable[[], None]) -> None:
+        """``[item, item,]``: commas between, one more at the end at most."""
+        self._expect(opening)
+        while not self._text.startswith(closing, self.position):
+            item()
+            self._skip()
+            if not self._text.startswith(closing, self.position):
+                self._expect(",")
+        self._expect(closing)
+
+    def _fields(self, depth: int) -> dict[str, Any]:
+        pairs: list[tuple[str, Any]] = []
+        entry = self._where
+
+        def pair() -> None:
+            key = _KEY.match(self._text, self.position)
+            if key is None:
+                raise self._doubt("a field's name was expected")
+            self._where = f"{entry}, field {key[1]}"
+            self.position = key.end()
+            pairs.append((key[1], self._value(depth + 1, _ENDS_FIELD)))
+            self._where = entry
+
+        self._items("{", "}", pair)
+        return _object(pairs)
+
+    def _value(self, depth: int, ends: re.Pattern[str]) -> Any:
+        character = self._text[self.position : self.position + 1]
+        if depth > MAX_DEPTH:
+            raise self._doubt("too deeply nested")
+        if character == "{":
+            return self._fields(depth)
+        if character == "[":
+            values: list[Any] = []
+            self._items("[", "]", lambda: values.append(self._value(depth + 1, _ENDS_ITEM)))
+            return values
+        if character == '"':
+            return self._string(ends)
+        token = _TOKEN.match(self._text, self.position)
+        if token is None:
+            raise self._doubt("a value was expected")
+        self.position = token.end()
+        if token[0] in _WORDS:
+            return _WORDS[token[0]]
+        number = _NUMBER.fullmatch(token[0].translate(_ASCII_MINUS))
+        if number is None:
+            raise ReplyError(f"{self._where}: {token[0][:40]!r} is not a plain value")
+        return int(number[1])
+
+    def _string(self, ends: re.Pattern[str]) -> str:
+        begin = self.position + 1
+        for mark in _QUOTE.finditer(self._text, begin):
+            if mark[0] == '"' and ends.match(self._text, mark.start()):
+                self.position = mark.end()
+                written = _ESCAPE.sub(_escaped, self._text[begin : mark.start()])
+                return str(json.loads(f'"{written}"', strict=False))
+        raise ReplyError(f"{NO_ARRAY}: it ends within a string")
+
+    def _skip(self) -> None:
+        space = _SPACE.match(self._text, self.position)
+        self.position = space.end() if space else self.position
+
+    def _expect(self, character: str) -> None:
+        if not self._text.startswith(character, self.position):
+            raise self._doubt(f"{character!r} was expected")
+        self.position += 1
+        self._skip()
+
+    def _doubt(self, what: str) -> ReplyError:
+        rest = self._text[self.position : self.position + 40]
+        return ReplyError(f"{NO_ARRAY}: {self._where}: {what}" + (f" before {rest!r}" if rest else ", it ends there"))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Keeps JSON's own escapes; a quotation mark or a backslash that escapes nothing becomes itself."""
+    return match[0] if len(match[0]) > 1 else f"\\{match[0]}"
