@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.configuration import dotted_keys, load_config, preset_names, project_file, setting_names
+from draco_ray.commands.tau import tau
+from draco_ray.config.load import dotted_keys, load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
-from draco_ray.evaluation.tau_bench.command import tau
 from draco_ray.records import Phase
 
 app = typer.Typer(
@@ -92,7 +92,7 @@ def show_config(
     keys: Annotated[bool, typer.Option("--keys", help="List the keys only.")] = False,
 ) -> None:
     """Print the configuration a run would use."""
-    from draco_ray.configuration import dump_config
+    from draco_ray.config.load import dump_config
 
     resolved = load_config(config, overrides or [], setting)
     typer.echo("\n".join(dotted_keys()) if keys else dump_config(resolved), nl=keys)
@@ -112,8 +112,8 @@ def plan(
     ] = None,
 ) -> None:
     """Print the memory of each GPU by kind and the expected time of a step; refuse what cannot fit."""
-    from draco_ray.planning.command import plan as print_plan
-    from draco_ray.planning.step_time import assumptions
+    from draco_ray.commands.plan import plan as print_plan
+    from draco_ray.lab.planning.step_time import assumptions
 
     print_plan(
         load_config(config, overrides or [], setting),
@@ -133,7 +133,7 @@ def sandbox_build(
     """Build a complete AppWorld data root with AppWorld's own models and factories."""
     arguments = ["build", "--out", str(out.resolve()), "--seed", str(seed)]
     arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
-    _in_appworld("draco_ray.environments.sandbox", arguments + (["--force"] if force else []))
+    _in_appworld("draco_ray.sandbox.world", arguments + (["--force"] if force else []))
 
 
 @sandbox.command(name="verify")
@@ -142,7 +142,7 @@ def sandbox_verify(
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
 ) -> None:
     """Run every task in AppWorld's engine: the reference passes, doing nothing fails."""
-    _in_appworld("draco_ray.environments.sandbox", ["verify", "--root", str(root.resolve()), "--jobs", str(jobs)])
+    _in_appworld("draco_ray.sandbox.world", ["verify", "--root", str(root.resolve()), "--jobs", str(jobs)])
 
 
 @starter.command(name="build")
@@ -152,7 +152,7 @@ def starter_build(
     seed: Annotated[int, typer.Option(help="The same seed and world give the same model.")] = 0,
 ) -> None:
     """Train the starter policy on scripted rollouts, good and faulty; returns at once when it is there already."""
-    from draco_ray.offline.starter import build_starter
+    from draco_ray.sandbox.starter import build_starter
 
     build_starter(out, world, seed=seed, progress=True)
 
@@ -174,7 +174,7 @@ def judge_server(
     seed: Annotated[int, typer.Option(help="Of the draws behind the shares.")] = 0,
 ) -> None:
     """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API."""
-    from draco_ray.offline.judge_server import serve
+    from draco_ray.sandbox.judge_server import serve
 
     serve(
         port=port,
@@ -191,7 +191,7 @@ def judge_server(
 @runs.command(name="show")
 def runs_show(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Print a run: its setting, one line a step, before and after."""
-    from draco_ray.runs.show import show
+    from draco_ray.lab.runs.show import show
 
     show(directory)
 
@@ -199,7 +199,7 @@ def runs_show(directory: Annotated[Path, typer.Argument(help="A run directory.")
 @runs.command(name="cost")
 def runs_cost(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Print what judging cost: tokens (cached apart) and dollars by phase and by step."""
-    from draco_ray.runs.cost import show_cost
+    from draco_ray.lab.runs.cost import show_cost
 
     show_cost(directory)
 
@@ -211,7 +211,7 @@ def runs_timeline(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
 ) -> None:
     """Write what ran when in a step, for chrome://tracing or ui.perfetto.dev."""
-    from draco_ray.runs.timeline import write_timeline
+    from draco_ray.lab.runs.timeline import write_timeline
 
     typer.echo(f"{out}: {write_timeline(directory, step, out)} events")
 
@@ -231,7 +231,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML file to look at a run: what the judge said and where the credit went."""
-    from draco_ray.report.command import write
+    from draco_ray.commands.report import write
 
     for path in write(directories, figures=figures, tables=tables, out=out):
         typer.echo(path)
@@ -282,9 +282,9 @@ def replay(
     """Re-run variants of the algorithm over recorded verdicts, or send archived judge calls to another judge."""
     from rich.console import Console
 
-    from draco_ray.analysis.command import replay_algorithm, replay_judge
-    from draco_ray.analysis.variants import Variant
+    from draco_ray.commands.analysis import replay_algorithm, replay_judge
     from draco_ray.errors import ConfigError
+    from draco_ray.lab.analysis.variants import Variant
 
     console = Console(highlight=False, soft_wrap=True, width=120)
     if unknown := sorted(set(variant or ()) - set(Variant)):
@@ -357,7 +357,7 @@ def attribution_bench(
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
     from rich.console import Console
 
-    from draco_ray.analysis.command import attribution_bench as run_bench
+    from draco_ray.commands.analysis import attribution_bench as run_bench
 
     written = run_bench(
         judge=judge,
@@ -423,9 +423,9 @@ def evaluate(
     ] = False,
 ) -> None:
     """Measure a policy by the benchmark's own evaluator; the same command again goes on where it was interrupted."""
+    from draco_ray.commands.evaluate import EvaluateOptions
+    from draco_ray.commands.evaluate import evaluate as run_evaluation
     from draco_ray.errors import ConfigError
-    from draco_ray.evaluation.command import EvaluateOptions
-    from draco_ray.evaluation.command import evaluate as run_evaluation
 
     if benchmark not in ("appworld", "tau-banking"):
         raise ConfigError(f"--benchmark {benchmark!r}: unknown; expected appworld or tau-banking")
@@ -447,7 +447,7 @@ def evaluate(
         retry_errors=retry_errors,
     )
     if benchmark == "tau-banking":
-        from draco_ray.evaluation.tau_bench.command import evaluate as run_tau_bench
+        from draco_ray.commands.tau import evaluate as run_tau_bench
 
         run_tau_bench(options, STARTER_MODEL)
         return
@@ -479,9 +479,9 @@ def tables(
     out: Annotated[Path | None, typer.Option(help="Folder to write every table to, in every format.")] = None,
 ) -> None:
     """Print evaluated settings side by side as the paper's tables."""
+    from draco_ray.commands.evaluate import print_tables
     from draco_ray.errors import ConfigError
-    from draco_ray.evaluation.command import print_tables
-    from draco_ray.evaluation.rendering import Shown, TableFormat
+    from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
     for name, value, known in (("--format", form, TableFormat), ("--show", show, Shown)):
         if value not in set(known):
@@ -530,7 +530,7 @@ def rubric_author(
     ] = 0.02,
 ) -> None:
     """Author a static rubric from rollouts of the untrained policy: propose, reduce, measure, prune."""
-    from draco_ray.rubric_authoring.author import AuthoringSettings, author_rubric
+    from draco_ray.lab.rubric_authoring.author import AuthoringSettings, author_rubric
 
     settings = AuthoringSettings(
         rollouts=rollouts, tasks=tasks, min_applicability=min_applicability, min_discrimination=min_discrimination
@@ -539,7 +539,7 @@ def rubric_author(
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:
-    from draco_ray.environments.appworld_python import appworld_python
+    from draco_ray.environments.appworld.interpreter import appworld_python
 
     project = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONUNBUFFERED": "1"}

@@ -21,11 +21,11 @@ from typing import Any
 
 import ray
 
-from draco_ray.actors.messages import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
-from draco_ray.actors.pools import Judgement, JudgePool, Member, RolloutPool
-from draco_ray.config import AlgorithmConfig
+from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Criterion, Judged, Message
+from draco_ray.rollout.pools import Judgement, JudgePool, Member, RolloutPool
+from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000
 """Of a step: every group of a step is served before any of the next."""

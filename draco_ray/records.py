@@ -35,7 +35,7 @@ class EpisodeEnd(StrEnum):
 
 
 class Termination(StrEnum):
-    """How a rollout ended (the modes of Figure "terminations"); `draco_ray.agent.termination` tells them apart."""
+    """How a rollout ended (the modes of Figure "terminations"); `draco_ray.rollout.termination` tells them apart."""
 
     SUBMITTED = "submitted"
     """It called ``complete_task``."""

@@ -14,14 +14,14 @@ from typing import Annotated
 import typer
 import yaml
 
-from draco_ray.config import DracoConfig, Price
-from draco_ray.evaluation.intervals import Interval
-from draco_ray.evaluation.summary import Summary, difference, summarise
+from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.client import price_of
+from draco_ray.lab.evaluation.intervals import Interval
+from draco_ray.lab.evaluation.summary import Summary, difference, summarise
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.records import Evaluation
-from draco_ray.runs.cost import read_calls
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.show import read_evaluations
 
 SETTINGS = "draco no-credit static-credit static outcome random"
 REFERENCE_JUDGE = "gpt-5.4"

@@ -17,9 +17,9 @@ from typing import Annotated
 import psutil
 import typer
 
-from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.show import read_evaluations
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
 RUNS_PER_TASK = 2
 """Rollouts per held-out task: a TGC over 45 tasks alone is uncertain by seven points."""

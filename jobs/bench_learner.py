@@ -125,7 +125,7 @@ def build_model(folder: Path) -> None:
 
 def learner_config(rollouts: Sequence[Rollout]) -> Any:
     """Ours: the defaults, with one longest sequence a forward pass."""
-    from draco_ray.config import LearnerConfig
+    from draco_ray.config.schema import LearnerConfig
 
     return LearnerConfig(
         gpus_per_worker=0,
@@ -142,7 +142,7 @@ def build_adapter(model: Path, file: Path) -> None:
     import torch
     from safetensors.numpy import save_file
 
-    from draco_ray.config import ModelConfig
+    from draco_ray.config.schema import ModelConfig
     from draco_ray.learner.learner import Learner
 
     learner = Learner(ModelConfig(path=str(model), dtype="float32"), learner_config(workload((1, 1, 1, 1))), seed=SEED)
@@ -184,7 +184,7 @@ def draco_side(folder: Path, rollouts: Sequence[Rollout]) -> tuple[Update, dict[
     """One update of `draco_ray.learner.learner.Learner`; returns its cost and the adapter after it."""
     from safetensors.torch import load_file
 
-    from draco_ray.config import ModelConfig
+    from draco_ray.config.schema import ModelConfig
     from draco_ray.learner.learner import Learner
     from draco_ray.records import TrainingSample
 

@@ -3,7 +3,7 @@
 python jobs/bench_overlap.py [--world DIR] [--model DIR] [--cells "balanced judge-bound"] [--repeats 1]
 
 The pipeline, Ray, the agent loop, AppWorld, the judge's client and HTTP server, the advantages and the run store are
-real. The policy engine and the learner are stand-ins of a given speed (`draco_ray.offline.paced`), and the rule judge
+real. The policy engine and the learner are stand-ins of a given speed (`draco_ray.sandbox.paced`), and the rule judge
 is told how long a reply takes, so that one machine shows any ratio of generation, judging and learning. Weight sync and
 checkpoint come after a step in either way of working and are left out. `draco_ray.training.critical_path` says what the
 bound is.
@@ -30,18 +30,18 @@ import ray
 import typer
 from rich.console import Console
 
-from draco_ray.actors.advantage_computer import start_advantage_computer
-from draco_ray.agent.chat import ChatTokens
-from draco_ray.agent.prompts import render_agent_prompt
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import load_config, project_file
-from draco_ray.environments.data_root import load_task
-from draco_ray.environments.sandbox.build import read_manifest
-from draco_ray.environments.sandbox.scripts import Family, Fault, families
-from draco_ray.offline.paced import LearnerPace, PacedLearner, Repertoire, Script, start_paced_engine
+from draco_ray.config.load import load_config, project_file
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
+from draco_ray.rollout.agent_prompt import render_agent_prompt
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.sandbox.paced import LearnerPace, PacedLearner, Repertoire, Script, start_paced_engine
+from draco_ray.sandbox.world.build import read_manifest
+from draco_ray.sandbox.world.scripts import Family, Fault, families
+from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.critical_path import CriticalPath, LearnerTask, critical_path
 from draco_ray.training.metrics import generation_intervals, judge_intervals
 from draco_ray.training.order import TaskOrder

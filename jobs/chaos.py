@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 
 STEPS, PROMPTS, GROUP = 2, 2, 3
 JUDGE_SECONDS = 1.0

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 import typer
 
-from draco_ray.config import EngineConfig, LearnerConfig, ModelConfig
+from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import run_canary
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import DracoError
 from draco_ray.learner.learner import Learner
-from draco_ray.planning.shape import PUBLIC_CONFIGS
 from draco_ray.records import TrainingSample
 
 MODELS = {"qwen3.6-27b": "Qwen/Qwen3.6-27B", "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.environments.appworld_python import appworld_python
+from draco_ray.environments.appworld.interpreter import appworld_python
 from tests.support import skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,7 +31,7 @@ def sandbox_root() -> Path:
     """Data root of a sandbox world: two scenarios a split, seed 7. Kept between runs until its generator changes."""
     root = REPOSITORY / ".cache" / "test-world"
     root.parent.mkdir(exist_ok=True)
-    build = ["-m", "draco_ray.environments.sandbox", "build", "--out", str(root)]
+    build = ["-m", "draco_ray.sandbox.world", "build", "--out", str(root)]
     with open(root.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(
@@ -48,7 +48,7 @@ def sandbox_root() -> Path:
 @pytest.fixture(scope="session")
 def starter_model(sandbox_root: Path) -> Path:
     """A starter policy trained briefly on the small world: it acts, if badly. Kept until its recipe changes."""
-    from draco_ray.offline.starter import StarterSettings, build_starter
+    from draco_ray.sandbox.starter import StarterSettings, build_starter
 
     out = REPOSITORY / ".cache" / "test-starter"
     settings = StarterSettings(variants=6, epochs=6)

@@ -1,1 +1,1 @@
-"""Policy engines: what turns a token prefix into sampled tokens."""
+"""Policy engines: what turns a token prefix into sampled tokens; the chat template in tokens."""

@@ -1,1 +1,1 @@
-"""Worlds the policy acts in."""
+"""Worlds that the policy acts in."""

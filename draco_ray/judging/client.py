@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 
 import tenacity
 
-from draco_ray.config import JudgeConfig, Price
+from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.limiter import Leases

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from draco_ray.config import JudgeLimits
+from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent
 
 WINDOW_SECONDS = 60.0
@@ -23,7 +23,7 @@ ROUNDING = 1e-9
 
 
 class Leases(Protocol):
-    """Where a judge client takes its leases; `draco_ray.actors.judge_limiter.LimiterClient` in a run."""
+    """Where a judge client takes its leases; `draco_ray.judging.limiter_actor.LimiterClient` in a run."""
 
     async def lease(self, tokens: float, dollars: float) -> int:
         """Wait until a request of at most so many tokens and dollars may be sent; returns the lease's number.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.configuration import project_file
+from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError
 from draco_ray.records import Phase
 

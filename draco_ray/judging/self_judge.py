@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from draco_ray.agent.chat import ChatTokens
-from draco_ray.config import JudgeConfig
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError, ReplyError
 from draco_ray.judging.client import find_price, price_of
@@ -22,7 +22,7 @@ from draco_ray.judging.parsing import THINK_BEGIN, after_thinking
 
 
 class JudgeSampler(Protocol):
-    """An engine that samples at the judge's temperature; `draco_ray.actors.policy_engine.EngineClient` is one."""
+    """An engine that samples at the judge's temperature; `draco_ray.engine.actor.EngineClient` is one."""
 
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from draco_ray.configuration import project_file
+from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError
 from draco_ray.records import Criterion
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from draco_ray.config import JudgeConfig
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.records import Phase
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,9 @@ from typing import Any
 
 import ray
 
-from draco_ray.actors.learner_feed import start_learner_feed
-from draco_ray.actors.placement import beside_the_driver
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
+from draco_ray.learner.feed_actor import start_learner_feed
 from draco_ray.learner.messages import (
     Accumulate,
     Command,
@@ -25,6 +24,7 @@ from draco_ray.learner.messages import (
     UpdateMetrics,
 )
 from draco_ray.learner.train_loop import LoopSettings, fit
+from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray
 
 

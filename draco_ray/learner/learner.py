@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
 from draco_ray.learner.loss import grpo_loss, importance_weights
 from draco_ray.learner.messages import UpdateMetrics

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draco_ray.config import LearnerConfig
+from draco_ray.config.schema import LearnerConfig
 
 LOG_RATIO_BOUND = 20.0
 """Clamp on differences of log-probs before they are exponentiated."""

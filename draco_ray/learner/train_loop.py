@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import DracoError
 from draco_ray.learner.messages import Failed, Stop
 

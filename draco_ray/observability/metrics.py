@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draco_ray.actors.messages import PhaseSummary, RolloutSummary
 from draco_ray.observability import catalogue
 from draco_ray.observability.catalogue import CATALOGUE, LATENCY_SECONDS, STEP_GAUGES, Kind, Metric
+from draco_ray.summaries import PhaseSummary, RolloutSummary
 
 
 class RunMetrics:

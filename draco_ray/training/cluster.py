@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from draco_ray.config import DracoConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.training.preflight import check_resources, has_autoscaler
 

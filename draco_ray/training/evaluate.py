@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from draco_ray.actors.pools import RolloutPool
 from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.rollout.pools import RolloutPool
 
 
 async def evaluate_tasks(

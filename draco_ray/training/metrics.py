@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.actors.messages import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import Phase, Termination
+from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
 
 

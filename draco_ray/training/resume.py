@@ -18,8 +18,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import dump_config
+from draco_ray.config.load import dump_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore

@@ -12,20 +12,20 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from draco_ray.actors.judge_limiter import start_judge_limiter
-from draco_ray.actors.judge_worker import Policy, judge_starter
-from draco_ray.actors.policy_engine import EngineClient, EngineFleet, start_policy_engines
-from draco_ray.actors.pools import JudgePool, RolloutPool
-from draco_ray.actors.rollout_worker import start_rollout_workers
-from draco_ray.actors.run_store import start_run_store
-from draco_ray.config import DracoConfig, JudgeConfig
-from draco_ray.configuration import project_file
+from draco_ray.config.load import project_file
+from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.data_root import load_split, load_task
+from draco_ray.environments.appworld.data_root import load_split, load_task
 from draco_ray.errors import ClusterError, DracoError
-from draco_ray.planning.judge_context import api_warning, context_tokens, uses_self_judge
+from draco_ray.judging.limiter_actor import start_judge_limiter
+from draco_ray.judging.worker import Policy, judge_starter
+from draco_ray.lab.planning.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.records import Message
+from draco_ray.rollout.pools import JudgePool, RolloutPool
+from draco_ray.rollout.worker import start_rollout_workers
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.cluster import connect
 from draco_ray.training.preflight import check_judge_context, check_session
 
@@ -48,8 +48,8 @@ def usable_prompts(config: DracoConfig, console: Console) -> dict[str, tuple[Mes
     """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not."""
     from transformers import AutoTokenizer
 
-    from draco_ray.agent.chat import ChatTokens
-    from draco_ray.agent.prompts import render_agent_prompt
+    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.rollout.agent_prompt import render_agent_prompt
 
     chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
     template = project_file(config.agent.prompt)
@@ -92,7 +92,7 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
             console.print(warning)
         yield judge
         return
-    from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
+    from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 
     with JudgeServer(latency=judge.rule_judge.latency_seconds) as server:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")

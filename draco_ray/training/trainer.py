@@ -17,25 +17,25 @@ from typing import Any, NamedTuple
 import ray
 from rich.console import Console
 
-from draco_ray.actors.advantage_computer import start_advantage_computer
-from draco_ray.actors.pools import Member
-from draco_ray.config import DracoConfig, JudgeConfig
-from draco_ray.configuration import dump_config, load_config, project_file
+from draco_ray.config.load import dump_config, load_config, project_file
+from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.engine.canary import run_canary
-from draco_ray.environments.data_root import load_split
+from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.errors import BudgetSpent, ClusterError, DracoError
-from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.learner.group import LearnerGroup
 from draco_ray.observability.logs import start_run_log, stop_run_log
-from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Criterion, Evaluation, FloatArray, Message
+from draco_ray.rollout.pools import Member
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.show import read_evaluations
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
+from draco_ray.training.observer import RunObserver
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
@@ -98,7 +98,7 @@ def resume(
     Args:
         directory: the run's.
         source: a preset or a YAML file that describes the same run; None takes the run's own configuration.
-        overrides: as of `draco_ray.configuration.load_config`.
+        overrides: as of `draco_ray.config.load.load_config`.
         setting: likewise.
         allow_changed: go on although the configuration differs from the run's.
 

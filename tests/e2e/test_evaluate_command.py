@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draco_ray.config import EnvironmentConfig
-from draco_ray.configuration import dump_config, load_config
-from draco_ray.environments.appworld_python import appworld_python
-from draco_ray.environments.appworld_slot import AppWorldSlot
-from draco_ray.environments.data_root import load_split
-from draco_ray.evaluation.appworld_outputs import DATASET, AppWorldOutputs
-from draco_ray.evaluation.results import EvaluationDirectory, Usage, lost_rollout
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Usage, lost_rollout
 from draco_ray.learner.learner import Learner
 from tests.support.command import draco, start_draco
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.support.command import start_draco
 from tests.support.jobs import load_job
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 from vllm.outputs import RequestOutput
 
-from draco_ray.config import EngineConfig, LearnerConfig, ModelConfig
+from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import CanaryReading, run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import CanaryFailed, EngineError

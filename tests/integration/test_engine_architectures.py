@@ -20,7 +20,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from draco_ray.config import EngineConfig, LearnerConfig, ModelConfig
+from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.learner.learner import Learner

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from draco_ray.config import EnvironmentConfig
-from draco_ray.environments.appworld_slot import AppWorldSlot
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from draco_ray.config import EnvironmentConfig
-from draco_ray.environments.appworld_python import appworld_python
-from draco_ray.environments.appworld_slot import AppWorldSlot
-from draco_ray.environments.jail import LEVELS, environment
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.environments.jail.confine import LEVELS, environment
 from draco_ray.errors import EnvironmentCrashed
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
 

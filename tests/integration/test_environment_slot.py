@@ -15,13 +15,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from draco_ray.agent.chat import ChatTokens
-from draco_ray.agent.code_agent import CodeAgent
-from draco_ray.config import AgentConfig, EnvironmentConfig
+from draco_ray.config.schema import AgentConfig, EnvironmentConfig
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
-from draco_ray.environments.appworld_slot import AppWorldSlot
+from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Trajectory
+from draco_ray.rollout.code_agent import CodeAgent
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, play, processes_of
 
@@ -275,8 +275,8 @@ async def test_nothing_outlives_a_killed_parent(sandbox_root: Path, tmp_path: Pa
 import asyncio
 from pathlib import Path
 import psutil
-from draco_ray.config import EnvironmentConfig
-from draco_ray.environments.appworld_slot import AppWorldSlot
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.slot import AppWorldSlot
 from tests.support.worlds import PRELUDE, Tasks
 
 async def hang(isolation):

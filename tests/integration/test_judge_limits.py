@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.actors.judge_limiter import JudgeLimiterActor
-from draco_ray.config import JudgeConfig, JudgeLimits, Price
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
+from draco_ray.judging.limiter_actor import JudgeLimiterActor
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message, Phase
 from draco_ray.runs import rows

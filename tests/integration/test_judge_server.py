@@ -18,12 +18,12 @@ import httpx
 import psutil
 import pytest
 
-from draco_ray.config import JudgeConfig
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext, build_judge
-from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer, serve
 from draco_ray.records import Verdict
+from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer, serve
 
 pytestmark = pytest.mark.slow
 
@@ -243,7 +243,7 @@ def test_the_server_ends_with_the_block_and_with_its_parent() -> None:
         assert psutil.pid_exists(pid)
     assert not psutil.pid_exists(pid)
     script = (
-        "import time\nfrom draco_ray.offline.judge_server import JudgeServer\n"
+        "import time\nfrom draco_ray.sandbox.judge_server import JudgeServer\n"
         "with JudgeServer() as server:\n    print(server.pid, flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
@@ -306,7 +306,7 @@ def test_ctrl_c_ends_the_command_quietly() -> None:
 
 def test_the_server_imports_nothing_heavy_and_nothing_of_the_environment() -> None:
     script = (
-        "import sys, draco_ray.offline.judge_server\n"
+        "import sys, draco_ray.sandbox.judge_server\n"
         "heavy = ('torch', 'litellm', 'vllm', 'ray', 'transformers', 'appworld', 'draco_ray.environments')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import JudgeConfig, Price
+from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
 from draco_ray.learner.group import LearnerGroup
 from draco_ray.learner.learner import Learner

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.learner.learner import Learner
 from draco_ray.learner.messages import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
 from draco_ray.learner.worker import LearnerWorker

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from draco_ray.config import DracoConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.observability.catalogue import CATALOGUE, Kind
 from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
-from draco_ray.observability.observer import RunObserver
+from draco_ray.training.observer import RunObserver
 from tests.support.observed_run import REPORT_SECONDS
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
 from draco_ray.training import preflight
 from draco_ray.training.cluster import connect

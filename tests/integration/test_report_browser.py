@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draco_ray.report.page import write_report
+from draco_ray.lab.report.page import write_report
 from tests.support.browser import NAMES, Browser, find_browser
 from tests.support.small_run import HOSTILE, PROMPT, TASKS, small_run
 

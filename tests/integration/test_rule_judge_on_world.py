@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
-from draco_ray.environments.appworld_python import appworld_python
-from draco_ray.environments.sandbox.scripts import Fault, families
-from draco_ray.offline.rule_judge.case import Case
-from draco_ray.offline.rule_judge.catalogue import discoveries, proposals
+from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.records import Verdict
+from draco_ray.sandbox.rule_judge.case import Case
+from draco_ray.sandbox.rule_judge.catalogue import discoveries, proposals
+from draco_ray.sandbox.world.scripts import Fault, families
 from tests.support.rule_judge_runs import run_of
 
 pytestmark = pytest.mark.slow

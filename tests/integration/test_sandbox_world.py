@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.environments.appworld_python import appworld_python
-from draco_ray.environments.sandbox.scripts import families
+from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.sandbox.world.scripts import families
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,7 +34,7 @@ def run(*arguments: str, root: Path | None = None, hash_seed: str = "random") ->
 
 
 def sandbox(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    return run("-m", "draco_ray.environments.sandbox", *arguments, **options)  # type: ignore[arg-type]
+    return run("-m", "draco_ray.sandbox.world", *arguments, **options)  # type: ignore[arg-type]
 
 
 def manifest(root: Path) -> dict:
@@ -115,7 +115,7 @@ def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(sandbox_root: P
     code = """
     import json
     from appworld.environment import AppWorld
-    from draco_ray.environments.sandbox.scripts import families
+    from draco_ray.sandbox.world.scripts import families
 
     tasks = json.load(open("sandbox.json"))["tasks"]
     task_id = next(task for task, entry in tasks.items() if entry["family"] == "count_contacts_born")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.data_root import load_split
-from draco_ray.environments.sandbox.scripts import Fault
-from draco_ray.offline.starter import StarterSettings, build_starter
-from draco_ray.offline.starter.build import RECIPE
+from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.sandbox.starter import StarterSettings, build_starter
+from draco_ray.sandbox.starter.build import RECIPE
+from draco_ray.sandbox.world.scripts import Fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import DracoConfig
-from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
-from draco_ray.evaluation.tau_bench.installation import HOME_VARIABLE
-from draco_ray.evaluation.tau_bench.policy import api_policy
+from draco_ray.benchmarks.tau.evaluate import evaluate_tau
+from draco_ray.benchmarks.tau.installation import HOME_VARIABLE
+from draco_ray.benchmarks.tau.policy import api_policy
+from draco_ray.config.schema import DracoConfig
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 pytestmark = [

@@ -8,11 +8,11 @@ import httpx
 import psutil
 import pytest
 
-from draco_ray.config import DracoConfig, LearnerConfig, ModelConfig
+from draco_ray.benchmarks.tau import server
+from draco_ray.benchmarks.tau.policy import TauPolicy, served_policy
+from draco_ray.benchmarks.tau.server import served
+from draco_ray.config.schema import DracoConfig, LearnerConfig, ModelConfig
 from draco_ray.errors import TauBenchError
-from draco_ray.evaluation.tau_bench import server
-from draco_ray.evaluation.tau_bench.policy import TauPolicy, served_policy
-from draco_ray.evaluation.tau_bench.server import served
 from draco_ray.learner.learner import Learner
 from tests.support.tiny_model import build_tiny_model
 

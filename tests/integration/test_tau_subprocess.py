@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from draco_ray.config import DracoConfig
+from draco_ray.benchmarks.tau.evaluate import evaluate_tau
+from draco_ray.benchmarks.tau.installation import find_tau2
+from draco_ray.benchmarks.tau.policy import api_policy
+from draco_ray.benchmarks.tau.tau2_runner import ADJUSTED
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
-from draco_ray.evaluation.results import EvaluationDirectory
-from draco_ray.evaluation.setting import read_split
-from draco_ray.evaluation.tau_bench.evaluate import evaluate_tau
-from draco_ray.evaluation.tau_bench.installation import find_tau2
-from draco_ray.evaluation.tau_bench.policy import api_policy
-from draco_ray.evaluation.tau_bench.tau2_runner import ADJUSTED
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.evaluation.setting import read_split
 from tests.support.command import draco, start_draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
 

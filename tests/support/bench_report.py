@@ -23,7 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draco_ray.report.page import write_report
+from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 from tests.support.browser import Browser, find_browser
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage
 from draco_ray.records import EpisodeEnd, Evaluation
 
 SCENARIOS = "abcdefgh"

@@ -13,12 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from draco_ray.actors.run_store import RunStoreActor
-from draco_ray.configuration import dump_config, load_config
+from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import _train

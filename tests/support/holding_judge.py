@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 from starlette.responses import Response
 
-from draco_ray.offline.judge_server import Behaviour, JudgeApp
-from draco_ray.offline.rule_judge.answering import answer
 from draco_ray.records import Phase
+from draco_ray.sandbox.judge_server import Behaviour, JudgeApp
+from draco_ray.sandbox.rule_judge.answering import answer
 
 
 class HoldingJudge(JudgeApp):

@@ -19,13 +19,13 @@ from typing import Any
 import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
-from draco_ray.actors import pools
-from draco_ray.actors.judge_worker import Policy, judge_starter
-from draco_ray.actors.pools import Judgement, JudgePool
-from draco_ray.config import JudgeConfig
-from draco_ray.configuration import load_config
-from draco_ray.offline.judge_server import MODEL_NAME, JudgeServer
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging.worker import Policy, judge_starter
 from draco_ray.records import Message
+from draco_ray.rollout import pools
+from draco_ray.rollout.pools import Judgement, JudgePool
+from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.training.cluster import connect
 
 ASKERS = 20

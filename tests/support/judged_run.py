@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draco_ray.analysis.judges import RULES, RuleComplete
-from draco_ray.config import JudgeConfig
-from draco_ray.environments.sandbox.scripts import Fault
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.prompts import load_prompts
+from draco_ray.lab.analysis.judges import RULES, RuleComplete
 from draco_ray.records import Judged
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from draco_ray.sandbox.world.scripts import Fault
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
 
 FAMILY = "count_library_songs"

@@ -16,13 +16,13 @@ from pathlib import Path
 import httpx
 import ray
 
-from draco_ray.actors.messages import PhaseSummary
-from draco_ray.config import DracoConfig
-from draco_ray.observability import observer
+from draco_ray.config.schema import DracoConfig
 from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES
-from draco_ray.observability.observer import RunObserver
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.summaries import PhaseSummary
+from draco_ray.training import observer
+from draco_ray.training.observer import RunObserver
 from tests.unit.test_training_metrics import a_phase, a_rollout
 
 REPORT_SECONDS = 2

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from draco_ray.environments.sandbox.scripts import Fault, families
-from draco_ray.offline.rule_judge.reading import Run, Step
 from draco_ray.records import GAP, EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.sandbox.rule_judge.reading import Run, Step
+from draco_ray.sandbox.world.scripts import Fault, families
 
 PARAMETERS = {
     "title": "Gym Boost",

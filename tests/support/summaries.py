@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from draco_ray.actors.messages import PhaseSummary, RolloutSummary
 from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.summaries import PhaseSummary, RolloutSummary
 
 
 def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> RolloutSummary:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from draco_ray.environments.appworld_slot import AppWorldSlot, WorldVerdict
-from draco_ray.environments.sandbox.scripts import families
+from draco_ray.environments.appworld.slot import AppWorldSlot, WorldVerdict
 from draco_ray.errors import EnvironmentCrashed
+from draco_ray.sandbox.world.scripts import families
 
 # The guard AppWorld puts up knows neither this way to import nor these modules.
 PRELUDE = """

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import dump_config
+from draco_ray.config.load import dump_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.records import EpisodeEnd, Evaluation, JudgeCall, Phase
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draco_ray.actors.advantage_computer import AdvantageComputerActor
-from draco_ray.actors.messages import RewardSummary
-from draco_ray.config import AlgorithmConfig
+from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.example import example_trajectory
 from draco_ray.records import Attribution, EpisodeEnd, Evaluation, Judged, ScoredCriterion, Verdict
+from draco_ray.summaries import RewardSummary
+from draco_ray.training.advantage_computer import AdvantageComputerActor
 
 
 async def _now(value: Any) -> Any:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from draco_ray.agent.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.errors import ConfigError
 from draco_ray.records import Message
 from tests.support.chat_tokenizer import QWEN3, QWEN35, TEMPLATES, chat_tokenizer

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draco_ray.agent.chat import ChatTokens
-from draco_ray.agent.code_agent import CodeAgent
-from draco_ray.config import AgentConfig
+from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.records import GAP, EpisodeEnd, Task, Trajectory
+from draco_ray.rollout.code_agent import CodeAgent
 from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
 
 TOKENIZER = chat_tokenizer(QWEN3)

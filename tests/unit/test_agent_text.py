@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.agent.code_block import cut_output, extract_code
-from draco_ray.agent.prompts import find_prompt, render_agent_prompt
 from draco_ray.errors import ConfigError
 from draco_ray.records import Message, Task
+from draco_ray.rollout.agent_prompt import find_prompt, render_agent_prompt
+from draco_ray.rollout.code_block import cut_output, extract_code
 
 TASK = Task(
     task_id="abc_1",

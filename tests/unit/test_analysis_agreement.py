@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from draco_ray.analysis.agreement import (
+from draco_ray.lab.analysis.agreement import (
     RATES,
     UNANSWERED,
     agreement,

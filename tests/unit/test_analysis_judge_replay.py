@@ -9,19 +9,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.judges import RuleComplete, judge_config
-from draco_ray.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay
 from draco_ray.cli import main
-from draco_ray.config import JudgeConfig, RuleJudgeConfig
-from draco_ray.environments.sandbox.scripts import Fault
+from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import credit_prompt, score_prompt
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.offline.rule_judge.reading import TASK_MARK
+from draco_ray.lab.analysis.judges import RuleComplete, judge_config
+from draco_ray.lab.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay
 from draco_ray.records import Attribution, Criterion, JudgeCall, Phase, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from draco_ray.sandbox.rule_judge.reading import TASK_MARK
+from draco_ray.sandbox.world.scripts import Fault
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
 
 FAMILY = "count_library_songs"

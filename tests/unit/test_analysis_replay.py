@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.algorithm.group import group_advantages
-from draco_ray.analysis.dropout import dropout_variance, resampled, survival, survival_by_group_size
-from draco_ray.analysis.recorded import RecordedGroup, recorded_groups
-from draco_ray.analysis.variants import Variant, replay_variants, variant_advantages
 from draco_ray.cli import main
+from draco_ray.lab.analysis.dropout import dropout_variance, resampled, survival, survival_by_group_size
+from draco_ray.lab.analysis.recorded import RecordedGroup, recorded_groups
+from draco_ray.lab.analysis.variants import Variant, replay_variants, variant_advantages
 from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory

@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.rescoring import RUN, rescored, rubric_rates
-from draco_ray.analysis.tables import tidy
 from draco_ray.cli import main
-from draco_ray.report.figures import figures
-from draco_ray.report.page import write_report
+from draco_ray.lab.analysis.rescoring import RUN, rescored, rubric_rates
+from draco_ray.lab.analysis.tables import tidy
+from draco_ray.lab.report.figures import figures
+from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 from tests.support.judged_run import judged_run
 from tests.support.small_run import small_run

@@ -10,9 +10,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.credit import CREDIT, inert_windows, push_shares
-from draco_ray.analysis.progress import judge_cost, stage_seconds, success, terminations
-from draco_ray.analysis.rubrics import (
+from draco_ray.lab.analysis.credit import CREDIT, inert_windows, push_shares
+from draco_ray.lab.analysis.progress import judge_cost, stage_seconds, success, terminations
+from draco_ray.lab.analysis.rubrics import (
     CENSUS,
     census_summary,
     criteria_census,
@@ -20,7 +20,7 @@ from draco_ray.analysis.rubrics import (
     pass_rates,
     title_key,
 )
-from draco_ray.analysis.tables import TIDY, tidy, write_tables
+from draco_ray.lab.analysis.tables import TIDY, tidy, write_tables
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore

@@ -12,9 +12,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.attribution.bench import JudgedRollout, judge_groups
-from draco_ray.analysis.attribution.measure import measures, rollout_rows
-from draco_ray.analysis.attribution.plant import (
+from draco_ray.cli import main
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.judge import Judge
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.lab.analysis.attribution.bench import JudgedRollout, judge_groups
+from draco_ray.lab.analysis.attribution.measure import measures, rollout_rows
+from draco_ray.lab.analysis.attribution.plant import (
     BENIGN,
     REFERENCE,
     PlantedRollout,
@@ -23,16 +29,10 @@ from draco_ray.analysis.attribution.plant import (
     plan,
     planted_groups,
 )
-from draco_ray.analysis.attribution.rubric import faults_of, known_rubric
-from draco_ray.analysis.judges import RuleComplete
-from draco_ray.cli import main
-from draco_ray.config import JudgeConfig
-from draco_ray.environments.sandbox.scripts import FATAL, Fault, families
-from draco_ray.errors import ConfigError, WorldError
-from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.judge import Judge
-from draco_ray.judging.prompts import load_prompts
-from draco_ray.offline.judge_server import JudgeServer
+from draco_ray.lab.analysis.attribution.rubric import faults_of, known_rubric
+from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.sandbox.judge_server import JudgeServer
+from draco_ray.sandbox.world.scripts import FATAL, Fault, families
 from tests.support.rule_judge_runs import REFUSED, instruction, output_of
 
 FAMILIES = ("count_library_songs", "like_playlist_songs")

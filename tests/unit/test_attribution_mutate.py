@@ -9,18 +9,18 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.attribution.mutate import Mutant, mutants, reworded
-from draco_ray.analysis.attribution.plant import BENIGN, REFERENCE, PlantedRollout
-from draco_ray.analysis.attribution.recorded import borne_out, candidates, clean, finished_rollouts, recorded_groups
 from draco_ray.cli import main
-from draco_ray.config import EnvironmentConfig
-from draco_ray.environments.sandbox.build import read_manifest
-from draco_ray.environments.sandbox.scripts import FATAL, Fault, families
-from draco_ray.offline.rule_judge.tracing import trace
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.lab.analysis.attribution.mutate import Mutant, mutants, reworded
+from draco_ray.lab.analysis.attribution.plant import BENIGN, REFERENCE, PlantedRollout
+from draco_ray.lab.analysis.attribution.recorded import borne_out, candidates, clean, finished_rollouts, recorded_groups
 from draco_ray.records import Trajectory
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from draco_ray.sandbox.rule_judge.tracing import trace
+from draco_ray.sandbox.world.build import read_manifest
+from draco_ray.sandbox.world.scripts import FATAL, Fault, families
 from tests.support.rule_judge_runs import REFUSED, run_of, trajectory_of
 
 LOGIN = "# Anmelden, für später.\ntoken = apis.spotify.login(username=me, password=words['spotify'])['access_token']"

@@ -9,14 +9,14 @@ from types import ModuleType
 
 import pytest
 
-from draco_ray.agent.chat import ChatTokens
-from draco_ray.agent.code_agent import CodeAgent
-from draco_ray.agent.prompts import render_agent_prompt
-from draco_ray.config import AgentConfig
+from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
-from draco_ray.environments.sandbox.scripts import families
-from draco_ray.offline.paced import PacedEngine, Repertoire
 from draco_ray.records import EpisodeEnd, Task
+from draco_ray.rollout.agent_prompt import render_agent_prompt
+from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.sandbox.paced import PacedEngine, Repertoire
+from draco_ray.sandbox.world.scripts import families
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.jobs import load_job
 

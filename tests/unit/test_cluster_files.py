@@ -20,8 +20,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.training.preflight import check_resources
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import dotted_keys, dump_config, load_config, preset_names, setting_names
+from draco_ray.config.load import dotted_keys, dump_config, load_config, preset_names, setting_names
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 
 

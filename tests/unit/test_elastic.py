@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from draco_ray.actors.elastic import ElasticWorkers, Place
+from draco_ray.judging.elastic import ElasticWorkers, Place
 
 IDLE = 60.0
 

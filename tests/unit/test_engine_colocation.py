@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.training import trainer as trainer_module
 from draco_ray.training.trainer import Trainer

@@ -109,7 +109,7 @@ def test_neither_the_check_nor_importing_the_engine_imports_vllm_or_torch(model:
     (model / "tokenizer.json").unlink()
     code = (
         "import asyncio, sys\n"
-        "from draco_ray.config import EngineConfig, ModelConfig\n"
+        "from draco_ray.config.schema import EngineConfig, ModelConfig\n"
         "from draco_ray.engine.vllm_engine import VllmEngine\n"
         "from draco_ray.errors import EngineError\n"
         "engine = VllmEngine(EngineConfig(), ModelConfig(path=sys.argv[1]), max_model_len=64, lora_rank=8, seed=0,\n"

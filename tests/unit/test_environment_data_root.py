@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import EnvironmentConfig
-from draco_ray.environments.appworld_python import VARIABLE, appworld_python
-from draco_ray.environments.appworld_slot import AppWorldSlot
-from draco_ray.environments.data_root import check_data_root, load_split, load_task
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
+from draco_ray.environments.appworld.interpreter import VARIABLE, appworld_python
+from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import WorldError
 
 SPECS = {

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.environments import template_process
-from draco_ray.environments.jail import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
-from draco_ray.environments.system_calls import Instruction, filter_program
-from draco_ray.environments.template_process import (
+from draco_ray.environments.appworld import template_process
+from draco_ray.environments.appworld.template_process import (
     LevelUnavailable,
     TemplateKey,
     acquire_template,
     release_template,
 )
+from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
+from draco_ray.environments.jail.system_calls import Instruction, filter_program
 from draco_ray.errors import EnvironmentCrashed
 
 ALLOW, REFUSE, MISSING, KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000

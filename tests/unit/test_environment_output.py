@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.environments.appworld_engine import BoundedText, cut_to_bytes, cut_with_mark
+from draco_ray.environments.appworld.engine import BoundedText, cut_to_bytes, cut_with_mark
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=60)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.evaluation.comparison import holm, paired_difference, permutation_p_value
-from draco_ray.evaluation.consistency import scenario_of
+from draco_ray.lab.evaluation.comparison import holm, paired_difference, permutation_p_value
+from draco_ray.lab.evaluation.consistency import scenario_of
 
 
 def brute_p_value(differences: dict[str, float]) -> float:

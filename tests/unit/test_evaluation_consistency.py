@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.evaluation.consistency import (
+from draco_ray.lab.evaluation.consistency import (
     mean_by_key,
     pass_at_k,
     pass_hat_k,
@@ -18,9 +18,9 @@ from draco_ray.evaluation.consistency import (
     scenario_values,
     task_values,
 )
-from draco_ray.evaluation.goals import scenario_goal_completion, task_goal_completion
-from draco_ray.evaluation.intervals import clustered_bootstrap
+from draco_ray.lab.evaluation.intervals import clustered_bootstrap
 from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
 RUNS = 3
 fuzz = settings(max_examples=50, deadline=None)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.actors.evaluation_limiter import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
-from draco_ray.config import JudgeConfig, JudgeLimits, Price
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, ConfigError
-from draco_ray.evaluation.appworld import check_budget
+from draco_ray.lab.evaluation.appworld import check_budget
+from draco_ray.lab.evaluation.limiter_actor import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
 
 LIMITS = JudgeLimits(dollars=1.0)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import AgentConfig, JudgeConfig, Price
+from draco_ray.config.schema import AgentConfig, JudgeConfig, Price
 from draco_ray.errors import EnvironmentCrashed, JudgeUnavailable
-from draco_ray.evaluation.appworld import turn_tokens
-from draco_ray.evaluation.players import ChatPlayer, token_usage
-from draco_ray.evaluation.results import Usage
 from draco_ray.judging.client import LiteLLMClient
+from draco_ray.lab.evaluation.appworld import turn_tokens
+from draco_ray.lab.evaluation.players import ChatPlayer, token_usage
+from draco_ray.lab.evaluation.results import Usage
 from draco_ray.records import EpisodeEnd, Task, Trajectory
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.small_run import a_trajectory

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from draco_ray.configuration import dump_config, load_config
-from draco_ray.environments.data_root import load_split
+from draco_ray.commands.evaluate import EvaluateOptions, find_policy_and_config
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.errors import ConfigError
-from draco_ray.evaluation.command import EvaluateOptions, find_policy_and_config
-from draco_ray.evaluation.policies import (
+from draco_ray.lab.evaluation.policies import (
     deciding_settings,
     every_checkpoint,
     find_policy,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.errors import ConfigError
-from draco_ray.evaluation.results import EvaluationDirectory, Usage, lost_rollout
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Usage, lost_rollout
 from draco_ray.records import EpisodeEnd
 from tests.support.evaluations import a_plan, a_result, write_evaluation
 

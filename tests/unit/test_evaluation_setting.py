@@ -7,8 +7,8 @@ from statistics import mean, stdev
 
 import pytest
 
-from draco_ray.evaluation.results import RolloutResult
-from draco_ray.evaluation.setting import aggregate
+from draco_ray.lab.evaluation.results import RolloutResult
+from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.records import EpisodeEnd
 from tests.support.evaluations import SCENARIOS, TASKS, a_plan, a_result, measurement
 

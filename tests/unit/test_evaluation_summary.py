@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draco_ray.evaluation.summary import difference, summarise
+from draco_ray.lab.evaluation.summary import difference, summarise
 from draco_ray.records import EpisodeEnd, Evaluation
 
 TASKS = [f"{scenario}_{number}" for scenario in "abcdef" for number in (1, 2)]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.commands.evaluate import curve_table, print_tables
 from draco_ray.errors import ConfigError
-from draco_ray.evaluation.command import curve_table, print_tables
-from draco_ray.evaluation.comparison import holm
-from draco_ray.evaluation.rendering import Cell, Column, Shown, Table, TableFormat, best_rows, render
-from draco_ray.evaluation.results import EvaluationDirectory, protocol_differences
-from draco_ray.evaluation.tables import (
+from draco_ray.lab.evaluation.comparison import holm
+from draco_ray.lab.evaluation.rendering import Cell, Column, Shown, Table, TableFormat, best_rows, render
+from draco_ray.lab.evaluation.results import EvaluationDirectory, protocol_differences
+from draco_ray.lab.evaluation.tables import (
     TABLES,
     compare,
     comparison_table,

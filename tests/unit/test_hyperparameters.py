@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from draco_ray.configuration import load_config
-from draco_ray.environments.appworld_slot import soft_cell_timeout
+from draco_ray.config.load import load_config
+from draco_ray.environments.appworld.slot import soft_cell_timeout
 from draco_ray.training.order import TaskOrder
 
 # Typed from the table; the comment is the row's name there.

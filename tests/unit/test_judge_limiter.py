@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.config import JudgeLimits
+from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent
 from draco_ray.judging.limiter import WINDOW_SECONDS, Limiter
 

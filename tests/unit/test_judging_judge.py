@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import JudgeConfig
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draco_ray.config import JudgeConfig, Price
+from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.client import find_price, price_of, retry_after_seconds
 from draco_ray.judging.costs import PhaseCost, cost_table, phase_costs, total_cost

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from draco_ray.config import JudgeConfig, Price, SelfJudgeConfig
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import JudgeConfig, Price, SelfJudgeConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
 from draco_ray.judging.complete import Request

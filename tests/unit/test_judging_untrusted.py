@@ -1,6 +1,6 @@
 """Fuzz: trajectories made of our own structure stay inert text, and replies about criteria are whole or refused.
 
-The prompts are read back by `draco_ray.offline.rule_judge.reading`, which finds blocks by our delimiters alone:
+The prompts are read back by `draco_ray.sandbox.rule_judge.reading`, which finds blocks by our delimiters alone:
 whatever a rollout could forge would change what it reads.
 """
 
@@ -14,15 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draco_ray.agent.code_block import extract_code
 from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import credit_prompt, score_prompt, stage2_prompt, union_prompt
 from draco_ray.judging.parsing import parse_criteria
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.render import TAGS
-from draco_ray.offline.rule_judge.reading import read_prompt
 from draco_ray.records import Phase, Trajectory, Turn
+from draco_ray.rollout.code_block import extract_code
+from draco_ray.sandbox.rule_judge.reading import read_prompt
 
 SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-cache-friendly"))]
 fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

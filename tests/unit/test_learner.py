@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.learner import SUMS, Learner, trained_length
 from draco_ray.learner.messages import (

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.config import LearnerConfig
+from draco_ray.config.schema import LearnerConfig
 from draco_ray.learner.loss import grpo_loss, importance_weights
 
 token = st.tuples(

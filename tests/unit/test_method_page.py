@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draco_ray.configuration import load_config, setting_names
+from draco_ray.config.load import load_config, setting_names
 from draco_ray.judging.prompts import FILES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, model_shape, read_shape
 from draco_ray.errors import ConfigError
-from draco_ray.planning.judge_context import context_tokens
-from draco_ray.planning.memory import (
+from draco_ray.lab.planning.judge_context import context_tokens
+from draco_ray.lab.planning.memory import (
     GIB,
     LearnerMemory,
     base_parameters,
@@ -23,8 +24,7 @@ from draco_ray.planning.memory import (
     micro_batch_tokens,
     state_bytes,
 )
-from draco_ray.planning.shape import PUBLIC_CONFIGS, ModelShape, model_shape, read_shape
-from draco_ray.planning.step_time import Assumptions, assumptions, learner_flops, step_time
+from draco_ray.lab.planning.step_time import Assumptions, assumptions, learner_flops, step_time
 
 QWEN27, QWEN32 = "Qwen/Qwen3.6-27B", "Qwen/Qwen2.5-32B-Instruct"
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from draco_ray.config import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
+from draco_ray.config.schema import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, read_shape
+from draco_ray.lab.planning.memory import LearnerMemory, chunk_bytes, learner_memory, saved_bytes, total
 from draco_ray.learner.learner import Learner
-from draco_ray.planning.memory import LearnerMemory, chunk_bytes, learner_memory, saved_bytes, total
-from draco_ray.planning.shape import PUBLIC_CONFIGS, ModelShape, read_shape
 from draco_ray.records import TrainingSample
 
 TOKENS = 256

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from draco_ray.actors.messages import RolloutSummary
-from draco_ray.actors.pools import RolloutPool, SlotQueue
-from draco_ray.actors.rollout_worker import RolloutRequest
 from draco_ray.records import EpisodeEnd, Termination
+from draco_ray.rollout.pools import RolloutPool, SlotQueue
+from draco_ray.rollout.worker import RolloutRequest
+from draco_ray.summaries import RolloutSummary
 
 
 async def test_free_slots_are_handed_out_at_once_and_alternate_over_workers() -> None:

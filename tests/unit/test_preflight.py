@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.training.preflight import (
     adapter_bytes,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
+from draco_ray.commands.report import write
 from draco_ray.errors import ConfigError
-from draco_ray.report.command import write
-from draco_ray.report.groups import pack, packed_groups, unpack
-from draco_ray.report.page import write_report
+from draco_ray.lab.report.groups import pack, packed_groups, unpack
+from draco_ray.lab.report.page import write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore

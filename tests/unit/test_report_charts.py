@@ -10,9 +10,9 @@ import zlib
 import pytest
 from PIL import Image
 
-from draco_ray.report.charts import Series, compact, heat, heat_map, line_chart, percent, stacked_bars, timeline
-from draco_ray.report.drawing import Box, Dot, Drawing, Line, Text
-from draco_ray.report.output import shortened, text_width, to_pdf, to_png, to_svg
+from draco_ray.lab.report.charts import Series, compact, heat, heat_map, line_chart, percent, stacked_bars, timeline
+from draco_ray.lab.report.drawing import Box, Dot, Drawing, Line, Text
+from draco_ray.lab.report.output import shortened, text_width, to_pdf, to_png, to_svg
 
 
 def dots(drawing: Drawing) -> list[Dot]:

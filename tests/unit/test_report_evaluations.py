@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.analysis.evaluations import consistency, evaluations
-from draco_ray.evaluation.results import EvaluationDirectory
-from draco_ray.report.charts import scatter
-from draco_ray.report.drawing import Dot, Drawing, Text
-from draco_ray.report.figures import figures
-from draco_ray.report.output import text_width
+from draco_ray.lab.analysis.evaluations import consistency, evaluations
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.report.charts import scatter
+from draco_ray.lab.report.drawing import Dot, Drawing, Text
+from draco_ray.lab.report.figures import figures
+from draco_ray.lab.report.output import text_width
 from draco_ray.runs.directory import RunDirectory
 from tests.support.evaluations import a_plan, a_result
 from tests.support.small_run import small_run

@@ -13,19 +13,19 @@ from rich.console import Console
 
 from draco_ray.judging.parsing import parse_criteria
 from draco_ray.judging.static_rubric import load_static_rubric
-from draco_ray.offline.rule_judge.answering import answer
-from draco_ray.offline.rule_judge.catalogue import RULES
-from draco_ray.offline.rule_judge.demands import read_demands
-from draco_ray.records import Criterion, Message, Phase, Verdict
-from draco_ray.rubric_authoring.output import rubric_table, write_rubric
-from draco_ray.rubric_authoring.reduction import (
+from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
+from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
     batches,
     candidates,
     reduction_prompt,
     reduction_template,
 )
-from draco_ray.rubric_authoring.statistics import MeasuredCriterion, measure, prune
+from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
+from draco_ray.records import Criterion, Message, Phase, Verdict
+from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.catalogue import RULES
+from draco_ray.sandbox.rule_judge.demands import read_demands
 
 fuzz = settings(max_examples=50, deadline=None)
 PASS, FAIL, NA = Verdict.PASS, Verdict.FAIL, Verdict.NOT_APPLICABLE

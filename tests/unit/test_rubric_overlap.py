@@ -12,18 +12,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.analysis.judges import OWN, RULES, RuleComplete, judge_config
-from draco_ray.analysis.pairing import pair_criteria, pairing_prompt, pairing_template, parse_pairs
-from draco_ray.analysis.rubric_overlap import CEILING, PHASES, ThirdModel, compare_writing, overlap_table, writing_calls
-from draco_ray.analysis.trend import PERMUTATIONS, trends
 from draco_ray.cli import main
-from draco_ray.config import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.offline.judge_server import JudgeServer
-from draco_ray.offline.rule_judge.answering import answer
+from draco_ray.lab.analysis.judges import OWN, RULES, RuleComplete, judge_config
+from draco_ray.lab.analysis.pairing import pair_criteria, pairing_prompt, pairing_template, parse_pairs
+from draco_ray.lab.analysis.rubric_overlap import (
+    CEILING,
+    PHASES,
+    ThirdModel,
+    compare_writing,
+    overlap_table,
+    writing_calls,
+)
+from draco_ray.lab.analysis.trend import PERMUTATIONS, trends
 from draco_ray.records import Criterion, Phase
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.sandbox.judge_server import JudgeServer
+from draco_ray.sandbox.rule_judge.answering import answer
 from tests.support.judged_run import CONFIG, judged_run
 
 

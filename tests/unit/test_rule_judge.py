@@ -12,17 +12,17 @@ import yaml
 
 from draco_ray.algorithm.credit import step_quality
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
-from draco_ray.config import JudgeConfig
-from draco_ray.environments.sandbox.scripts import FATAL, HARMLESS, Fault, families
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.offline.rule_judge.answering import answer
-from draco_ray.offline.rule_judge.case import Case, Finding
-from draco_ray.offline.rule_judge.catalogue import RULES
-from draco_ray.offline.rule_judge.matching import find_rule
-from draco_ray.offline.rule_judge.reading import Run
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
+from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.case import Case, Finding
+from draco_ray.sandbox.rule_judge.catalogue import RULES
+from draco_ray.sandbox.rule_judge.matching import find_rule
+from draco_ray.sandbox.rule_judge.reading import Run
+from draco_ray.sandbox.world.scripts import FATAL, HARMLESS, Fault, families
 from tests.support.rule_judge_runs import REFUSED, instruction, run_of, scripted_run, trajectory_of
 
 WHERE = CallContext(group="step1/task_1", task_id="task_1")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.agent.code_block import extract_code
-from draco_ray.environments.sandbox.scripts import families
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import credit_prompt, score_prompt, stage1_prompt, stage2_prompt, union_prompt
 from draco_ray.judging.prompts import Prompts, load_prompts
-from draco_ray.offline.rule_judge.answering import answer
-from draco_ray.offline.rule_judge.demands import read_demands
-from draco_ray.offline.rule_judge.reading import JudgePrompt, Run, instruction, read_prompt
-from draco_ray.offline.rule_judge.tracing import trace
 from draco_ray.records import Phase, Turn
+from draco_ray.rollout.code_block import extract_code
+from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.demands import read_demands
+from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, instruction, read_prompt
+from draco_ray.sandbox.rule_judge.tracing import trace
+from draco_ray.sandbox.world.scripts import families
 from tests.support.rule_judge_runs import instruction as task_of
 from tests.support.rule_judge_runs import run_of
 

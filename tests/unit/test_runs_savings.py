@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from draco_ray.lab.runs.cost import show_cost
+from draco_ray.lab.runs.savings import Saving, savings
 from draco_ray.records import JudgeCall, Phase
-from draco_ray.runs.cost import show_cost
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.savings import Saving, savings
 from draco_ray.runs.schema import TABLES
 
 

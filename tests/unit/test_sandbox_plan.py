@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.environments.sandbox import build as building
-from draco_ray.environments.sandbox import evaluation, population, verify
-from draco_ray.environments.sandbox.population import PAGE_LIMIT, World, populate
-from draco_ray.environments.sandbox.scenarios import SCENARIOS, PlannedTask, plan, users_of_splits
-from draco_ray.environments.sandbox.scripts import SPLITS
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.sandbox.world import build as building
+from draco_ray.sandbox.world import evaluation, population, verify
+from draco_ray.sandbox.world.population import PAGE_LIMIT, World, populate
+from draco_ray.sandbox.world.scenarios import SCENARIOS, PlannedTask, plan, users_of_splits
+from draco_ray.sandbox.world.scripts import SPLITS
 
 USERS = building.DEFAULT_USERS
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from draco_ray.environments.sandbox import scripts
-from draco_ray.environments.sandbox.scripts import FATAL, HARMLESS, SPLITS, Family, Fault, families
+from draco_ray.sandbox.world import scripts
+from draco_ray.sandbox.world.scripts import FATAL, HARMLESS, SPLITS, Family, Fault, families
 
 FAMILIES = list(families().values())
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from draco_ray.cli import app
-from draco_ray.configuration import load_config
+from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.offline.starter import StarterSettings, build_starter
-from draco_ray.offline.starter.build import RECIPE, _recipe
+from draco_ray.sandbox.starter import StarterSettings, build_starter
+from draco_ray.sandbox.starter.build import RECIPE, _recipe
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_an_up_to_date_model_is_left_alone_without_importing_pytorch(tmp_path: P
     out.mkdir()
     (out / RECIPE).write_text(recipe())
     code = (
-        "import sys; from pathlib import Path; from draco_ray.offline.starter import build_starter\n"
+        "import sys; from pathlib import Path; from draco_ray.sandbox.starter import build_starter\n"
         f"print(build_starter(Path({str(out)!r}), Path({str(world)!r}), progress=True))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

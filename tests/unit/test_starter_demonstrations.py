@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draco_ray.agent.chat import ChatTokens
-from draco_ray.agent.code_block import cut_output, extract_code
-from draco_ray.configuration import load_config
-from draco_ray.environments.sandbox.scripts import Fault, families
-from draco_ray.offline.starter import demonstrations as demo
-from draco_ray.offline.starter.settings import FAULT_RATES, StarterSettings
-from draco_ray.offline.starter.tokenizer import train_tokenizer
+from draco_ray.config.load import load_config
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.records import EpisodeEnd, Task
+from draco_ray.rollout.code_block import cut_output, extract_code
+from draco_ray.sandbox.starter import demonstrations as demo
+from draco_ray.sandbox.starter.settings import FAULT_RATES, StarterSettings
+from draco_ray.sandbox.starter.tokenizer import train_tokenizer
+from draco_ray.sandbox.world.scripts import Fault, families
 
 AGENT = load_config("sandbox").agent
 FAMILY = families()["like_playlist_songs"]

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from draco_ray.config import DracoConfig
-from draco_ray.errors import TauBenchError
-from draco_ray.evaluation.results import Plan
-from draco_ray.evaluation.setting import aggregate
-from draco_ray.evaluation.tau_bench.episodes import (
+from draco_ray.benchmarks.tau.episodes import (
     Episode,
     Tokens,
     count_episodes,
     read_episodes,
     read_judge_tokens,
 )
-from draco_ray.evaluation.tau_bench.report import cost_by_role_table, failure_table, rollout_result, summary
+from draco_ray.benchmarks.tau.report import cost_by_role_table, failure_table, rollout_result, summary
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import TauBenchError
+from draco_ray.lab.evaluation.results import Plan
+from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.records import EpisodeEnd
 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 50}

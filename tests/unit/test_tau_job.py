@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import load_config
+from draco_ray.benchmarks.tau import job as jobs
+from draco_ray.benchmarks.tau.installation import Tau2
+from draco_ray.benchmarks.tau.policy import TauPolicy, find_policy, write_served_adapter
+from draco_ray.benchmarks.tau.process import Scrubber
+from draco_ray.benchmarks.tau.server import SERVER, Endpoint, free_port, serve_command, serve_environment
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.evaluation.tau_bench import job as jobs
-from draco_ray.evaluation.tau_bench.installation import Tau2
-from draco_ray.evaluation.tau_bench.policy import TauPolicy, find_policy, write_served_adapter
-from draco_ray.evaluation.tau_bench.process import Scrubber
-from draco_ray.evaluation.tau_bench.server import SERVER, Endpoint, free_port, serve_command, serve_environment
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
 SERVED = Endpoint("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from draco_ray.cli import app
 from draco_ray.errors import ConfigError
+from draco_ray.lab.runs.timeline import write_timeline
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from draco_ray.runs.timeline import write_timeline
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from draco_ray.actors.messages import AdvantageSummary, RewardSummary
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.summaries import AdvantageSummary, RewardSummary
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.progress import step_line
 from tests.support.summaries import a_phase, a_rollout

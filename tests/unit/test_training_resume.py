@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config import DracoConfig
-from draco_ray.configuration import dump_config, load_config
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.records import Phase
 from draco_ray.runs import rows

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.learner.learner import Learner
 from draco_ray.records import FloatArray, TrainingSample
 from tests.support.tiny_model import VOCABULARY, build_tiny_model

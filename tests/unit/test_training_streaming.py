@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from draco_ray.config import LearnerConfig, ModelConfig
+from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.learner.learner import Learner
 from draco_ray.learner.messages import Accumulate, Remember, Update, UpdateMetrics
 from draco_ray.learner.worker import LearnerWorker

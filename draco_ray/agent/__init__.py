@@ -1,1 +1,0 @@
-"""The policy as a code agent: token-in, token-out."""

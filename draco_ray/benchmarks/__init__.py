@@ -1,0 +1,1 @@
+"""Benchmarks with an evaluator and an environment of their own."""

@@ -1,0 +1,208 @@
+"""`draco evaluate` and `draco tables`: from what the user typed to evaluations and printed tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.policies import Policy, every_checkpoint, find_policy, last_epochs
+from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Table, TableFormat, render
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.evaluation.setting import Estimate, aggregate
+from draco_ray.lab.evaluation.tables import (
+    TABLES,
+    compare,
+    comparison_table,
+    cost_table,
+    difficulty_table,
+    main_table,
+    read_settings,
+    split_title,
+    termination_table,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions:
+    """What `draco evaluate` was asked for."""
+
+    policy: str | None
+    run: Path | None
+    last_epochs: int | None
+    train_curve: bool
+    every: int
+    split: str | None
+    runs: int
+    config: str | None
+    overrides: Sequence[str]
+    out: Path | None
+    label: str | None
+    api_base: str | None
+    api_key_env: str | None
+    api_temperature: float | None
+    retry_errors: bool = False
+
+
+def evaluate(options: EvaluateOptions, starter: Path) -> None:
+    """Run an evaluation on AppWorld and print its tables.
+
+    Raises:
+        ConfigError: options that do not go together, or that name nothing usable.
+        DracoError: as `evaluate_appworld`.
+    """
+    from draco_ray.lab.evaluation.appworld import ApiOptions, evaluate_appworld
+
+    check_options(options)
+    policy, config = find_policy_and_config(options, starter)
+    split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
+    result = evaluate_appworld(
+        policy,
+        config,
+        split=split,
+        runs=options.runs,
+        out=(options.out or _default_out(options, policy, split)).resolve(),
+        label=options.label,
+        api=ApiOptions(api_base=options.api_base, api_key_env=options.api_key_env, temperature=options.api_temperature),
+        retry_errors=options.retry_errors,
+    )
+    out = (options.out or _default_out(options, policy, split)).resolve()
+    if options.train_curve:
+        curve = curve_table(EvaluationDirectory.open(out))
+        (out / "curve.csv").write_text(render(curve, TableFormat.CSV), encoding="utf-8")
+        typer.echo(render(curve, TableFormat.TEXT, Shown.INTERVAL), nl=False)
+        typer.echo(f"\n{out / 'curve.csv'}")
+        return
+    settings = {result.label: {split_title(result): result}}
+    for table in (main_table, difficulty_table, termination_table, cost_table):
+        typer.echo(render(table(settings), TableFormat.TEXT, Shown.INTERVAL))
+    typer.echo(f"turns: {result.turns.mean:.1f}; more with: draco tables {out}")
+
+
+def print_tables(
+    directories: Sequence[str],
+    *,
+    tables: Sequence[str],
+    form: TableFormat,
+    shown: Shown,
+    against: str | None,
+    out: Path | None,
+) -> None:
+    """Print settings side by side, or write each table to a file of ``out``.
+
+    Raises:
+        ConfigError: a directory is no finished evaluation, a table is unknown, or settings cannot be compared.
+    """
+    if unknown := [name for name in tables if name not in TABLES]:
+        raise ConfigError(f"--table {unknown[0]}: unknown; expected one of {', '.join(TABLES)}")
+    settings = read_settings(directories)
+    made = [TABLES[name](settings) for name in tables or TABLES if name != "self-judge" or tables]
+    if against is not None:
+        made.append(comparison_table(compare(settings, against)))
+    if out is None:
+        typer.echo("\n".join(render(table, form, shown) for table in made), nl=False)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for table in made:
+        for each in TableFormat:
+            path = out / f"{table.name}{SUFFIXES[each]}"
+            path.write_text(render(table, each, shown), encoding="utf-8")
+            typer.echo(path)
+
+
+def curve_table(directory: EvaluationDirectory) -> Table:
+    """Success by training step, each checkpoint a row (Figure "Train TGC vs. training step").
+
+    Raises:
+        ConfigError: rollouts are missing.
+    """
+    plan = directory.plan
+    rows = []
+    for measurement, results in directory.complete_results().items():
+        one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [results])
+        step = measurement.removeprefix("step").lstrip("0") or "0"
+        rows.append((step, (_percent(one.tgc), _percent(one.sgc), Cell(one.turns.mean, one.turns.std))))
+    return Table(
+        name="train-curve",
+        title=f"{plan.label} on {plan.split}, by training step (p^1, %)",
+        row_header="Step",
+        columns=(Column(("TGC",)), Column(("SGC",)), Column(("Turns",))),
+        rows=tuple(rows),
+        notes=("Measured after the fact from checkpoints; training saw none of it. Step 0 is the untrained policy.",),
+    )
+
+
+def _percent(rates: Sequence[Estimate]) -> Cell | None:
+    if not rates:
+        return None
+    rate = rates[0]
+    std, low, high = (None if value is None else 100 * value for value in (rate.std, rate.low, rate.high))
+    return Cell(100 * rate.mean, std, low, high)
+
+
+def check_options(options: EvaluateOptions) -> None:
+    """Raises: ConfigError where options do not go together."""
+    if (options.policy is None) == (options.run is None):
+        raise ConfigError("draco evaluate: expected either --policy or --run")
+    if options.run is None and (options.last_epochs is not None or options.train_curve):
+        raise ConfigError("draco evaluate: --last-epochs and --train-curve are about a run; give it with --run DIR")
+    if options.last_epochs is not None and options.train_curve:
+        raise ConfigError("draco evaluate: --last-epochs and --train-curve are two evaluations; give one of them")
+
+
+def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Policy, DracoConfig]:
+    """What is to be measured, and under which configuration.
+
+    Raises:
+        ConfigError: the options name nothing usable.
+    """
+    if options.run is None:
+        assert options.policy is not None
+        policy = find_policy(options.policy, starter)
+        return policy, _config(options, policy)
+    if options.train_curve:
+        policy = every_checkpoint(options.run, options.every)
+        return policy, _config(options, policy)
+    policy = last_epochs(options.run, options.last_epochs or 3, _steps_per_epoch(_training_config(options)))
+    return policy, _config(options, policy)
+
+
+def _training_config(options: EvaluateOptions) -> DracoConfig:
+    """The run's own configuration: how long an epoch is depends on its tasks, whatever the evaluation is told.
+
+    A run that was copied to another machine may name a data root and a model that are not there: then the evaluation's.
+    """
+    own = load_config(str(options.run))
+    moved = ["data.root="] * (not own.data.root.is_dir())
+    moved += ["model.path="] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
+    return load_config(str(options.run), [each for each in options.overrides if each.startswith(tuple(moved))])
+
+
+def _config(options: EvaluateOptions, policy: Policy) -> DracoConfig:
+    config = load_config(options.config or policy.config, options.overrides)
+    if policy.model is None or any(override.startswith("model.path=") for override in options.overrides):
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": policy.model})})
+
+
+def _steps_per_epoch(config: DracoConfig) -> int:
+    from rich.console import Console
+
+    from draco_ray.training.order import TaskOrder
+    from draco_ray.training.session import usable_prompts
+
+    prompts = usable_prompts(config, Console(quiet=True))
+    return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch
+
+
+def _default_out(options: EvaluateOptions, policy: Policy, split: str) -> Path:
+    if options.run is not None:
+        kind = "train-curve" if options.train_curve else f"last{options.last_epochs or 3}"
+        return options.run / "evaluations" / f"appworld-{split}-{kind}"
+    return Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-appworld-{split}"

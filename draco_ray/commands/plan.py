@@ -1,0 +1,286 @@
+"""`draco plan`: print what a configuration takes, and refuse one that cannot fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.model_shape import ModelShape, model_shape
+from draco_ray.errors import ConfigError
+from draco_ray.lab.planning.judge_context import (
+    context_problem,
+    context_warning,
+    judge_context,
+    model_positions,
+    uses_self_judge,
+)
+from draco_ray.lab.planning.memory import (
+    GATHERED_KEYS,
+    GIB,
+    EngineMemory,
+    LearnerMemory,
+    engine_memory,
+    is_sharded,
+    learner_memory,
+    learner_room,
+    sequence_tokens,
+    total,
+)
+from draco_ray.lab.planning.step_time import Assumptions, step_time
+
+MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
+MOST_WORKERS = 64
+"""Learner workers that a refusal suggests at most."""
+
+
+def plan(
+    config: DracoConfig,
+    *,
+    gpu_memory_gib: float,
+    model_config: Path | None,
+    given: Assumptions,
+    console: Console | None = None,
+) -> None:
+    """Print bytes per GPU by kind and the expected time of a step.
+
+    Args:
+        gpu_memory_gib: of one GPU.
+        model_config: the model's ``config.json``, where `model.path` is neither a directory here nor known.
+        given: throughputs, and the memory that is not ours.
+    Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    shape = model_shape(config.model.path, model_config)
+    gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
+    learner = learner_memory(config, shape)
+    engine = engine_memory(config, shape, gpu, reserved)
+    learner_on_gpu, engine_on_gpu = config.learner.gpus_per_worker > 0, config.engine.gpus_per_engine > 0
+    room = learner_room(config, gpu, reserved)
+    _print_model(console, config, shape)
+    _print_learner(console, config, learner, room if learner_on_gpu else None)
+    _print_engine(console, config, engine)
+    resting = total(learner.resident) + reserved
+    if config.engine.colocate:
+        console.print(
+            f"engines and learner take turns: awake, an engine's {_size(engine.limit)} and the {_size(resting)} of a "
+            f"resting learner worker share {_size(gpu)}; asleep, its weights lie in host memory"
+        )
+    problems = []
+    if uses_self_judge(config):
+        context = judge_context(config)
+        console.print(f"self-judge: {context.shows}, at full length {context}")
+        if (warning := context_warning(config)) is not None:
+            console.print(warning)
+    if (problem := context_problem(config, model_positions(config.model.path, model_config))) is not None:
+        problems.append(problem)
+    if learner_on_gpu and learner.peak > room:
+        problems.append(learner_problem(config, shape, learner, room, gpu_memory_gib))
+    if engine.sequences < 1:
+        problems.append(engine_problem(config, engine, gpu_memory_gib))
+    elif engine_on_gpu and (problem := room_problem(config, shape, engine, gpu, reserved, resting)) is not None:
+        problems.append(problem)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if learner_on_gpu and engine_on_gpu:
+        _print_time(console, config, shape, engine, given)
+    else:
+        console.print("time: not estimated, the throughput assumptions are those of GPUs")
+
+
+def learner_problem(
+    config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int, gpu_memory_gib: float
+) -> str:
+    """Why a learner worker does not fit, and what to change."""
+    largest = max(memory.peak_items, key=lambda item: item.bytes)
+    found = (
+        f"a learner worker needs {_size(memory.peak)} of {_size(room)} on a GPU of {gpu_memory_gib:g} GiB, most of it "
+        f"{largest.name} ({_size(largest.bytes)})"
+    )
+    sharded = is_sharded(config)
+    for key, changed in (
+        ("learner.gradient_checkpointing=true", _changed(config, gradient_checkpointing=True)),
+        ("model.dtype=bfloat16", _in_bfloat16(config)),
+        ("learner.sharding=full", _changed(config, sharding="full")),
+    ):
+        if changed != config and learner_memory(changed, shape).peak <= room:
+            return f"{found}: set {key}"
+    of_moment = memory.peak_items[len(memory.resident) :]
+    movable = max((item for item in of_moment if item.keys != GATHERED_KEYS), key=lambda item: item.bytes)
+    if movable.keys in ("learner.logprob_chunk_tokens", "learner.lora_rank"):
+        return f"{found}: lower {movable.keys} ({getattr(config.learner, movable.keys.removeprefix('learner.'))})"
+    tokens = _largest_fitting(config, shape, room)
+    if tokens >= sequence_tokens(config):
+        return f"{found}: set learner.micro_batch_tokens to {tokens} or less"
+    workers = _fewest_fitting(config, shape, room)
+    if workers is not None:
+        return f"{found}: set {'' if sharded else 'learner.sharding=full and '}learner.workers to {workers} or more"
+    if total(memory.resident) >= room:
+        dtype = "model.dtype=bfloat16, " if config.model.dtype == "float32" else ""
+        held = "" if sharded else ", which each worker holds whole"
+        return f"{found}{held}: {dtype}a smaller model.path, or GPUs with more memory (--gpu-memory-gib)"
+    return (
+        f"{found}; {movable.name} take {_size(movable.bytes)} with {memory.tokens:,} tokens in a micro-batch and "
+        f"{tokens:,} would fit: lower learner.micro_batch_tokens and agent.max_prompt_length + "
+        f"agent.max_response_length ({sequence_tokens(config):,}) to that, or use GPUs with more memory "
+        "(--gpu-memory-gib)"
+    )
+
+
+def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: float) -> str:
+    """Why an engine cannot hold one sequence, and what to change."""
+    largest = max(memory.items, key=lambda item: item.bytes)
+    engine = config.engine
+    has = (
+        f"an engine has {_size(max(0, memory.kv_cache))} for its KV cache and one sequence of {memory.length:,} tokens "
+    )
+    needs = f"{has}needs {_size(memory.sequence)}"
+    if engine.kv_cache_gib is not None or engine.gpus_per_engine == 0:
+        return f"{needs}: raise engine.kv_cache_gib"
+    verb = "raise" if largest.keys == "engine.tensor_parallel" else "lower"
+    return (
+        f"{needs}; of the {_size(memory.limit)} it may take of a GPU of {gpu_memory_gib:g} GiB, most is {largest.name} "
+        f"({_size(largest.bytes)}): {verb} {largest.keys}, or raise engine.gpu_memory_utilization "
+        f"({engine.gpu_memory_utilization:g})"
+    )
+
+
+def room_problem(
+    config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
+) -> str | None:
+    """Why an engine does not fit into its GPU, or beside what else is on it, and what to change; None if it does.
+
+    Args:
+        gpu: memory of the GPU, bytes.
+        reserved: of it, for one process's CUDA context.
+        resting: what a learner worker keeps while the engines are awake.
+    """
+    engine = config.engine
+    if engine.colocate:
+        left, beside = gpu - resting, f"a resting learner worker keeps {_size(resting)}"
+    elif engine.gpus_per_engine < 1:
+        left, beside = int(gpu * engine.gpus_per_engine), f"engine.gpus_per_engine={engine.gpus_per_engine:g}"
+    else:
+        left, beside = gpu, "nothing else is on it"
+    if memory.limit <= left:
+        return None
+    found = f"an engine takes {_size(memory.limit)} of a GPU of {_size(gpu)} and has {_size(max(0, left))}: {beside}"
+    cache = math.floor(10 * (left - total(memory.items)) / GIB) / 10
+    if engine.kv_cache_gib is not None and cache < engine.kv_cache_gib and cache * GIB >= memory.sequence:
+        return f"{found}; lower engine.kv_cache_gib ({engine.kv_cache_gib:g}) to {cache:g}"
+    fitting = max(0, math.floor(100 * left / gpu)) / 100
+    smaller = config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": fitting})})
+    fits = engine_memory(smaller, shape, gpu, reserved)
+    if fits.sequences >= 1 and fits.limit <= left:
+        return f"{found}; lower engine.gpu_memory_utilization ({engine.gpu_memory_utilization:g}) to {fitting:g}"
+    fewer = "set learner.sharding=full, or use " if engine.colocate and not is_sharded(config) else "use "
+    return f"{found}, and with that one sequence does not fit; {fewer}GPUs with more memory (--gpu-memory-gib)"
+
+
+def _changed(config: DracoConfig, **learner: object) -> DracoConfig:
+    return config.model_copy(update={"learner": config.learner.model_copy(update=learner)})
+
+
+def _in_bfloat16(config: DracoConfig) -> DracoConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+
+
+def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
+    """Tokens of the largest micro-batch with which a learner worker fits; 0 if none does."""
+    low, high = 0, learner_memory(config, shape).tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if learner_memory(config, shape, middle).peak <= room else (low, middle)
+    return low
+
+
+def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
+    """Workers over which the base must be sharded for one to fit; None if it needs more than `MOST_WORKERS`."""
+    for workers in range(config.learner.workers, MOST_WORKERS + 1):
+        if learner_memory(_changed(config, sharding="full", workers=workers), shape).peak <= room:
+            return workers
+    return None
+
+
+def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> None:
+    learner = config.learner
+    adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
+    linear = shape.layers.count("linear_attention")
+    mixers = f", {linear} of them gated delta-net" if linear else ""
+    console.print(
+        f"{config.model.path}: {shape.parameters:,} parameters in {len(shape.layers)} layers{mixers}; adapter of rank "
+        f"{learner.lora_rank}: {adapter:,}"
+    )
+
+
+def _print_learner(console: Console, config: DracoConfig, memory: LearnerMemory, room: int | None) -> None:
+    learner = config.learner
+    where = "GPU" if room is not None else "process, on the CPU"
+    held = f"1/{learner.workers} of the base model" if is_sharded(config) else "the whole base model"
+    console.print(
+        f"\nlearner: {learner.workers} workers, each with {held}; per {where}, "
+        f"{memory.tokens:,} tokens in the largest micro-batch"
+    )
+    table = _table()
+    for item in dict.fromkeys((*memory.resident, *memory.forward, *memory.backward, *memory.update)):
+        table.add_row(item.name, _size(item.bytes))
+    table.add_row(f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak))
+    if room is not None:
+        table.add_row("available", _size(room))
+    console.print(table)
+
+
+def _print_engine(console: Console, config: DracoConfig, memory: EngineMemory) -> None:
+    engine = config.engine
+    where = "GPU" if engine.gpus_per_engine > 0 else "process, on the CPU"
+    console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
+    table = _table()
+    for item in memory.items:
+        table.add_row(item.name, _size(item.bytes))
+    table.add_row(
+        f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each",
+        _size(max(0, memory.kv_cache)),
+    )
+    if engine.gpus_per_engine > 0:
+        table.add_row("available", _size(memory.limit))
+    console.print(table)
+
+
+def _print_time(
+    console: Console, config: DracoConfig, shape: ModelShape, engine: EngineMemory, given: Assumptions
+) -> None:
+    time = step_time(config, shape, engine, given)
+    rollouts = config.train.prompts_per_step * config.algorithm.group_size
+    tokens = given.length_share * sequence_tokens(config)
+    console.print(
+        f"\ntime of a step: {rollouts} rollouts of {tokens:,.0f} tokens on average, environments and judge apart"
+    )
+    table = _table()
+    table.add_row(
+        f"generation: {time.concurrent} rollouts at a time, {time.decode_tokens_per_second:,.0f} tokens/s an engine",
+        f"{time.generation:,.0f} s",
+    )
+    table.add_row(f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s")
+    table.add_row("sync", f"{time.sync:,.1f} s")
+    # Asleep, an engine hides nothing; a step ahead, it hides all.
+    if not config.engine.colocate:
+        table.add_row("a step, learning behind generation", f"{time.hidden:,.0f} s")
+    if not config.train.staleness:
+        table.add_row("a step, one after the other", f"{time.serial:,.0f} s")
+    console.print(table)
+    console.print(
+        "assumed, not measured: " + ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())
+    )
+
+
+def _table() -> Table:
+    table = Table("", "", box=None, pad_edge=False, show_header=False)
+    table.columns[1].justify = "right"
+    return table
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / (1 << 20):.2f} MiB"

@@ -1,0 +1,54 @@
+"""What `draco report` writes, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from draco_ray.errors import ConfigError
+from draco_ray.lab.analysis.tables import write_tables
+from draco_ray.lab.report.figures import write_figures
+from draco_ray.lab.report.page import write_report
+from draco_ray.runs.directory import RunDirectory
+
+
+def write(directories: Sequence[Path], *, figures: bool, tables: bool, out: Path | None) -> list[Path]:
+    """Write the page of one run, or figures and tables of one or several; returns the files.
+
+    Args:
+        out: the page's file, or the folder of figures and tables; None is ``report.html``, ``figures/`` and ``tidy/``
+            in the first run directory.
+
+    Raises:
+        ConfigError: if a directory is no run, has no rows yet or shares its name with another, or if ``out`` cannot be
+            written.
+    """
+    runs = [_open(directory) for directory in directories]
+    names = [run.path.name for run in runs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"two runs are called {twice}: figures tell runs apart by name, rename one directory")
+    if len(runs) > 1 and not (figures or tables):
+        raise ConfigError(f"a report is about one run, not {len(runs)}; add --figures or --tables to compare runs")
+    try:
+        if not (figures or tables):
+            page = out or runs[0].path / "report.html"
+            write_report(runs[0], page)
+            return [page]
+        written = []
+        if figures:
+            written += write_figures(runs, out or runs[0].path / "figures")
+        if tables:
+            written += write_tables(runs, out or runs[0].path / "tidy")
+    except OSError as error:
+        place = error.filename or out or runs[0].path
+        raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose another place with --out") from None
+    return written
+
+
+def _open(directory: Path) -> RunDirectory:
+    # The name in charts and tables is the directory's own, also where it was given as "." or through "..".
+    run = RunDirectory.open(directory.resolve())
+    if not run.steps():
+        raise ConfigError(f"{directory}: nothing to report, the run has no rows yet; wait for its first rollout")
+    return run

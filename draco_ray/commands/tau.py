@@ -1,0 +1,133 @@
+"""``draco tau``: run τ-bench banking, check what it needs, print its tables."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+
+if TYPE_CHECKING:
+    from draco_ray.commands.evaluate import EvaluateOptions
+
+tau = typer.Typer(no_args_is_help=True, help="τ-bench banking, run by tau2-bench in an environment of its own.")
+
+Config = Annotated[str, typer.Argument(help="A preset, a YAML file or a run directory: the policy's configuration.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the config, e.g. tau_bench.trials=1.")
+]
+Format = Annotated[TableFormat, typer.Option("--format", help="Form of the tables.")]
+Beside = Annotated[Shown, typer.Option("--show", help="What stands beside a mean.")]
+
+
+@tau.command(epilog="Try:  draco tau run qwen3.6-27b --policy runs/NAME/checkpoints/step00100 --out tau/draco")
+def run(
+    config: Config,
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            help="A checkpoint or adapter, a model directory, base, or litellm:<provider>/<model>; several times for "
+            "several checkpoints of one setting."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Evaluation directory; one that is there is continued.")],
+    overrides: Overrides = None,
+    label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Run episodes again that ended in an infrastructure error.")
+    ] = False,
+    form: Format = TableFormat.TEXT,
+    shown: Beside = Shown.NOTHING,
+) -> None:
+    """Serve the policy, run tau2-bench on it, and print the tables."""
+    from draco_ray.benchmarks.tau.evaluate import evaluate_tau
+    from draco_ray.benchmarks.tau.policy import find_policy
+    from draco_ray.config.load import load_config
+
+    _say_what_happens()
+    resolved = load_config(config, overrides or [])
+    policies = [find_policy(name, resolved) for name in policy]
+    evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
+    tables([str(out)], form, shown)
+
+
+@tau.command()
+def check(config: Config = "qwen3.6-27b", overrides: Overrides = None) -> None:
+    """Say which tau2-bench would be run, or what is missing."""
+    from draco_ray.benchmarks.tau.installation import find_tau2
+    from draco_ray.config.load import load_config
+
+    found = find_tau2(load_config(config, overrides or []).tau_bench)
+    typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")
+
+
+@tau.command(name="tables", epilog="Try:  draco tau tables tau/base tau/draco --format markdown --show interval")
+def tables(
+    directories: Annotated[list[str], typer.Argument(metavar="[LABEL=]DIR", help="Finished evaluations.")],
+    form: Format = TableFormat.TEXT,
+    shown: Beside = Shown.NOTHING,
+) -> None:
+    """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations."""
+    from draco_ray.benchmarks.tau.report import read_summaries, tau_tables
+    from draco_ray.lab.evaluation.rendering import render
+    from draco_ray.lab.evaluation.results import EvaluationDirectory
+    from draco_ray.lab.evaluation.tables import read_settings
+
+    settings = read_settings(directories)
+    summaries = {}
+    for argument in directories:
+        label, separator, name = argument.partition("=")
+        if not separator or Path(argument).is_dir():
+            label, name = "", argument
+        summaries[label or EvaluationDirectory.open(Path(name)).plan.label] = read_summaries(Path(name))
+    typer.echo("\n".join(render(table, form, shown) for table in tau_tables(settings, summaries)), nl=False)
+
+
+def evaluate(options: EvaluateOptions, starter: Path) -> None:
+    """``draco evaluate --benchmark tau-banking``.
+
+    Raises:
+        DracoError: as `evaluate_tau`; ConfigError for options of AppWorld alone.
+    """
+    from draco_ray.benchmarks.tau.evaluate import BENCHMARK, evaluate_tau
+    from draco_ray.benchmarks.tau.policy import tau_policies
+    from draco_ray.commands.evaluate import check_options, find_policy_and_config
+    from draco_ray.errors import ConfigError
+
+    check_options(options)
+    if options.split is not None or options.train_curve:
+        raise ConfigError(f"--benchmark {BENCHMARK}: has one split, never trained on; leave out --split, --train-curve")
+    _say_what_happens()
+    policy, config = find_policy_and_config(options, starter)
+    agent = config.tau_bench.agent
+    if policy.api_model is not None:
+        told = {
+            "api_base": options.api_base,
+            "api_key_env": options.api_key_env,
+            "temperature": options.api_temperature,
+        }
+        agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
+    tau_bench = config.tau_bench.model_copy(update={"trials": options.runs, "agent": agent})
+    config = config.model_copy(update={"tau_bench": tau_bench})
+    if options.run is not None:
+        out = options.run / "evaluations" / f"{BENCHMARK}-last{options.last_epochs or 3}"
+    else:
+        out = Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-{BENCHMARK}"
+    out = options.out or out
+    evaluate_tau(
+        config,
+        tau_policies(policy, config),
+        out,
+        label=options.label or policy.label,
+        retry_errors=options.retry_errors,
+    )
+    tables([str(out)], shown=Shown.INTERVAL)
+
+
+def _say_what_happens() -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("draco_ray").setLevel(logging.INFO)

@@ -1,0 +1,220 @@
+"""The host's side of a `world_template`: starting one in the strongest jail there is, sharing it among slots.
+
+All slots of a process that agree on interpreter, isolation, data root and output limit fork from one template, so
+AppWorld is loaded once for them. The template is started with the first slot that needs it and ended with the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draco_ray.environments.jail import linux
+from draco_ray.environments.jail.confine import LEVELS, JailSpec
+from draco_ray.errors import EnvironmentCrashed
+
+log = logging.getLogger(__name__)
+
+SCRATCH_MIB = 128
+"""What a task may write, and the largest file."""
+
+_SIGNALLED = 128
+"""Exit statuses from here on stand for a signal: an accident, which says nothing about the host's isolation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateKey:
+    """What slots that share a template agree on."""
+
+    python: str
+    isolation: str
+    """A level, or ``auto``."""
+    data: Path
+    """The data root's ``data`` folder."""
+    output_bytes: int
+
+
+@dataclass(slots=True)
+class _Share:
+    """A template's place: the lock makes the second slot wait for the first one's start."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    template: TemplateProcess | None = None
+    users: int = 0
+
+
+_shares: dict[TemplateKey, _Share] = {}
+_shares_lock = threading.Lock()
+_levels_reached: dict[str, str] = {}
+"""The level ``auto`` reached in this process, by interpreter, so that later templates do not try again."""
+
+
+class LevelUnavailable(Exception):
+    """The host does not offer an isolation level."""
+
+
+class TemplateProcess:
+    """A running template. Its methods may be called from any thread."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, directory: str, level: str) -> None:
+        self.level = level
+        self.system_calls_refused = False
+        """Whether tasks are kept from starting processes, among others (`system_calls`)."""
+        self.directory = directory
+        """Private folder on the host, for the folders of slots; it goes with the template, or with a killed host."""
+        self._process = process
+        self._control = control
+
+    @classmethod
+    def start(cls, key: TemplateKey, level: str, timeout_seconds: float) -> TemplateProcess:
+        """Start a template at an isolation level and wait until it has loaded AppWorld.
+
+        Raises: LevelUnavailable, the process's own words; EnvironmentCrashed when it was killed or takes too long.
+        """
+        directory = tempfile.mkdtemp(prefix="draco-template-")
+        # Every message keeps its bounds.
+        control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        spec = JailSpec(
+            level=level,
+            control_fd=their_control.fileno(),
+            directory=directory,
+            data=str(key.data),
+            scratch_mib=SCRATCH_MIB,
+            output_bytes=key.output_bytes,
+        )
+        package_parent = Path(__file__).resolve().parents[3]
+        with open(os.path.join(directory, "stderr"), "wb") as stderr:
+            process = subprocess.Popen(
+                [key.python, "-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()],
+                env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(package_parent), "LANG": "C.UTF-8"},
+                pass_fds=(their_control.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+                cwd="/",
+            )
+        their_control.close()
+        template = cls(process, control, directory, level)
+        try:
+            control.settimeout(timeout_seconds)
+            try:
+                message = control.recv(4096)
+            except TimeoutError:
+                raise EnvironmentCrashed(f"AppWorld was not loaded within {timeout_seconds:g} s") from None
+            if not message:
+                status = process.wait()
+                complaint = last_line(directory)
+                if status < 0 or status >= _SIGNALLED:
+                    raise EnvironmentCrashed(f"the process that loads AppWorld was killed (status {status})")
+                raise LevelUnavailable(complaint)
+            ready = json.loads(message)
+            template.system_calls_refused = ready["system_calls_refused"]
+            if not template.system_calls_refused:
+                log.warning("this machine has no filter for system calls: model-written code can start processes")
+            if ready["tasks_own_the_host"] and level == "rlimits":
+                log.warning(
+                    "model-written code runs as root without capabilities and can change root's files:"
+                    " put AppWorld's Python and the data root where other users can read them"
+                )
+        except BaseException:
+            template.kill()
+            raise
+        return template
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still fork."""
+        return self._process.poll() is None
+
+    def fork(self, slot_spec: str, control: socket.socket, listener: socket.socket, stderr: int) -> None:
+        """Order a world server, which says hello on its own control socket. Returns at once.
+
+        Raises: OSError when the template is gone.
+        """
+        socket.send_fds(self._control, [slot_spec.encode()], [control.fileno(), listener.fileno(), stderr])
+
+    def kill(self) -> None:
+        """End the template and, where there are process namespaces, all servers it forked."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        linux.remove_all([self.directory])
+
+
+def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
+    """The template that goes with ``key``, started if it does not run. Blocks while it starts.
+
+    Give it back with `release_template`; one that has died is replaced by acquiring again.
+    Raises: EnvironmentCrashed when it cannot be started, at any level that ``key`` allows.
+    """
+    with _shares_lock:
+        share = _shares.setdefault(key, _Share())
+        share.users += 1
+    try:
+        with share.lock:
+            if share.template is not None and not share.template.alive:
+                share.template.kill()
+                share.template = None
+            if share.template is None:
+                share.template = _start(key, timeout_seconds)
+            return share.template
+    except BaseException:
+        release_template(key)
+        raise
+
+
+def release_template(key: TemplateKey) -> None:
+    """Say that one user is done with a template. The last one ends it."""
+    with _shares_lock:
+        share = _shares[key]
+        share.users -= 1
+        if share.users:
+            return
+        del _shares[key]
+    with share.lock:
+        if share.template is not None:
+            share.template.kill()
+            share.template = None
+
+
+def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
+    wanted = key.isolation
+    levels: tuple[str, ...] = (wanted,)
+    if wanted == "auto":
+        reached = _levels_reached.get(key.python)
+        levels = (reached,) if reached else LEVELS
+    complaints = []
+    for level in levels:
+        started_at = time.monotonic()
+        try:
+            template = TemplateProcess.start(key, level, timeout_seconds)
+        except LevelUnavailable as error:
+            complaints.append(f"{level}: {error}")
+            continue
+        if wanted == "auto":
+            _levels_reached[key.python] = level
+        log.info("AppWorld loaded in %.1f s; isolation: %s", time.monotonic() - started_at, level)
+        if level == "rlimits":
+            reasons = f" ({'; '.join(complaints)})" if complaints else ""
+            log.warning("model-written code is isolated by rlimits alone: the host's files stay readable%s", reasons)
+        return template
+    raise EnvironmentCrashed(f"AppWorld cannot be started: {'; '.join(complaints)}")
+
+
+def last_line(directory: str) -> str:
+    """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(directory, "stderr").read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else "it left no message"

@@ -1,0 +1,138 @@
+"""The process that loads AppWorld once and forks the world servers of several slots, which share its memory.
+
+Loading takes seconds and a quarter of a gigabyte; a fork takes milliseconds and copies only what it changes. The
+template runs no model code and never sees any: it stands outside the namespaces of the servers it forks.
+
+    slots ──control socket──► template ──fork──► world server of a slot ──fork──► process of its current task
+      └──────────────a control socket of its own──┘                └─HTTP, unix socket──┘
+
+It takes one order a message, the slot's spec as JSON with three file descriptors: the server's control socket, the
+slot's HTTP socket and a file for its complaints. It says one thing itself, ``{"event": "ready", …}``. End of file on
+its socket ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+
+from draco_ray.environments.appworld.engine import prepare
+from draco_ray.environments.appworld.world_server import SlotSpec, WorldServer
+from draco_ray.environments.jail import linux
+from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, UNAVAILABLE, JailSpec, environment, make_world
+from draco_ray.environments.jail.system_calls import refuse_system_calls
+
+_OWN_NAMESPACES = linux.NEW_PIDS | linux.NEW_MOUNTS | linux.NEW_IPC
+_LARGEST_ORDER = 1 << 16
+_NO_FILTER = 4
+
+
+class WorldTemplate:
+    """Forks a world server for every order."""
+
+    def __init__(self, spec: JailSpec) -> None:
+        self._spec = spec
+        self._control = socket.socket(fileno=spec.control_fd)
+
+    def run(self, *, system_calls_refused: bool) -> None:
+        """Serve until the other end of the control socket is closed. The host is told what the argument says."""
+        prepare(self._spec.output_bytes)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        ready = {
+            "event": "ready",
+            "system_calls_refused": system_calls_refused,
+            "tasks_own_the_host": not self._spec.mounts and self._spec.task_uids is None and os.geteuid() == 0,
+        }
+        self._control.send(json.dumps(ready).encode())
+        while True:
+            order, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
+            if not order:
+                return
+            if os.fork() == 0:
+                self._serve(SlotSpec.from_json(order.decode()), *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _serve(self, slot: SlotSpec, control_fd: int, listen_fd: int, stderr: int) -> None:
+        status = 1
+        try:
+            self._control.close()
+            os.dup2(stderr, sys.stderr.fileno())
+            os.close(stderr)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            linux.close_to_inspection()
+            control, listener = socket.socket(fileno=control_fd), socket.socket(fileno=listen_fd)
+            if self._spec.mounts:
+                enter_own_namespaces(slot.scratch_mib)
+                control.sendall(b'{"event": "forked"}\n')
+                child = os.fork()
+                if child:
+                    # What the slot knows by its process id is this process; the server goes with it.
+                    control.close()
+                    listener.close()
+                    os.waitpid(child, 0)
+                    os._exit(0)
+                linux.die_with_parent()
+                world, scratch = self._spec.world, SCRATCH_FOLDERS
+            else:
+                linux.adopt_orphans()
+                world, home = make_world(slot.directory, self._spec.data)
+                scratch = (home, os.path.join(world, "experiments"))
+                os.environ.update(environment(world, home, os.environ["PYTHONPATH"]))
+                tempfile.tempdir = None
+                os.chdir(world)
+                control.sendall(b'{"event": "forked"}\n')
+            uids = self._spec.task_uids
+            # By chance: templates do not know of each other, and there are millions.
+            uid = random.SystemRandom().randint(*uids) if uids else None
+            WorldServer(self._spec, slot, control, listener, scratch=scratch, task_uid=uid).run()
+            status = 0
+        except BaseException as error:
+            print(f"world server: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+
+
+def enter_own_namespaces(scratch_mib: int) -> None:
+    """Part from the template and from other slots: own scratch, no shared memory, and, from the next fork on, own
+    processes."""
+    linux.unshare(_OWN_NAMESPACES)
+    linux.detach_mounts()
+    for folder in SCRATCH_FOLDERS:
+        linux.mount_tmpfs(folder, scratch_mib, 0o1777)
+
+
+def try_confinement(spec: JailSpec) -> bool:
+    """Do once, in a process that is thrown away, what every slot will need. Ends the program where it cannot be.
+
+    Returns: whether system calls can be refused here.
+    """
+    child = os.fork()
+    if child == 0:
+        status = UNAVAILABLE
+        try:
+            if spec.mounts:
+                enter_own_namespaces(spec.scratch_mib)
+            linux.drop_privileges(spec.task_uids[0] if spec.task_uids else None)
+            status = 0 if refuse_system_calls() else _NO_FILTER
+        except OSError as error:
+            print(f"isolation level {spec.level!r} is not available: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, _NO_FILTER):
+        sys.exit(UNAVAILABLE)
+    return status == 0
+
+
+if __name__ == "__main__":
+    linux.close_to_inspection()
+    jail = JailSpec.from_json(sys.argv[1])
+    can_refuse = try_confinement(jail)
+    WorldTemplate(jail).run(system_calls_refused=can_refuse)

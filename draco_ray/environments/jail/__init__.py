@@ -1,0 +1,1 @@
+"""What confines a process that runs model-written code: namespaces, Landlock, seccomp, limits."""

@@ -1,0 +1,343 @@
+"""Confine the processes that will run model-written code, then start the world template in the jail.
+
+Run by AppWorld's Python: ``python -m draco_ray.environments.jail.confine '<spec as JSON>'``. Standard library only.
+
+Four levels, strongest first; what each leaves of the host:
+
+    namespaces   the interpreter, system libraries, one task's data and a little scratch memory, read-only but the
+                 last; no network, no other processes
+    bubblewrap   the same, set up by ``bwrap`` where the host allows that program more than it allows us
+    landlock     the same files by the kernel's Landlock (Linux 6.2); other processes and the network exist but cannot
+                 be used. Needs no privilege, so it is what most containers reach
+    rlimits      the file system as the user sees it, the environment of the user's other processes included: for
+                 trusted policies, or where a container is itself the wall
+
+At every level a task has no environment variables, no capabilities, a user of its own where root starts it, limits on
+memory, files and time, and (on x86-64 and arm64) the system calls of `system_calls` are refused: no socket, no other
+process, no signals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from draco_ray.environments.jail import linux
+
+LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
+
+UNAVAILABLE = 3
+"""Exit status: the host does not offer this level."""
+
+_EVERYTHING = linux.NEW_MOUNTS | linux.NEW_NETWORK | linux.NEW_PIDS | linux.NEW_IPC | linux.NEW_UTS | linux.NEW_CGROUP
+_SERVER_CAPABILITIES = frozenset(
+    {
+        linux.CAP_DAC_OVERRIDE,
+        linux.CAP_FOWNER,
+        linux.CAP_KILL,
+        linux.CAP_SETGID,
+        linux.CAP_SETUID,
+        linux.CAP_SETPCAP,
+        linux.CAP_SYS_ADMIN,
+    }
+)
+"""What the server needs to show a task's process its own task only, to change its user, to end it and to clear what it
+wrote. The task's process has none."""
+
+_FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
+
+SHOWN_OF_A_TASK = ("specs.json", "dbs")
+"""Of a task's folder; its ground truth is not among them."""
+
+_MODULES = ("linux", "system_calls", "jail", "appworld_engine", "world_server", "world_template")
+_PROGRAM = "/program"
+_WORLD = "/world"
+SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
+"""What can be written where the file system is built from mounts. The first is home, and ``/tmp`` too where nothing
+that is shown lies below that name, as the interpreter of a clone in ``/tmp`` does."""
+_DEVICES = ("null", "zero", "random", "urandom")
+
+
+@dataclass(frozen=True)
+class JailSpec:
+    """A jail to be built; travels as JSON on the command line, so nothing secret may be in it."""
+
+    level: str
+    control_fd: int
+    directory: str
+    """Private folder of the jail on the host."""
+    data: str
+    """The data root's ``data`` folder."""
+    scratch_mib: int
+    output_bytes: int
+    """What one cell may print."""
+    world: str = ""
+    """AppWorld's root as the processes in the jail see it."""
+    mounts: bool = False
+    """Whether the file system is built from mounts, so that a slot and a task can be given their own view of it."""
+    task_uids: tuple[int, int] | None = None
+    """First and last user that tasks may become; None: they stay who the server is."""
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> JailSpec:
+        """Inverse of `to_json`."""
+        fields = json.loads(text)
+        users = fields.pop("task_uids")
+        return cls(**fields, task_uids=tuple(users) if users else None)
+
+
+def main() -> int:
+    """Enter the jail described by the first argument. Returns the template's exit status, if it ever ends."""
+    spec = JailSpec.from_json(sys.argv[1])
+    linux.die_first()
+    _leave_caretaker(spec)
+    try:
+        if spec.level == "namespaces":
+            return _in_namespaces(spec)
+        if spec.level == "bubblewrap":
+            _in_bubblewrap(spec)
+        if spec.level == "landlock":
+            linux.require_landlock()
+        _in_place(spec)
+    except OSError as error:
+        print(f"isolation level {spec.level!r} is not available: {error}", file=sys.stderr)
+    return UNAVAILABLE
+
+
+def _leave_caretaker(spec: JailSpec) -> None:
+    """Fork a process that outlives the jail: a host that was killed cannot remove what it made."""
+    try:
+        host = os.pidfd_open(os.getppid())
+    except OSError:
+        return  # before Linux 5.3
+    watched, held = os.pipe()
+    # Held by everything that runs in the jail: its end is the end of the last of them.
+    os.set_inheritable(held, True)
+    if os.fork():
+        os.close(host)
+        os.close(watched)
+        return
+    os.close(held)
+    os.close(spec.control_fd)
+    os.setsid()
+    while os.read(watched, 4096):
+        pass
+    # A host that lives removes the folder itself, in a moment.
+    for _ in range(50):
+        if not os.path.exists(spec.directory):
+            break
+        if select.select([host], [], [], 0.2)[0]:
+            linux.remove_all([spec.directory])
+            break
+    os._exit(0)
+
+
+def _in_namespaces(spec: JailSpec) -> int:
+    task_uids: tuple[int, int] | None = None
+    try:
+        # A real root needs no user namespace, and may give tasks a user of their own.
+        linux.unshare(_EVERYTHING)
+        task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
+    except PermissionError:
+        linux.new_user_namespace(_EVERYTHING)
+    linux.detach_mounts()
+    root = os.path.join(spec.directory, "root")
+    os.mkdir(root)
+    linux.mount_tmpfs(root, 4, 0o755)
+    for source, target in _visible(spec):
+        inside = root + target
+        if os.path.isdir(source):
+            os.makedirs(inside, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(inside), exist_ok=True)
+            Path(inside).touch()
+        linux.bind(source, inside)
+        linux.seal(inside)
+    for source, target in _system_links():
+        os.symlink(source, root + target)
+    os.mkdir(root + "/dev")
+    for device in _DEVICES:
+        Path(f"{root}/dev/{device}").touch()
+        linux.bind(f"/dev/{device}", f"{root}/dev/{device}")
+        linux.seal(f"{root}/dev/{device}", devices=True)
+    for scratch in SCRATCH_FOLDERS:
+        os.makedirs(root + scratch)
+        linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
+    if not os.path.exists(root + "/tmp"):
+        os.symlink(SCRATCH_FOLDERS[0], root + "/tmp")
+    os.mkdir(root + "/view")
+    linux.enter_root(root)
+    linux.seal("/", recursive=False)
+
+    # The new process namespace begins with the next child: it is process 1 in there and takes all others with it.
+    child = os.fork()
+    if child:
+        os.close(spec.control_fd)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+    linux.die_with_parent()
+    linux.keep_capabilities(_SERVER_CAPABILITIES)
+    _serve(replace(spec, world=_WORLD, task_uids=task_uids, mounts=True), SCRATCH_FOLDERS[0], _PROGRAM)
+    return UNAVAILABLE
+
+
+def _in_bubblewrap(spec: JailSpec) -> None:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise OSError("no bwrap on PATH")
+    served = replace(spec, world=_WORLD, mounts=True)
+    arguments = [*bubblewrap_arguments(served), sys.executable, *_template_arguments(served)]
+    os.execve(program, ["bwrap", *arguments], environment(_WORLD, SCRATCH_FOLDERS[0], _PROGRAM))
+
+
+def bubblewrap_arguments(spec: JailSpec) -> list[str]:
+    """Options of ``bwrap`` that set up what `_in_namespaces` does."""
+    arguments = [
+        *("--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--unshare-net", "--unshare-ipc"),
+        *("--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"),
+    ]
+    for capability in ("DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SETPCAP", "SYS_ADMIN"):
+        arguments += ["--cap-add", f"CAP_{capability}"]
+    for source, target in _visible(spec):
+        arguments += ["--ro-bind", source, target]
+    for source, target in _system_links():
+        arguments += ["--symlink", source, target]
+    for device in _DEVICES:
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for scratch in SCRATCH_FOLDERS:
+        arguments += ["--size", str(spec.scratch_mib << 20), "--perms", "1777", "--tmpfs", scratch]
+    if not any(Path(target).is_relative_to("/tmp") for _, target in _visible(spec)):
+        arguments += ["--symlink", SCRATCH_FOLDERS[0], "/tmp"]
+    return [*arguments, "--dir", "/view", "--remount-ro", "/", "--chdir", _WORLD]
+
+
+def _in_place(spec: JailSpec) -> None:
+    task_uids = None
+    if os.geteuid() == 0 and _reachable_for_others(
+        sys.prefix, sys.base_prefix, spec.data, _package(), os.path.dirname(spec.directory)
+    ):
+        task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
+    world, home = make_world(spec.directory, spec.data)
+    _serve(replace(spec, world=world, task_uids=task_uids), home, os.path.dirname(_package()))
+
+
+def make_world(directory: str, data: str) -> tuple[str, str]:
+    """Make AppWorld's root and a home in a private folder, where there is no mount namespace to make them in.
+
+    Returns: both; what tasks may write is the home and the root's ``experiments``.
+    """
+    world, home = os.path.join(directory, "world"), os.path.join(directory, "tmp")
+    os.mkdir(world)
+    os.symlink(data, os.path.join(world, "data"))
+    os.chmod(directory, 0o711)
+    for scratch in (os.path.join(world, "experiments"), home):
+        os.mkdir(scratch)
+        os.chmod(scratch, 0o1777)
+    return world, home
+
+
+def _serve(spec: JailSpec, home: str, program: str) -> None:
+    os.chdir(spec.world)
+    os.execve(sys.executable, [sys.executable, *_template_arguments(spec)], environment(spec.world, home, program))
+
+
+def _template_arguments(spec: JailSpec) -> list[str]:
+    return ["-P", "-s", "-m", "draco_ray.environments.appworld.world_template", spec.to_json()]
+
+
+def environment(world: str, home: str, program: str) -> dict[str, str]:
+    """All environment variables there are in the jail."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": program,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # One order of sets and dicts in every slot.
+        "PYTHONHASHSEED": "0",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "HOME": home,
+        "TMPDIR": home,
+        "APPWORLD_ROOT": world,
+        "APPWORLD_CACHE": home,
+    }
+
+
+def spare_uids(uid_map: str) -> tuple[int, int] | None:
+    """Users nobody else is. A slot's tasks become one of them: their processes are counted apart, and can signal or
+    inspect no other process, not even another slot's.
+
+    Args:
+        uid_map: ``/proc/self/uid_map``; inside a container it may offer few users.
+    Returns: the first and the last, or None where there are fewer than a thousand users.
+    """
+    for line in uid_map.splitlines():
+        first, _, count = map(int, line.split())
+        if first <= _FIRST_SPARE_UID and first + count > _FIRST_SPARE_UID + _SPARE_UIDS:
+            return _FIRST_SPARE_UID, _FIRST_SPARE_UID + _SPARE_UIDS - 1
+        if count >= 1000:
+            # The upper half: the lower one is where a container's own users are.
+            return first + count // 2, first + count - 1
+    return None
+
+
+def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
+    """What may be read where Landlock stands in for mounts: the same as where there are mounts.
+
+    Args:
+        tasks: what of ``data/tasks``, relative to it.
+    """
+    shown = [source for source, _ in _visible(spec) if source != spec.data]
+    data = [os.path.join(spec.data, name) for name in os.listdir(spec.data) if name != "tasks"]
+    data += [os.path.join(spec.data, "tasks", name) for name in tasks]
+    return [*shown, *data, *(f"/dev/{device}" for device in _DEVICES)]
+
+
+def _package() -> str:
+    return str(Path(__file__).resolve().parents[2])
+
+
+def _visible(spec: JailSpec) -> list[tuple[str, str]]:
+    """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
+    package = _package()
+    modules = ("__init__", *(f"environments/{name}" for name in ("__init__", *_MODULES)))
+    pairs = [(spec.data, f"{_WORLD}/data")]
+    pairs += [(f"{package}/{module}.py", f"{_PROGRAM}/draco_ray/{module}.py") for module in modules]
+    system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))
+    pairs += [(path, path) for path in system if os.path.exists(path)]
+    pairs += [(f"/{name}", f"/{name}") for name in _libraries("/") if not os.path.islink(f"/{name}")]
+    for prefix in (sys.base_prefix, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
+        pairs += [(os.path.realpath(prefix), path) for path in {prefix, os.path.realpath(prefix)}]
+    outermost: dict[str, str] = {}
+    for source, target in sorted(set(pairs), key=lambda pair: (pair[1], pair[0])):
+        if not any(target == shown or target.startswith(shown + "/") for shown in outermost):
+            outermost[target] = source
+    return [(source, target) for target, source in outermost.items()]
+
+
+def _libraries(folder: str) -> list[str]:
+    return [name for name in ("lib", "lib32", "lib64", "libx32") if os.path.isdir(os.path.join(folder, name))]
+
+
+def _system_links() -> list[tuple[str, str]]:
+    return [(os.readlink(f"/{name}"), f"/{name}") for name in _libraries("/") if os.path.islink(f"/{name}")]
+
+
+def _reachable_for_others(*paths: str) -> bool:
+    for path in map(Path, map(os.path.realpath, paths)):
+        if any(not folder.stat().st_mode & 0o001 for folder in (path, *path.parents)):
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

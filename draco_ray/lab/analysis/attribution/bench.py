@@ -1,0 +1,152 @@
+"""A judge on planted faults: it scores and credits every rollout, and the algorithm makes step advantages of that."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from draco_ray.algorithm.group import group_advantages
+from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.environments.appworld.data_root import load_task
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.lab.analysis.attribution.plant import PlantedRollout
+from draco_ray.lab.analysis.attribution.rubric import known_rubric
+from draco_ray.records import (
+    GAP,
+    Attribution,
+    EpisodeEnd,
+    IntArray,
+    Message,
+    RolloutAdvantage,
+    Trajectory,
+    Turn,
+)
+from draco_ray.rollout.agent_prompt import render_agent_prompt
+
+CHARACTERS_PER_TOKEN = 4
+"""The bench has no tokenizer: n_j is estimated from the text of step j."""
+AGENT_PROMPT = Path("prompts/agent_think.txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRollout:
+    """A planted rollout with what the judge and the algorithm made of it."""
+
+    planted: PlantedRollout
+    truth_K: IntArray
+    """Known verdicts: -1 violated, +1 not, 0 left open."""
+    verdict_K: IntArray | None
+    """The scoring call's; None where it failed."""
+    attributions: tuple[Attribution, ...] | None
+    """The credit call's, on the criteria that survived; None where it was not made or failed."""
+    share: RolloutAdvantage | None
+    """R, A, Q and a_j; None without a scoring verdict."""
+    tokens_M: IntArray
+    error: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """M."""
+        return len(self.planted.cells)
+
+
+async def judge_groups(
+    judge: Judge, groups: Sequence[Sequence[PlantedRollout]], world: Path, prompt: Path = AGENT_PROMPT
+) -> list[JudgedRollout]:
+    """Let a judge score and credit every group against its known rubric.
+
+    Args:
+        judge: who is measured.
+        groups: confirmed rollouts, a group a task.
+        world: for the tasks' instructions.
+        prompt: template of the agent's prompt, which the judge sees.
+
+    Raises:
+        JudgeUnavailable: the judge cannot be reached.
+    """
+    judged = await asyncio.gather(*(_judge_group(judge, group, world, prompt) for group in groups))
+    return [rollout for group in judged for rollout in group]
+
+
+async def _judge_group(
+    judge: Judge, group: Sequence[PlantedRollout], world: Path, template: Path
+) -> list[JudgedRollout]:
+    task = load_task(world, group[0].task_id)
+    rubric = known_rubric(group[0].rubric, task.instruction)
+    prompt = render_agent_prompt(template, task)
+    played = [trajectory(rollout, index, prompt) for index, rollout in enumerate(group)]
+    scored = await asyncio.gather(*(judge.score(each, rubric, _context(each)) for each in played))
+    rows = [index for index, score in enumerate(scored) if score.value is not None]
+    verdict_GK = np.array(
+        [[int(entry.verdict) for entry in scored[index].value or ()] for index in rows], dtype=np.int8
+    ).reshape(len(rows), len(rubric))
+    surviving = [int(index) for index in np.flatnonzero(surviving_criteria(verdict_GK))]
+    credited = await asyncio.gather(
+        *(
+            judge.credit(played[index], rubric, scored[index].value or (), _context(played[index]), surviving)
+            for index in rows
+        )
+    )
+    advantages = group_advantages(
+        group[0].task_id,
+        verdict_GK,
+        [credit.value for credit in credited],
+        [played[index].tokens_M for index in rows],
+        rows,
+        credit=True,
+    )
+    row_of = {index: row for row, index in enumerate(rows)}
+    found = []
+    for index, rollout in enumerate(group):
+        row = row_of.get(index)
+        found.append(
+            JudgedRollout(
+                planted=rollout,
+                truth_K=rollout.truth_K,
+                verdict_K=None if row is None else verdict_GK[row],
+                attributions=None if row is None else credited[row].value,
+                share=None if row is None else advantages.rollouts[row],
+                tokens_M=played[index].tokens_M,
+                error=scored[index].error if row is None else credited[row].error,
+            )
+        )
+    return found
+
+
+def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...]) -> Trajectory:
+    """The record of a planted rollout; its tokens are counted, not real."""
+    texts = [f"<code>\n{cell}\n</code>" for cell in rollout.cells]
+    counts = [math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
+    ends = np.cumsum(counts)
+    turns = [
+        Turn(text=text, code=cell, output=output, first_token=int(end) - count, last_token=int(end))
+        for text, cell, output, count, end in zip(texts, rollout.cells, rollout.outputs, counts, ends, strict=True)
+    ]
+    total = int(ends[-1])
+    turns.append(Turn(text="Done.", code=None, output=None, first_token=total, last_token=total + 1))
+    return Trajectory(
+        task_id=rollout.task_id,
+        group=f"attribution/{rollout.task_id}",
+        rollout=index,
+        attempt=0,
+        policy_version=0,
+        prompt=prompt,
+        turns=tuple(turns),
+        token_ids_T=np.zeros(total + 1, dtype=np.int32),
+        sampled_T=np.ones(total + 1, dtype=np.bool_),
+        logprob_T=np.zeros(total + 1, dtype=np.float32),
+        step_T=np.append(np.repeat(np.arange(len(counts)), counts), GAP).astype(np.int32),
+        prompt_length=0,
+        ended=EpisodeEnd.FINISHED,
+        started_at=0.0,
+        ended_at=0.0,
+    )
+
+
+def _context(played: Trajectory) -> CallContext:
+    return CallContext(group=played.group, task_id=played.task_id, rollout=played.rollout)

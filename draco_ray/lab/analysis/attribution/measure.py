@@ -1,0 +1,329 @@
+"""What is measured on planted faults, each beside what chance and a simple rule would reach.
+
+Verdicts (a judgment is one criterion of one rollout, violated or not; not applicable counts as not violated):
+``accuracy``, ``kappa``, ``balanced_accuracy``, ``false_pass``, ``false_fail``, ``unanswered``.
+
+Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault):
+
+==================== ================================================================ ==================== ============
+measure              is the mean of                                                   ``chance``           ``last_step``
+==================== ================================================================ ==================== ============
+citation_precision   planted steps among those that failed criteria cite              a random step        the last one
+citation_recall      of the planted steps, the share cited by failed criteria         as many random steps the last one
+hit_at_1             whether the step of least Q is planted; ties share               a random step        the last one
+first_error          whether the first step cited by a fail is the first planted      a random step        the last one
+blame_auroc          a planted step's 1 - Q above another's                           0.5                  the last one
+loser_auroc          the same; losers only (A < 0)                                    0.5                  the last one
+push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)    a random step        the last one
+grpo_share           the same without step credit: the planted steps' share of tokens a random step        the last one
+pushed_away          of the planted steps, the share with a_j < 0; losers only        the other steps      -
+==================== ================================================================ ==================== ============
+
+``reward_auroc`` is the chance that a rollout that passes the task's tests has a higher R than one of its group that
+fails them, a mean over tasks; ``false_blame`` the share of faultless rollouts with a failed criterion. A rollout whose
+calls failed cites nothing and counts as missed; where nothing is credited, ``hit_at_1`` and ``blame_auroc`` are at
+chance.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from draco_ray.lab.analysis.agreement import (
+    UNANSWERED,
+    agreement,
+    agreement_intervals,
+    auroc,
+    bootstrap,
+    contingency,
+)
+from draco_ray.lab.analysis.attribution.bench import JudgedRollout
+from draco_ray.lab.analysis.attribution.plant import BENIGN, REFERENCE
+from draco_ray.lab.analysis.attribution.rubric import UNKNOWN
+from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.records import BoolArray, FloatArray, Verdict
+from draco_ray.sandbox.world.scripts import Fault
+
+MEASURES = pa.schema(
+    [
+        ("judge", pa.string()),
+        ("scope", pa.string()),
+        ("measure", pa.string()),
+        ("observations", pa.int64()),
+        ("value", pa.float64()),
+        ("low", pa.float64()),
+        ("high", pa.float64()),
+        ("chance", pa.float64()),
+        ("last_step", pa.float64()),
+    ]
+)
+ROLLOUTS = pa.schema(
+    [
+        ("judge", pa.string()),
+        ("task_id", pa.string()),
+        ("family", pa.string()),
+        ("kind", pa.string()),
+        ("success", pa.bool_()),
+        ("steps", pa.int64()),
+        ("planted", pa.list_(pa.int64())),
+        ("truth", pa.list_(pa.int64())),
+        ("verdicts", pa.list_(pa.int64())),
+        ("cited", pa.list_(pa.int64())),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("quality", pa.list_(pa.float64())),
+        ("step_advantage", pa.list_(pa.float64())),
+        ("step_tokens", pa.list_(pa.int64())),
+        ("error", pa.string()),
+    ]
+)
+
+Observation = tuple[float, float, float]
+"""Value, chance, the last-step rule; NaN where there is none."""
+_NONE = float("nan")
+
+
+def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
+    """Every measure over all rollouts, then by kind of fault; intervals of 95 % resample tasks."""
+    rows = [*_verdict_rows("all", _judgments(judged, None))]
+    rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.fault is not None])
+    rows += [row for row in (_reward_row(judged), _blame_row(judged)) if row is not None]
+    for fault in Fault:
+        rows += _verdict_rows(fault.value, _judgments(judged, fault))
+        rows += _step_rows(fault.value, [rollout for rollout in judged if rollout.planted.fault is fault])
+    return pa.Table.from_pylist([{"judge": judge, **row} for row in rows], schema=MEASURES)
+
+
+def rollout_rows(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
+    """One row per rollout: what was planted, and what the judge and the algorithm made of it."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "judge": judge,
+                "task_id": rollout.planted.task_id,
+                "family": rollout.planted.family,
+                "kind": rollout.planted.kind,
+                "success": rollout.planted.success,
+                "steps": rollout.steps,
+                "planted": list(rollout.planted.planted),
+                "truth": rollout.truth_K.tolist(),
+                "verdicts": None if rollout.verdict_K is None else rollout.verdict_K.tolist(),
+                "cited": sorted(cited(rollout)),
+                "reward": None if rollout.share is None else rollout.share.reward,
+                "advantage": None if rollout.share is None else rollout.share.advantage,
+                "quality": None if rollout.share is None else rollout.share.quality_M.tolist(),
+                "step_advantage": None if rollout.share is None else rollout.share.step_advantage_M.tolist(),
+                "step_tokens": rollout.tokens_M.tolist(),
+                "error": rollout.error,
+            }
+            for rollout in judged
+        ],
+        schema=ROLLOUTS,
+    )
+
+
+def cited(rollout: JudgedRollout) -> set[int]:
+    """1-based steps that failed criteria cite."""
+    return {
+        step
+        for attribution in rollout.attributions or ()
+        if attribution.verdict is Verdict.FAIL
+        for step in attribution.steps
+    }
+
+
+def citation_precision(rollout: JudgedRollout) -> Observation | None:
+    """None where nothing is cited."""
+    named = cited(rollout)
+    if not named:
+        return None
+    return (
+        len(named & set(rollout.planted.planted)) / len(named),
+        _planted(rollout).mean(),
+        float(_planted(rollout)[-1]),
+    )
+
+
+def citation_recall(rollout: JudgedRollout) -> Observation:
+    """Cited planted steps, of all planted ones."""
+    named, planted = cited(rollout), set(rollout.planted.planted)
+    return len(named & planted) / len(planted), len(named) / rollout.steps, (rollout.steps in planted) / len(planted)
+
+
+def hit_at_1(rollout: JudgedRollout) -> Observation:
+    """The step of least quality is planted; of several, the share that is."""
+    planted_M, blame_M = _planted(rollout), _blame(rollout)
+    return float(planted_M[blame_M == blame_M.max()].mean()), float(planted_M.mean()), float(planted_M[-1])
+
+
+def first_error(rollout: JudgedRollout) -> Observation:
+    """The first step cited by a fail is the first planted one."""
+    first = min(rollout.planted.planted)
+    return float(min(cited(rollout), default=0) == first), 1 / rollout.steps, float(rollout.steps == first)
+
+
+def blame_auroc(rollout: JudgedRollout) -> Observation | None:
+    """None where every step is planted."""
+    planted_M, blame_M = _planted(rollout), _blame(rollout)
+    if planted_M.all():
+        return None
+    last_M = np.arange(rollout.steps) == rollout.steps - 1
+    return (
+        auroc(blame_M[planted_M], blame_M[~planted_M]),
+        0.5,
+        auroc(last_M[planted_M].astype(float), last_M[~planted_M].astype(float)),
+    )
+
+
+def loser_auroc(rollout: JudgedRollout) -> Observation | None:
+    """`blame_auroc` where blame is what pushes; None where the rollout is not pushed away."""
+    if rollout.share is None or rollout.share.advantage >= 0:
+        return None
+    return blame_auroc(rollout)
+
+
+def push_share(rollout: JudgedRollout) -> Observation | None:
+    """None where the rollout is not pushed away."""
+    share, planted_M = rollout.share, _planted(rollout)
+    if share is None or share.advantage >= 0:
+        return None
+    pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
+    return float(pushes[planted_M].sum()), float(planted_M.mean()), float(planted_M[-1])
+
+
+def grpo_share(rollout: JudgedRollout) -> Observation | None:
+    """What `push_share` would be with the same advantage on every token; None where that is."""
+    planted_M, tokens_M = _planted(rollout), rollout.tokens_M
+    if rollout.share is None or rollout.share.advantage >= 0:
+        return None
+    return float(tokens_M[planted_M].sum() / tokens_M.sum()), float(planted_M.mean()), float(planted_M[-1])
+
+
+def pushed_away(rollout: JudgedRollout) -> Observation | None:
+    """None where the rollout is not pushed away, or every step is planted."""
+    share, planted_M = rollout.share, _planted(rollout)
+    if share is None or share.advantage >= 0 or planted_M.all():
+        return None
+    away_M = share.step_advantage_M < 0
+    return float(away_M[planted_M].mean()), float(away_M[~planted_M].mean()), _NONE
+
+
+STEP_MEASURES: dict[str, Callable[[JudgedRollout], Observation | None]] = {
+    "citation_precision": citation_precision,
+    "citation_recall": citation_recall,
+    "hit_at_1": hit_at_1,
+    "first_error": first_error,
+    "blame_auroc": blame_auroc,
+    "loser_auroc": loser_auroc,
+    "push_share": push_share,
+    "grpo_share": grpo_share,
+    "pushed_away": pushed_away,
+}
+
+
+def _planted(rollout: JudgedRollout) -> BoolArray:
+    planted_M = np.zeros(rollout.steps, dtype=np.bool_)
+    planted_M[np.array(rollout.planted.planted, dtype=np.int64) - 1] = True
+    return planted_M
+
+
+def _blame(rollout: JudgedRollout) -> FloatArray:
+    """1 - Q of every step; all alike where nothing is credited."""
+    if rollout.share is None or np.isnan(rollout.share.quality_M).any():
+        return np.zeros(rollout.steps)
+    return np.asarray(1.0 - rollout.share.quality_M)
+
+
+def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str, list[tuple[int, int]]]:
+    """Task -> (known, judged) of every judgment whose right verdict is known; of one criterion or of all."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rollout in judged:
+        for index, fault in enumerate(rollout.planted.rubric):
+            if about not in (None, fault) or rollout.truth_K[index] == UNKNOWN:
+                continue
+            said = UNANSWERED
+            if rollout.verdict_K is not None:
+                said = -1 if rollout.verdict_K[index] == Verdict.FAIL else 1
+            found[rollout.planted.task_id].append((int(rollout.truth_K[index]), said))
+    return dict(found)
+
+
+def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> list[dict[str, Any]]:
+    if not judgments:
+        return []
+    found = agreement(*np.array([pair for pairs in judgments.values() for pair in pairs]).T)
+    bounds = agreement_intervals([contingency(*np.array(pairs).T) for pairs in judgments.values()])
+    wanted = {
+        "accuracy": ("agreement", found.chance),
+        "kappa": ("kappa", 0.0),
+        "balanced_accuracy": ("balanced_accuracy", 0.5),
+        "false_pass": ("false_pass", None),
+        "false_fail": ("false_fail", None),
+        "unanswered": ("unanswered", None),
+    }
+    return [
+        _row(scope, measure, found.judgments, getattr(found, name), *bounds[name], by_chance, None)
+        for measure, (name, by_chance) in wanted.items()
+    ]
+
+
+def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[dict[str, Any]]:
+    rows = []
+    for name, observe in STEP_MEASURES.items():
+        clusters: dict[str, list[Observation]] = defaultdict(list)
+        for rollout in rollouts:
+            if rollout.planted.planted and (observation := observe(rollout)) is not None:
+                clusters[rollout.planted.task_id].append(observation)
+        if clusters:
+            rows.append(_mean_row(scope, name, clusters))
+    return rows
+
+
+def _reward_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
+    clusters: dict[str, list[Observation]] = {}
+    for task_id in dict.fromkeys(rollout.planted.task_id for rollout in judged):
+        mine = [rollout for rollout in judged if rollout.planted.task_id == task_id and rollout.share is not None]
+        reward = np.array([rollout.share.reward for rollout in mine if rollout.share is not None])
+        success = np.array([rollout.planted.success for rollout in mine], dtype=np.bool_)
+        value = auroc(reward[success], reward[~success])
+        if not np.isnan(value):
+            clusters[task_id] = [(value, 0.5, _NONE)]
+    return _mean_row("all", "reward_auroc", clusters) if clusters else None
+
+
+def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
+    clusters: dict[str, list[Observation]] = defaultdict(list)
+    for rollout in judged:
+        if rollout.planted.kind in (REFERENCE, BENIGN) and rollout.verdict_K is not None:
+            # What a criterion that is left open says is neither right nor wrong.
+            blamed = float(((rollout.verdict_K == Verdict.FAIL) & (rollout.truth_K == 1)).any())
+            clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE))
+    return _mean_row("all", "false_blame", clusters) if clusters else None
+
+
+def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> dict[str, Any]:
+    observations = np.array([observation for found in clusters.values() for observation in found])
+    values = {task_id: [value for value, _, _ in found] for task_id, found in clusters.items()}
+    interval = bootstrap(values, lambda items: float(np.mean(items)))
+    _, chance, last = observations.mean(axis=0)
+    return _row(scope, measure, len(observations), interval.mean, interval.low, interval.high, chance, last)
+
+
+def _row(
+    scope: str,
+    measure: str,
+    observations: int,
+    value: float,
+    low: float,
+    high: float,
+    chance: float | None,
+    last_step: float | None,
+) -> dict[str, Any]:
+    numbers = {"value": value, "low": low, "high": high, "chance": chance, "last_step": last_step}
+    finite = {name: None if number is None or not np.isfinite(number) else number for name, number in numbers.items()}
+    return {"scope": scope, "measure": measure, "observations": observations, **finite}

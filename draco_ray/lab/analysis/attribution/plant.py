@@ -1,0 +1,202 @@
+"""Reference solutions with one planted fault each, executed in AppWorld and kept only if its tests bear the plan out.
+
+A group is what the bench judges together: a task's reference, the same with each fault of its family, and a benign
+mutation, which changes the words of the code and nothing that it does. A fatal fault is kept if the task's tests fail
+with it and pass without it (the reference is the rollout with the fault undone); the reference, a benign mutation and a
+harmless fault are kept if the tests pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.lab.analysis.attribution.rubric import faults_of, known_verdicts
+from draco_ray.records import IntArray
+from draco_ray.sandbox.world.build import MANIFEST, read_manifest
+from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Fault, families
+
+EXECUTE = Path(__file__).with_name("execute.py")
+REFERENCE, BENIGN = "reference", "benign"
+_NAMES = re.compile(r"\brows\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantedRollout:
+    """A rollout of which it is known what is wrong, and where."""
+
+    task_id: str
+    family: str
+    """Of the sandbox's script; empty for a rollout of a policy."""
+    kind: str
+    """``reference``, ``benign`` or the planted `Fault`."""
+    cells: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    """What AppWorld printed."""
+    success: bool = False
+    """Whether the task's own tests pass."""
+    planted: tuple[int, ...] = ()
+    """1-based steps that the reference does not have; of a benign mutation, the reworded ones."""
+    rubric: tuple[Fault, ...] = ()
+    """Faults that the group's rubric has a criterion for."""
+
+    @property
+    def fault(self) -> Fault | None:
+        """The planted fault, if there is one."""
+        return None if self.kind in (REFERENCE, BENIGN) else Fault(self.kind)
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether AppWorld's tests say of this rollout what they should."""
+        return self.success is (self.fault not in FATAL)
+
+    @property
+    def truth_K(self) -> IntArray:
+        """Known verdicts on the rubric: -1 violated, +1 not, 0 left open."""
+        return known_verdicts(self.rubric, self.fault, self.cells, self.outputs, scripted=bool(self.family))
+
+
+def plan(task_id: str, family: str) -> list[PlantedRollout]:
+    """The group of one task, not yet executed."""
+    maker = families()[family]
+    reference = maker.script()
+    scripts = {REFERENCE: reference, BENIGN: [_NAMES.sub("records", cell) for cell in reference]}
+    scripts |= {fault.value: maker.script(frozenset({fault})) for fault in faults_of(maker)}
+    return [
+        PlantedRollout(
+            task_id=task_id,
+            family=family,
+            kind=kind,
+            cells=tuple(cells),
+            planted=tuple(number for number, cell in enumerate(cells, 1) if cell not in reference),
+            rubric=tuple(faults_of(maker)),
+        )
+        for kind, cells in scripts.items()
+    ]
+
+
+def planted_groups(
+    world: Path, split: str, tasks: int | None, processes: int, kept: Path
+) -> list[list[PlantedRollout]]:
+    """Plan, execute and confirm the groups of a split; what was executed is kept and used again.
+
+    Args:
+        world: a sandbox.
+        split: of its tasks.
+        tasks: take so many, one a family first; None takes all.
+        processes: AppWorld processes side by side.
+        kept: JSON lines file of executed rollouts, read if it was made from the same world and tasks.
+
+    Raises:
+        ConfigError: an unknown split.
+        WorldError: no sandbox there, or AppWorld fails.
+    """
+    manifest = read_manifest(world)
+    if manifest is None:
+        raise WorldError(f"{world} holds no {MANIFEST}: expected a folder made by `draco sandbox build`")
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split!r}: expected one of {', '.join(SPLITS)}")
+    chosen = choose(manifest["tasks"], split, tasks)
+    header = {"digest": manifest["digest"], "tasks": chosen, "format": 2}
+    played = read_kept(kept, header)
+    if played is None:
+        wanted = [rollout for task_id in chosen for rollout in plan(task_id, manifest["tasks"][task_id]["family"])]
+        played = play(wanted, world, processes)
+        write_kept(kept, header, played)
+    groups = [[rollout for rollout in played if rollout.task_id == task_id] for task_id in chosen]
+    return [kept_rollouts for group in groups if (kept_rollouts := confirmed(group))]
+
+
+def choose(entries: dict[str, dict[str, Any]], split: str, tasks: int | None) -> list[str]:
+    """Task ids of a split: every family's first task before any family's second."""
+    seen: dict[str, int] = {}
+    ranked = []
+    for task_id in sorted(task_id for task_id, entry in entries.items() if entry["split"] == split):
+        family = entries[task_id]["family"]
+        seen[family] = seen.get(family, 0) + 1
+        ranked.append((seen[family], family, task_id))
+    return [task_id for _, _, task_id in sorted(ranked)[:tasks]]
+
+
+def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> list[PlantedRollout]:
+    """Execute and evaluate every rollout; nothing is written to the world.
+
+    Raises:
+        WorldError: AppWorld's Python is missing or fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="draco-attribution-") as folder, ThreadPoolExecutor(processes) as pool:
+        (Path(folder) / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
+        shares = [rollouts[start::processes] for start in range(min(processes, len(rollouts)))]
+        results = list(pool.map(lambda share: list(_execute(share, Path(folder))), shares))
+    found: list[PlantedRollout] = []
+    for index, _ in enumerate(rollouts):
+        found.append(results[index % processes][index // processes])
+    return found
+
+
+def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
+    """The rollouts of an executed group that its tests bear out; none without a reference that passes: the fault undone
+    must restore success, or a fault that fails proves nothing."""
+    if not any(rollout.kind == REFERENCE and rollout.success for rollout in group):
+        return []
+    return [rollout for rollout in group if rollout.confirmed]
+
+
+def _execute(share: Sequence[PlantedRollout], root: Path) -> Iterator[PlantedRollout]:
+    jobs = "".join(json.dumps({"task_id": rollout.task_id, "cells": rollout.cells}) + "\n" for rollout in share)
+    done = subprocess.run(
+        # As a file: AppWorld's Python has nothing of what this package imports. -P: nor are its neighbours wanted.
+        [appworld_python(None), "-P", "-B", str(EXECUTE)],
+        input=jobs,
+        env={**os.environ, "APPWORLD_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    if len(lines) != len(share):
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise WorldError(
+            f"AppWorld stopped after {len(lines)} of {len(share)} rollouts: {last}; "
+            "check the world with `draco sandbox verify`"
+        )
+    for rollout, line in zip(share, lines, strict=True):
+        result = json.loads(line)
+        fields = asdict(rollout) | {"outputs": tuple(result["outputs"]), "success": result["success"]}
+        yield PlantedRollout(**fields)
+
+
+def write_kept(kept: Path, header: dict[str, Any], played: Sequence[PlantedRollout]) -> None:
+    """Keep executed rollouts as JSON lines; ``header`` says what they were made from."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    lines = [header, *(asdict(rollout) for rollout in played)]
+    kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_kept(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
+    """What `write_kept` wrote under the same header; None if there is no such file."""
+    if not kept.is_file():
+        return None
+    first, *lines = kept.read_text(encoding="utf-8").splitlines() or ["null"]
+    if json.loads(first) != header:
+        return None
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    sequences = ("cells", "outputs", "planted")
+    return [
+        PlantedRollout(
+            **row
+            | {name: tuple(row[name]) for name in sequences}
+            | {"rubric": tuple(Fault(name) for name in row["rubric"])}
+        )
+        for row in rows
+    ]

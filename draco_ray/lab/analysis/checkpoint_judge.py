@@ -1,0 +1,119 @@
+"""The policy as judge of its own run: a step's archived prompts go to the checkpoint that acted in that step.
+
+That is the checkpoint of the step before (appendix "Self-judge"), the model without an adapter for the first step. A
+vLLM engine of the run's own `engine` section serves them one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.judging.complete import Complete
+from draco_ray.judging.self_judge import SelfJudgeClient
+from draco_ray.lab.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
+from draco_ray.lab.planning.judge_context import context_tokens
+from draco_ray.records import Adapter
+from draco_ray.runs.directory import RunDirectory
+
+
+class AdapterEngine(Protocol):
+    """What takes adapters, e.g. `draco_ray.engine.vllm_engine.VllmEngine`."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version that a request starting now samples from."""
+        ...
+
+    async def load_adapter(self, adapter: Adapter) -> float:
+        """Make ``adapter`` what new requests sample from; returns seconds."""
+        ...
+
+
+class CheckpointJudge:
+    """Whoever acted in a training step, as a `draco_ray.judging.complete.Complete`; steps are asked for ascending."""
+
+    def __init__(self, engine: AdapterEngine, complete: Complete, kept: Sequence[Checkpoint]) -> None:
+        """Begin with the model alone, which is whoever acted in step 1.
+
+        Args:
+            engine: behind ``complete``; it has no adapter yet.
+            complete: answers with what the engine serves.
+            kept: the run's checkpoints (`checkpoints_before`).
+        """
+        self._engine = engine
+        self._complete = complete
+        self._kept = {checkpoint.version: checkpoint for checkpoint in kept}
+
+    async def at(self, training_step: int) -> Complete:
+        """The judge for that step's prompts.
+
+        Raises:
+            ConfigError: the adapter cannot be read.
+            EngineError: the engine refuses it.
+        """
+        version = training_step - 1
+        if version != self._engine.policy_version:
+            await self._engine.load_adapter(load_adapter(self._kept[version]))
+        return self._complete
+
+
+def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoint]:
+    """The checkpoints that acted in these training steps; step 1 has none.
+
+    Raises:
+        ConfigError: one of them was not kept.
+    """
+    kept = {checkpoint.version: checkpoint for checkpoint in checkpoints(run)}
+    wanted = sorted({step - 1 for step in steps if step > 1})
+    if absent := [version for version in wanted if version not in kept]:
+        raise ConfigError(
+            f"{run.path}: no checkpoint after step {absent[0]}, which acted in step {absent[0] + 1}; choose others "
+            "with --step, or train with train.checkpoint_every=1"
+        )
+    return [kept[version] for version in wanted]
+
+
+@asynccontextmanager
+async def open_checkpoints(
+    config: DracoConfig, run: RunDirectory, steps: Sequence[int]
+) -> AsyncIterator[CheckpointJudge]:
+    """Serve the checkpoints that acted in these steps, on this machine.
+
+    Args:
+        config: the run's; its model, ``engine``, and of ``judge`` the temperature, ``max_tokens`` and ``self_judge``.
+        run: whose checkpoints.
+        steps: training steps that will be asked for.
+
+    Raises:
+        ConfigError: a checkpoint is missing.
+        EngineError: the model cannot be loaded.
+    """
+    kept = checkpoints_before(run, steps)
+    # Here, since they take seconds: the other judges need neither.
+    from transformers import AutoConfig, AutoTokenizer
+
+    from draco_ray.engine.vllm_engine import VllmEngine
+
+    path = config.model.path
+    # A wrapped model keeps the language model's length inside.
+    positions = int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
+    engine = VllmEngine(
+        config.engine,
+        config.model,
+        max_model_len=min(context_tokens(config), positions),
+        lora_rank=max([config.learner.lora_rank, *(lora_rank(checkpoint) or 0 for checkpoint in kept)]),
+        seed=config.seed,
+        name="replay",
+        run_name=f"{run.path.name}-replay",
+    )
+    await engine.start()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        complete = SelfJudgeClient([engine], tokenizer, config.judge, model=f"self/{run.path.name}")
+        yield CheckpointJudge(engine, complete, kept)
+    finally:
+        await engine.stop()

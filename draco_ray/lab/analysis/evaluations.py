@@ -1,0 +1,132 @@
+"""Evaluations of a run: those that training made, and the evaluation directories inside it (`draco evaluate --run`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.consistency import pass_at_k, pass_hat_k, task_values
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.runs.show import read_evaluations
+from draco_ray.records import Evaluation
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+
+TRAINING = "training"
+"""Stands for the evaluations that training itself made (train.evaluate_before_after)."""
+
+_KEYS = [
+    ("run", pa.string()),
+    ("evaluation", pa.string()),
+    ("split", pa.string()),
+    ("training_step", pa.int64()),
+]
+EVALUATIONS = pa.schema(
+    [
+        *_KEYS,
+        ("tasks", pa.int64()),
+        ("runs", pa.int64()),
+        ("tgc", pa.float64()),
+        ("sgc", pa.float64()),
+        ("dollars_per_pass", pa.float64()),
+        ("tokens_per_pass", pa.float64()),
+    ]
+)
+CONSISTENCY = pa.schema(
+    [*_KEYS, ("runs", pa.int64()), ("k", pa.int64()), ("pass_hat_k", pa.float64()), ("pass_at_k", pa.float64())]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measurement:
+    evaluation: str
+    split: str
+    step: int | None
+    evaluations: list[Evaluation]
+    scenarios: bool = True
+    dollars: float | None = None
+    """Of all runs together."""
+    tokens: float | None = None
+
+    @property
+    def tasks(self) -> int:
+        return len({evaluation.task_id for evaluation in self.evaluations})
+
+    @property
+    def runs(self) -> int:
+        return max(evaluation.run for evaluation in self.evaluations) + 1
+
+
+def evaluations(run: RunDirectory) -> pa.Table:
+    """One row per finished measurement: TGC, SGC, and what one pass over the tasks cost where that is known.
+
+    Cost is known of evaluation directories only: dollars where the model has a price, and input and output tokens.
+    Measurements that are not finished are left out, since their rates would be of other tasks.
+    """
+    rows = [
+        {
+            **_keys(run, found),
+            "tasks": found.tasks,
+            "runs": found.runs,
+            "tgc": task_goal_completion(found.evaluations),
+            "sgc": scenario_goal_completion(found.evaluations) if found.scenarios else None,
+            "dollars_per_pass": None if found.dollars is None else found.dollars / found.runs,
+            "tokens_per_pass": None if found.tokens is None else found.tokens / found.runs,
+        }
+        for found in _measurements(run)
+    ]
+    return pa.Table.from_pylist(rows, schema=EVALUATIONS)
+
+
+def consistency(run: RunDirectory) -> pa.Table:
+    """One row per finished measurement of several runs and k: pass^k and pass@k over tasks."""
+    rows = []
+    for found in _measurements(run):
+        # Of one run, both are the rate itself.
+        for k in range(1, found.runs + 1) if found.runs > 1 else ():
+            all_k, any_k = (
+                list(task_values(found.evaluations, found.runs, k, estimator).values())
+                for estimator in (pass_hat_k, pass_at_k)
+            )
+            rates = {"pass_hat_k": sum(all_k) / len(all_k), "pass_at_k": sum(any_k) / len(any_k)}
+            rows.append({**_keys(run, found), "runs": found.runs, "k": k, **rates})
+    return pa.Table.from_pylist(rows, schema=CONSISTENCY)
+
+
+def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
+    return {
+        "run": run.path.name,
+        "evaluation": found.evaluation,
+        "split": found.split,
+        "training_step": found.step,
+    }
+
+
+def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
+    for (step, split), in_training in read_evaluations(run).items():
+        yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=in_training)
+    for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
+        try:
+            directory = EvaluationDirectory.open(file.parent)
+        except ConfigError:
+            # An evaluation of another version of this program is no reason not to show the run.
+            continue
+        for name in directory.plan.measurements:
+            if directory.missing(name) or not (results := directory.results(name)):
+                continue
+            usages = [result.usage for result in results]
+            priced = [usage.dollars for usage in usages if usage.dollars is not None]
+            number = re.fullmatch(r"step(\d+)", name)
+            yield _Measurement(
+                evaluation=file.parent.name,
+                split=directory.plan.split,
+                step=int(number[1]) if number else None,
+                evaluations=[result.evaluation for result in results],
+                scenarios=directory.plan.scenarios,
+                dollars=sum(priced) if len(priced) == len(usages) else None,
+                tokens=float(sum(usage.input_tokens + usage.output_tokens for usage in usages)),
+            )

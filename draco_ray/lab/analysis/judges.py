@@ -1,0 +1,111 @@
+"""The judge that an analysis asks: the rule judge in this process, or any LiteLLM model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.errors import ConfigError
+from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.sandbox.rule_judge.answering import answer
+
+RULES = "rules"
+"""Name of the offline rule judge on the command line."""
+OWN = "own"
+"""Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
+POLICY = "policy"
+"""Name of a run's policy on the command line: of each step, the checkpoint of the step before."""
+
+
+class RuleComplete:
+    """The rule judge without its server: a `draco_ray.judging.complete.Complete`."""
+
+    async def __call__(self, request: Request) -> Completion:
+        """Answer the request's first message; the rules have no use for what follows."""
+        _, text = answer(request.messages[0].content)
+        return Completion(
+            text=text,
+            finish_reason="stop",
+            model=RULES,
+            input_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            dollars=0.0,
+            started_at=0.0,
+            seconds=0.0,
+            requests=1,
+        )
+
+    async def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    async def check(self) -> None:
+        """It always answers."""
+
+
+def judge_config(
+    config: JudgeConfig, model: str, *, api_base: str | None, api_key_env: str | None, cache: Path | None
+) -> JudgeConfig:
+    """``config`` with another model: its prompts, sampling, attempts and prices stay, its endpoint and body do not.
+
+    Args:
+        config: whose other settings to take.
+        model: LiteLLM model name, `RULES`, or `OWN` for the judge that ``config`` is of.
+        api_base: endpoint; None is the provider's own.
+        api_key_env: variable that holds the key; None is ``<PROVIDER>_API_KEY``.
+        cache: folder of the durable reply cache.
+
+    Raises:
+        ConfigError: the run's own judge was its policy, which changes with every step.
+    """
+    if model == OWN:
+        return _own(config, api_base=api_base, api_key_env=api_key_env, cache=cache)
+    provider = model.partition("/")[0] if "/" in model else "openai"
+    return config.model_copy(
+        update={
+            "model": model,
+            "api_base": api_base,
+            "api_key_env": api_key_env or f"{provider.upper()}_API_KEY",
+            "extra_body": {} if model != config.model else config.extra_body,
+            "rule_judge": RuleJudgeConfig(),
+            "self_judge": SelfJudgeConfig(),
+            "cache": cache,
+        }
+    )
+
+
+def _own(config: JudgeConfig, *, api_base: str | None, api_key_env: str | None, cache: Path | None) -> JudgeConfig:
+    if config.self_judge.enabled:
+        raise ConfigError(
+            "--judge own: this run's judge was its own policy, which changed with every step; ask its checkpoints with "
+            f"--judge {POLICY}"
+        )
+    if config.rule_judge.start:
+        return judge_config(config, RULES, api_base=None, api_key_env=None, cache=cache)
+    return config.model_copy(
+        update={
+            "api_base": api_base or config.api_base,
+            "api_key_env": api_key_env or config.api_key_env,
+            "cache": cache,
+        }
+    )
+
+
+def folder_name(judge: str) -> str:
+    """A judge's folder for its tables.
+
+    >>> folder_name("openai/gpt-5.4")
+    'openai_gpt-5.4'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", judge).strip(".") or "judge"
+
+
+def open_complete(config: JudgeConfig) -> Complete:
+    """What answers: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``."""
+    if config.model == RULES:
+        return RuleComplete()
+    from draco_ray.judging.client import LiteLLMClient
+    from draco_ray.judging.reply_cache import ReplyCache
+
+    return LiteLLMClient(config, None if config.cache is None else ReplyCache(config.cache))

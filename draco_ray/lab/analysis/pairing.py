@@ -1,0 +1,129 @@
+"""Which criteria of two judges are the same check: a third model pairs them one to one.
+
+The model is not told whose list is whose, and which of them comes first is drawn from their text, so that neither judge
+always has the same place. A reply is used whole or not at all: every index exists and stands in one pair at most.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, StrictInt
+
+from draco_ray.config.load import project_file
+from draco_ray.errors import ReplyError
+from draco_ray.judging import render
+from draco_ray.judging.complete import Complete, Request
+from draco_ray.judging.parsing import check_finish, read_entries
+from draco_ray.records import Criterion, Message
+
+PROMPT = Path("prompts/pair_criteria.txt")
+_PLACEHOLDER = re.compile(r"\{\{ (first_criteria|second_criteria) \}\}")
+
+Pairs = tuple[tuple[int, int], ...]
+"""(index in the one list, index in the other), both 0-based, ascending by the one."""
+
+
+class _Pair(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    first: StrictInt
+    second: StrictInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """What the third model said of two lists."""
+
+    pairs: Pairs
+    dollars: float = 0.0
+    error: str | None = None
+    """Why there is no usable reply; there are no pairs then."""
+
+
+def pairing_template() -> str:
+    """The text of `PROMPT`.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    return project_file(PROMPT).read_text(encoding="utf-8")
+
+
+def pairing_prompt(first: Sequence[Criterion], second: Sequence[Criterion], template: str) -> str:
+    """What the third model sees; ``template`` is the text of `PROMPT`."""
+    values = {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
+    # In one pass, so that a placeholder inside a criterion stays text.
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+def parse_pairs(text: str, first: int, second: int) -> Pairs:
+    """Read the pairs of two lists of so many criteria.
+
+    Raises:
+        ReplyError: not exactly one JSON array of pairs, an index that does not exist, or one that stands in two pairs.
+    """
+    entries = read_entries(text, _Pair)
+    if len(entries) > min(first, second):
+        raise ReplyError(f"{len(entries)} pairs of {first} and {second} criteria; a criterion has one partner at most")
+    for side, count in (("first", first), ("second", second)):
+        indices = [int(getattr(entry, side)) for entry in entries]
+        if beyond := [index for index in indices if not 0 <= index < count]:
+            raise ReplyError(f"{side} {beyond[0]} does not exist; that list is numbered 0 to {count - 1}")
+        if twice := sorted({index for index in indices if indices.count(index) > 1}):
+            raise ReplyError(f"{side} {twice[0]} stands in two pairs; a criterion has one partner at most")
+    return tuple(sorted((entry.first, entry.second) for entry in entries))
+
+
+async def pair_criteria(
+    complete: Complete, one: Sequence[Criterion], other: Sequence[Criterion], template: str, reasks: int = 1
+) -> Pairing:
+    """Let ``complete`` pair the criteria of two lists; where one is empty, nothing is asked.
+
+    Args:
+        complete: the third model.
+        one: a list.
+        other: another.
+        template: the text of `PROMPT`.
+        reasks: times an unusable reply is asked again, the error quoted.
+
+    Returns: pairs of indices into ``one`` and ``other``.
+    Raises:
+        JudgeUnavailable: the model answers no call at all.
+    """
+    if not one or not other:
+        return Pairing(pairs=())
+    swapped = zlib.crc32(render.rubrics(one).encode()) > zlib.crc32(render.rubrics(other).encode())
+    first, second = (other, one) if swapped else (one, other)
+    messages: tuple[Message, ...] = (Message(role="user", content=pairing_prompt(first, second, template)),)
+    requests: list[Request] = []
+    dollars = 0.0
+    error = ""
+    for _ in range(1 + reasks):
+        requests.append(Request(messages=messages))
+        completion = await complete(requests[-1])
+        dollars += completion.dollars
+        if completion.error is not None:
+            return Pairing(pairs=(), dollars=dollars, error=completion.error)
+        try:
+            check_finish(completion.text, completion.finish_reason)
+            pairs = parse_pairs(completion.text, len(first), len(second))
+        except ReplyError as problem:
+            error = str(problem)
+            again = f"Your reply could not be used: {error}\n\nAnswer the first message again with the JSON array only."
+            messages = (
+                *messages,
+                Message(role="assistant", content=completion.text or "(empty)"),
+                Message(role="user", content=again),
+            )
+            continue
+        if swapped:
+            pairs = tuple(sorted((index, partner) for partner, index in pairs))
+        return Pairing(pairs=pairs, dollars=dollars)
+    for request in requests:
+        await complete.forget(request)
+    return Pairing(pairs=(), dollars=dollars, error=error)

@@ -1,0 +1,160 @@
+"""How a run went, step by step: reward, terminations, judge cost, success and where the seconds went."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pyarrow as pa
+import yaml
+
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.judging.costs import phase_costs
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.show import read_evaluations
+from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.rollout.termination import termination
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.training.overlap import busy_seconds, hidden_seconds, merged
+
+PHASES = frozenset(phase.value for phase in Phase)
+TERMINATIONS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("ended", pa.string()),
+        ("rollouts", pa.int64()),
+        ("share", pa.float64()),
+        ("retried", pa.int64()),
+    ]
+)
+JUDGE_COST = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("phase", pa.string()),
+        ("calls", pa.int64()),
+        ("replayed", pa.int64()),
+        ("requests", pa.int64()),
+        ("failures", pa.int64()),
+        ("input_tokens", pa.int64()),
+        ("cached_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("dollars", pa.float64()),
+    ]
+)
+SUCCESS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("split", pa.string()),
+        ("rollouts", pa.int64()),
+        ("tgc", pa.float64()),
+        ("sgc", pa.float64()),
+    ]
+)
+SECONDS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("stage", pa.string()),
+        ("seconds", pa.float64()),
+    ]
+)
+
+
+def terminations(run: RunDirectory) -> pa.Table:
+    """One row per training step and termination mode; ``share`` is of the step's rollouts, lost ones included.
+
+    ``retried`` are tries that a server error ended and that were played again, all in the row of that mode: a lost
+    rollout used all its tries, one that finished those before its last.
+    """
+    retries = load_retries(run)
+    rows = []
+    for step in run.steps():
+        cells: dict[tuple[str, int], list[tuple[str | None, str | None]]] = defaultdict(list)
+        for row in run.table("steps", step, ["task_id", "rollout", "code", "output"]).to_pylist():
+            if row["code"] is not None:
+                cells[row["task_id"], row["rollout"]].append((row["code"], row["output"]))
+        played = run.table("trajectories", step, ["task_id", "rollout", "ended", "attempt"]).to_pylist()
+        ended = Counter(
+            termination(EpisodeEnd(row["ended"]), cells[row["task_id"], row["rollout"]]).value for row in played
+        )
+        lost = sum(run.table("groups", step, ["lost"]).column("lost").to_pylist())
+        ended[Termination.SERVER_ERROR] += lost
+        retried = sum(row["attempt"] for row in played) + lost * retries
+        total = ended.total()
+        rows += [
+            {
+                "run": run.path.name,
+                "training_step": step,
+                "ended": mode.value,
+                "rollouts": ended[mode.value],
+                "share": ended[mode.value] / total,
+                "retried": retried if mode is Termination.SERVER_ERROR else 0,
+            }
+            for mode in Termination
+            if total
+        ]
+    return pa.Table.from_pylist(rows, schema=TERMINATIONS)
+
+
+def load_retries(run: RunDirectory) -> int:
+    """``environment.rollout_retries`` of a run; its default where an old configuration does not name it."""
+    config = yaml.safe_load(run.config_text()) or {}
+    default = EnvironmentConfig.model_fields["rollout_retries"].default
+    return int(config.get("environment", {}).get("rollout_retries", default))
+
+
+def judge_cost(run: RunDirectory) -> pa.Table:
+    """One row per training step and judge phase; replies from the durable cache (``replayed``) cost nothing."""
+    rows = []
+    for step, calls in read_calls(run).items():
+        for phase, cost in phase_costs(calls).items():
+            counts = {name: getattr(cost, name) for name in JUDGE_COST.names[3:]}
+            rows.append({"run": run.path.name, "training_step": step, "phase": phase.value, **counts})
+    return pa.Table.from_pylist(rows, schema=JUDGE_COST)
+
+
+def success(run: RunDirectory) -> pa.Table:
+    """One row per evaluation: TGC and SGC in [0, 1]; training step 0 is the untrained policy."""
+    rows = [
+        {
+            "run": run.path.name,
+            "training_step": step,
+            "split": split,
+            "rollouts": len(evaluations),
+            "tgc": task_goal_completion(evaluations),
+            "sgc": scenario_goal_completion(evaluations),
+        }
+        for (step, split), evaluations in read_evaluations(run).items()
+    ]
+    return pa.Table.from_pylist(rows, schema=SUCCESS)
+
+
+def stage_seconds(run: RunDirectory) -> pa.Table:
+    """Where the wall time of each finished step went: rows that add up to the step.
+
+    Stages: ``generation`` alone, ``generation and judging`` at the same time, ``judging`` alone, ``learning``,
+    ``weight sync``, and ``other`` for what is left. Learning that ran beside judging leaves less for ``other``.
+    """
+    rows = []
+    for line in run.metrics():
+        step = int(line["step"])
+        spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
+        generation = [(span["started_at"], span["ended_at"]) for span in spans if span["stage"] == "rollout"]
+        judging = merged((span["started_at"], span["ended_at"]) for span in spans if span["stage"] in PHASES)
+        both = hidden_seconds(judging, behind=generation)
+        seconds = {
+            "generation": busy_seconds(generation) - both,
+            "generation and judging": both,
+            "judging": busy_seconds(judging) - both,
+            "learning": line.get("seconds_learning") or 0.0,
+            "weight sync": line.get("seconds_sync") or 0.0,
+        }
+        seconds["other"] = max(0.0, (line.get("seconds") or 0.0) - sum(seconds.values()))
+        rows += [
+            {"run": run.path.name, "training_step": step, "stage": stage, "seconds": value}
+            for stage, value in seconds.items()
+        ]
+    return pa.Table.from_pylist(rows, schema=SECONDS)

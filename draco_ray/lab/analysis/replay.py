@@ -1,0 +1,271 @@
+"""Judge agreement: archived scoring and credit prompts, sent verbatim to another judge (appendix "Self-judge").
+
+One call a prompt, without asking again. The reference is what the run used: the verdicts and citations in its tables.
+A reply that cannot be used leaves all its criteria unanswered, which counts as disagreement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from draco_ray.errors import ConfigError, ReplyError
+from draco_ray.judging.complete import Complete, Request
+from draco_ray.judging.parsing import check_finish, parse_attributions, parse_scores
+from draco_ray.lab.analysis.agreement import (
+    COUNTS,
+    RATES,
+    UNANSWERED,
+    agreement,
+    agreement_intervals,
+    bootstrap,
+    contingency,
+)
+from draco_ray.records import Criterion, IntArray, Message, Phase, Verdict
+from draco_ray.runs.directory import RunDirectory
+
+PHASES = (Phase.SCORE, Phase.CREDIT)
+"""The phases whose replies are verdicts on given criteria, so that two judges can be compared one to one."""
+
+WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
+"""Rates of `Agreement` that come with an interval."""
+
+REPLAYED = pa.schema(
+    [
+        ("run", pa.string()),
+        ("judge", pa.string()),
+        ("training_step", pa.int64()),
+        ("task_id", pa.string()),
+        ("rollout", pa.int64()),
+        ("phase", pa.string()),
+        ("criterion", pa.int64()),
+        ("title", pa.string()),
+        ("reference", pa.int64()),
+        ("verdict", pa.int64()),
+        ("reference_steps", pa.list_(pa.int64())),
+        ("steps", pa.list_(pa.int64())),
+        ("dollars", pa.float64()),
+        ("error", pa.string()),
+    ]
+)
+AGREEMENT = pa.schema(
+    [
+        ("run", pa.string()),
+        ("judge", pa.string()),
+        ("phase", pa.string()),
+        ("training_step", pa.int64()),
+        *((name, pa.int64()) for name in COUNTS),
+        *((name, pa.float64()) for name in RATES),
+        ("always_pass", pa.float64()),
+        ("citation_overlap", pa.float64()),
+        *(
+            (f"{name}_{side}", pa.float64())
+            for name in (*WITH_INTERVAL, "citation_overlap")
+            for side in ("low", "high")
+        ),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedCall:
+    """A prompt of the archive with what the run made of its answer."""
+
+    training_step: int
+    task_id: str
+    rollout: int
+    phase: Phase
+    prompt: str
+    steps: int
+    """M of the rollout."""
+    criteria: tuple[int, ...]
+    """Indices into the group's rubric, in the order of the prompt."""
+    rubric: tuple[Criterion, ...]
+    reference: tuple[Verdict, ...]
+    cited: tuple[tuple[int, ...], ...]
+    """1-based steps per criterion; empty for the scoring phase."""
+
+
+def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[Phase]) -> list[ArchivedCall]:
+    """Every scoring and credit prompt of those steps that the run got a usable answer to.
+
+    Of calls that were repeated, votes and askings again, the first prompt is taken.
+    """
+    found = []
+    for step in run.steps() if steps is None else steps:
+        rubrics: dict[str, dict[int, Criterion]] = defaultdict(dict)
+        for row in run.table("criteria", step).to_pylist():
+            rubrics[row["task_id"]][row["criterion"]] = Criterion(
+                title=row["title"],
+                description=row["description"],
+                evaluator_instruction=row["evaluator_instruction"],
+            )
+        turns = {
+            (row["task_id"], row["rollout"]): row["steps"]
+            for row in run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
+        }
+        answers = {
+            Phase.SCORE: _answers(run.table("verdicts", step).to_pylist()),
+            Phase.CREDIT: _answers(run.table("citations", step).to_pylist()),
+        }
+        prompts: dict[tuple[Phase, str, int], str] = {}
+        calls = run.table("judge_calls", step, ["task_id", "rollout", "phase", "prompt"]).to_pylist()
+        for call in calls:
+            if call["phase"] in phases and call["rollout"] is not None:
+                key = (Phase(call["phase"]), call["task_id"], call["rollout"])
+                # A prompt that asks again repeats the first one before it.
+                prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
+        for (phase, task_id, rollout), prompt in sorted(prompts.items()):
+            verdicts = answers[phase].get((task_id, rollout), {})
+            if verdicts and set(verdicts) <= set(rubrics[task_id]):
+                found.append(
+                    ArchivedCall(
+                        training_step=step,
+                        task_id=task_id,
+                        rollout=rollout,
+                        phase=phase,
+                        prompt=prompt,
+                        steps=turns.get((task_id, rollout), 0),
+                        criteria=tuple(sorted(verdicts)),
+                        rubric=tuple(rubrics[task_id][index] for index in sorted(verdicts)),
+                        reference=tuple(verdicts[index][0] for index in sorted(verdicts)),
+                        cited=tuple(tuple(sorted(verdicts[index][1])) for index in sorted(verdicts)),
+                    )
+                )
+    return found
+
+
+async def replay(run: RunDirectory, complete: Complete, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:
+    """Ask ``complete`` every archived prompt again, many at a time; one row per criterion (`REPLAYED`).
+
+    Raises:
+        JudgeUnavailable: the judge answers no call at all.
+    """
+    answered = await asyncio.gather(*(_ask(complete, call) for call in calls))
+    rows = [
+        {
+            "run": run.path.name,
+            "judge": judge,
+            "training_step": call.training_step,
+            "task_id": call.task_id,
+            "rollout": call.rollout,
+            "phase": call.phase.value,
+            "criterion": criterion,
+            "title": call.rubric[index].title,
+            "reference": int(call.reference[index]),
+            "verdict": None if error else int(verdicts[index]),
+            "reference_steps": call.cited[index],
+            "steps": [] if error else cited[index],
+            "dollars": dollars / len(call.criteria),
+            "error": error,
+        }
+        for call, (verdicts, cited, dollars, error) in zip(calls, answered, strict=True)
+        for index, criterion in enumerate(call.criteria)
+    ]
+    return pa.Table.from_pylist(rows, schema=REPLAYED)
+
+
+def agreement_table(replayed: pa.Table) -> pa.Table:
+    """Agreement by phase: a row over all steps (null ``training_step``) with intervals, then a row a step.
+
+    Intervals are of 95 %, from resampling groups. ``always_pass`` is the agreement of a judge that passes everything.
+    ``citation_overlap`` is the mean Jaccard index of the cited steps, over criteria for which both cite some.
+    """
+    rows = []
+    pairs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in replayed.to_pylist():
+        pairs[row["run"], row["judge"], row["phase"]].append(row)
+    for (name, judge, phase), found in sorted(pairs.items()):
+        about = {"run": name, "judge": judge, "phase": phase}
+        rows.append({**about, **_compare(found), **_intervals(found)})
+        for step in sorted({row["training_step"] for row in found}):
+            mine = [row for row in found if row["training_step"] == step]
+            rows.append({**about, "training_step": step, **_compare(mine)})
+    return pa.Table.from_pylist(rows, schema=AGREEMENT)
+
+
+def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
+    """Raises ConfigError for a training step the run does not have."""
+    if unknown := sorted(set(steps) - set(run.steps())):
+        known = run.steps()
+        raise ConfigError(f"{run.path}: no training step {unknown[0]}; it has {known[0]} to {known[-1]}")
+
+
+def _answers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]]:
+    found: dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]] = defaultdict(dict)
+    for row in rows:
+        answer = found[row["task_id"], row["rollout"]].setdefault(row["criterion"], (Verdict(row["verdict"]), []))
+        if row.get("step") is not None:
+            answer[1].append(row["step"])
+    return found
+
+
+async def _ask(
+    complete: Complete, call: ArchivedCall
+) -> tuple[list[Verdict], list[tuple[int, ...]], float, str | None]:
+    request = Request(messages=(Message(role="user", content=call.prompt),))
+    completion = await complete(request)
+    if completion.error is not None:
+        return [], [], completion.dollars, completion.error
+    try:
+        check_finish(completion.text, completion.finish_reason)
+        if call.phase is Phase.SCORE:
+            scores = parse_scores(completion.text, call.rubric).value
+            return [score.verdict for score in scores], [()] * len(scores), completion.dollars, None
+        attributions = parse_attributions(completion.text, call.rubric, call.steps, lenient=True).value
+    except ReplyError as error:
+        return [], [], completion.dollars, str(error)
+    verdicts = [attribution.verdict for attribution in attributions]
+    return verdicts, [attribution.steps for attribution in attributions], completion.dollars, None
+
+
+def _ratings(rows: Sequence[dict[str, Any]]) -> tuple[IntArray, IntArray]:
+    """The reference's and the other judge's."""
+    return (
+        np.array([row["reference"] for row in rows]),
+        np.array([UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]),
+    )
+
+
+def _overlaps(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Jaccard indices of the cited steps, of the criteria for which both judges cite some."""
+    both = [(set(row["steps"] or ()), set(row["reference_steps"] or ())) for row in rows]
+    return [len(mine & theirs) / len(mine | theirs) for mine, theirs in both if mine and theirs]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
+
+
+def _compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: _number(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()
+    }
+    found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
+    found["citation_overlap"] = _number(_mean(_overlaps(rows)))
+    return found
+
+
+def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    clusters: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        clusters[f"{row['training_step']}/{row['task_id']}"].append(row)
+    bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
+    overlap = bootstrap({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
+    bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
+    return {
+        f"{name}_{side}": _number(bound)
+        for name, both in bounds.items()
+        for side, bound in zip(("low", "high"), both, strict=True)
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if np.isfinite(value) else None

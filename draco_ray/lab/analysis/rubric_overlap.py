@@ -1,0 +1,426 @@
+"""Judge agreement on writing and merging criteria (appendix "Self-judge", "Generation" and "Union").
+
+Two authors given one task pick different checks, so there is no right answer to match. Archived prompts of the phases
+that write (stage1, stage2) and merge (union) are sent verbatim to another judge, one call each, and a third model pairs
+its criteria with those that the run used, one to one:
+
+recall      of the run's criteria, the share that the other judge also wrote
+precision   of the other judge's criteria, the share that the run also has
+
+Both are over all criteria of all calls, beside the **ceiling**: how alike the run's own judge is to itself, for two
+rollouts of one group (stage2) or for one task at two training steps (union, which is called once a task and step).
+A reply that cannot be used is a list without criteria, which lowers recall; a comparison for which the third model has
+no usable reply is left out, and counted.
+
+For merged sets, the third model also scores both on the group's rollouts: the discriminative share is that of the
+criteria which at least one rollout fails, so that dropout keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import ReplyError
+from draco_ray.judging.complete import Complete, Request
+from draco_ray.judging.judge import CallContext, Judge, Rubric
+from draco_ray.judging.parsing import check_finish, parse_criteria
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.lab.analysis.agreement import bootstrap
+from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
+from draco_ray.records import Criterion, Message, Phase, Trajectory
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import step_trajectories
+
+PHASES = (Phase.STAGE1, Phase.STAGE2, Phase.UNION)
+"""The phases whose replies are criteria."""
+CEILING = "ceiling"
+"""Stands in the column ``judge`` for the run's own judge compared with itself."""
+
+_SHARES = ("reference_discriminative", "discriminative", "reference_differing", "differing")
+COMPARISONS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("judge", pa.string()),
+        ("phase", pa.string()),
+        ("training_step", pa.int64()),
+        ("task_id", pa.string()),
+        ("rollout", pa.int64()),
+        ("against", pa.string()),
+        ("reference_titles", pa.list_(pa.string())),
+        ("titles", pa.list_(pa.string())),
+        ("reference_paired", pa.list_(pa.int64())),
+        ("paired", pa.list_(pa.int64())),
+        ("scored", pa.int64()),
+        *((name, pa.int64()) for name in _SHARES),
+        ("dollars", pa.float64()),
+        ("error", pa.string()),
+        ("pairing_error", pa.string()),
+    ]
+)
+OVERLAP = pa.schema(
+    [
+        ("run", pa.string()),
+        ("judge", pa.string()),
+        ("phase", pa.string()),
+        ("training_step", pa.int64()),
+        ("comparisons", pa.int64()),
+        ("unanswered", pa.float64()),
+        ("unpaired", pa.float64()),
+        ("recall", pa.float64()),
+        ("precision", pa.float64()),
+        ("reference_criteria", pa.float64()),
+        ("criteria", pa.float64()),
+        *((name, pa.float64()) for name in _SHARES),
+        ("recall_low", pa.float64()),
+        ("recall_high", pa.float64()),
+        ("precision_low", pa.float64()),
+        ("precision_high", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingCall:
+    """An archived prompt that asks for criteria, with those that the run took from its answer."""
+
+    training_step: int
+    task_id: str
+    rollout: int | None
+    """None for the calls of a whole task or group."""
+    phase: Phase
+    prompt: str
+    reference: Rubric
+    existing: Rubric = ()
+    """The stage-1 set that a stage-2 answer must not repeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThirdModel:
+    """Who pairs criteria, and scores merged sets for both judges alike."""
+
+    complete: Complete
+    config: JudgeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    judge: str
+    call: WritingCall
+    against: str
+    """Empty for another judge's answer to the same prompt, else what the run's own judge is compared on."""
+    other: Rubric
+    dollars: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Marks:
+    """What one scorer makes of one set of criteria on a group's rollouts."""
+
+    failed: int
+    """Criteria that at least one rollout fails."""
+    differing: int
+    """Criteria on which not all rollouts have the same verdict."""
+    scored: int
+    """Rollouts with verdicts."""
+    dollars: float
+
+
+def writing_calls(
+    run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[Phase], config: JudgeConfig
+) -> list[WritingCall]:
+    """Every stage1, stage2 and union prompt of those steps that the run got a usable answer to.
+
+    Of a prompt that was asked again the first form is taken. ``config`` is the run's own: the criteria are read from
+    the archived reply as the run read them.
+    """
+    found = []
+    for step in run.steps() if steps is None else steps:
+        prompts: dict[tuple[Phase, str, int | None], str] = {}
+        replies: dict[tuple[Phase, str, int | None], str] = {}
+        columns = ["task_id", "rollout", "phase", "prompt", "reply", "error"]
+        for call in run.table("judge_calls", step, columns).to_pylist():
+            if call["phase"] in phases:
+                key = (Phase(call["phase"]), call["task_id"], call["rollout"])
+                prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
+                if call["error"] is None:
+                    replies[key] = call["reply"]
+        proposed = _stage1_sets(run, step) if Phase.STAGE2 in phases else {}
+        for key in sorted(replies, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
+            phase, task_id, rollout = key
+            existing = proposed.get(task_id, ()) if phase is Phase.STAGE2 else ()
+            found.append(
+                WritingCall(
+                    training_step=step,
+                    task_id=task_id,
+                    rollout=rollout,
+                    phase=phase,
+                    prompt=prompts[key],
+                    reference=_parsed(replies[key], phase, existing, config),
+                    existing=existing,
+                )
+            )
+    return found
+
+
+async def compare_writing(
+    run: RunDirectory,
+    calls: Sequence[WritingCall],
+    judge: str,
+    complete: Complete,
+    config: JudgeConfig,
+    third: ThirdModel,
+) -> pa.Table:
+    """Ask another judge every archived prompt, let the third model pair the criteria; one row a comparison.
+
+    Args:
+        run: of the archive.
+        calls: archived prompts.
+        judge: name of the other judge.
+        complete: that judge.
+        config: of the run's own judge: its limits on the number of criteria.
+        third: who pairs, and scores.
+
+    Returns: `COMPARISONS`, the ceiling's included.
+    Raises:
+        JudgeUnavailable: the judge or the third model answers no call at all.
+    """
+    template = pairing_template()
+    compared = [
+        *await asyncio.gather(*(_ask(judge, complete, config, call) for call in calls)),
+        *_ceilings(run, calls, config),
+    ]
+    pairings = await asyncio.gather(
+        *(
+            pair_criteria(third.complete, each.call.reference, each.other, template, third.config.reasks)
+            for each in compared
+        )
+    )
+    marks = await _mark_merges(run, compared, third)
+    rows = [
+        _row(run.path.name, each, pairing, marks.get(index))
+        for index, (each, pairing) in enumerate(zip(compared, pairings, strict=True))
+    ]
+    return pa.Table.from_pylist(rows, schema=COMPARISONS)
+
+
+def overlap_table(comparisons: pa.Table) -> pa.Table:
+    """Overlap by judge and phase: a row over all steps (null ``training_step``) with intervals, then a row a step.
+
+    ``comparisons`` are counted; ``unanswered`` is the share of them to which the judge gave no usable reply,
+    ``unpaired`` the share without a pairing, which enters neither recall nor precision. ``reference_criteria`` and
+    ``criteria`` are means per usable reply. ``discriminative`` is the share of the merged criteria that some rollout
+    of the group fails, ``differing`` that of those on which its verdicts differ. Intervals are of 95 %, from resampling
+    groups.
+    """
+    parts: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in comparisons.to_pylist():
+        parts[row["run"], row["judge"], row["phase"]].append(row)
+    rows = []
+    for (name, judge, phase), found in sorted(parts.items()):
+        about = {"run": name, "judge": judge, "phase": phase}
+        rows.append({**about, **_summary(found), **_intervals(found)})
+        steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for row in found:
+            steps[row["training_step"]].append(row)
+        rows += [{**about, "training_step": step, **_summary(mine)} for step, mine in sorted(steps.items())]
+    return pa.Table.from_pylist(rows, schema=OVERLAP)
+
+
+async def _ask(judge: str, complete: Complete, config: JudgeConfig, call: WritingCall) -> _Comparison:
+    completion = await complete(Request(messages=(Message(role="user", content=call.prompt),)))
+    other: Rubric = ()
+    error = completion.error
+    if error is None:
+        try:
+            check_finish(completion.text, completion.finish_reason)
+            other = _parsed(completion.text, call.phase, call.existing, config)
+        except ReplyError as problem:
+            error = str(problem)
+    return _Comparison(judge=judge, call=call, against="", other=other, dollars=completion.dollars, error=error)
+
+
+def _parsed(text: str, phase: Phase, existing: Rubric, config: JudgeConfig) -> Rubric:
+    limit = {
+        Phase.STAGE1: config.max_stage1_criteria,
+        Phase.STAGE2: config.max_stage2_criteria,
+        Phase.UNION: config.max_union_criteria,
+    }[phase]
+    allow_empty = phase is not Phase.STAGE1
+    return parse_criteria(text, limit=limit, source="", taken=existing, allow_empty=allow_empty).value
+
+
+def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig) -> list[_Comparison]:
+    """The run's judge against itself: a group's first two rollouts, and a task's merge with that task's next one."""
+    found = []
+    groups: dict[tuple[int, str], list[WritingCall]] = defaultdict(list)
+    for call in calls:
+        if call.phase is Phase.STAGE2:
+            groups[call.training_step, call.task_id].append(call)
+    for members in groups.values():
+        if len(members) > 1:
+            first, second = members[:2]
+            found.append(
+                _Comparison(judge=CEILING, call=first, against=f"rollout {second.rollout}", other=second.reference)
+            )
+    unions = [call for call in calls if call.phase is Phase.UNION]
+    if not unions:
+        return found
+    merges: dict[str, dict[int, Rubric]] = defaultdict(dict)
+    for each in writing_calls(run, None, [Phase.UNION], config):
+        merges[each.task_id][each.training_step] = each.reference
+    for call in unions:
+        following = min((step for step in merges[call.task_id] if step > call.training_step), default=None)
+        if following is not None:
+            other = merges[call.task_id][following]
+            found.append(_Comparison(judge=CEILING, call=call, against=f"step {following}", other=other))
+    return found
+
+
+async def _mark_merges(
+    run: RunDirectory, compared: Sequence[_Comparison], third: ThirdModel
+) -> dict[int, list[_Marks]]:
+    """Position of a comparison of merges -> marks of the run's set and of the other judge's."""
+    wanted = {
+        index: each
+        for index, each in enumerate(compared)
+        if each.call.phase is Phase.UNION and not each.against and each.error is None
+    }
+    if not wanted:
+        return {}
+    # Votes would be another scorer than the one call of the paper's comparison.
+    config = third.config.model_copy(update={"score_votes": 1})
+    scorer = Judge(third.complete, load_prompts(config.prompts), config)
+    played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}
+    marks = await asyncio.gather(
+        *(
+            _mark(scorer, rubric, played[each.call.training_step].get(each.call.task_id, []))
+            for each in wanted.values()
+            for rubric in (each.call.reference, each.other)
+        )
+    )
+    return {index: marks[2 * place : 2 * place + 2] for place, index in enumerate(wanted)}
+
+
+async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> _Marks:
+    judged = await asyncio.gather(
+        *(
+            scorer.score(each, rubric, CallContext(group=each.group, task_id=each.task_id, rollout=each.rollout))
+            for each in played
+        )
+    )
+    dollars = sum(call.dollars for each in judged for call in each.calls)
+    scores = [each.value for each in judged if each.value is not None]
+    verdict_GK = np.array([[int(score.verdict) for score in row] for row in scores]).reshape(len(scores), len(rubric))
+    return _Marks(
+        failed=int(surviving_criteria(verdict_GK).sum()) if len(scores) else 0,
+        differing=int((verdict_GK != verdict_GK[:1]).any(axis=0).sum()),
+        scored=len(scores),
+        dollars=dollars,
+    )
+
+
+def _row(run: str, each: _Comparison, pairing: Pairing, marks: list[_Marks] | None) -> dict[str, Any]:
+    call = each.call
+    row: dict[str, Any] = {
+        "run": run,
+        "judge": each.judge,
+        "phase": call.phase.value,
+        "training_step": call.training_step,
+        "task_id": call.task_id,
+        "rollout": call.rollout,
+        "against": each.against or None,
+        "reference_titles": [criterion.title for criterion in call.reference],
+        "titles": [criterion.title for criterion in each.other],
+        "reference_paired": [index for index, _ in pairing.pairs],
+        "paired": [index for _, index in pairing.pairs],
+        "dollars": each.dollars + pairing.dollars + sum(mark.dollars for mark in marks or ()),
+        "error": each.error,
+        "pairing_error": pairing.error,
+    }
+    if marks and all(mark.scored for mark in marks):
+        reference, other = marks
+        row |= {"scored": min(reference.scored, other.scored)}
+        row |= {"reference_discriminative": reference.failed, "reference_differing": reference.differing}
+        row |= {"discriminative": other.failed, "differing": other.differing}
+    return row
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    paired = [row for row in rows if row["pairing_error"] is None]
+    answered = [row for row in paired if row["error"] is None]
+    marked = [row for row in rows if row["scored"] is not None]
+    criteria = {"reference_": sum(len(row["reference_titles"]) for row in marked)}
+    criteria[""] = sum(len(row["titles"]) for row in marked)
+    shares = {
+        f"{side}{name}": _ratio(sum(row[f"{side}{name}"] for row in marked), criteria[side])
+        for side in ("reference_", "")
+        for name in ("discriminative", "differing")
+    }
+    return {
+        "comparisons": len(rows),
+        "unanswered": _ratio(sum(row["error"] is not None for row in rows), len(rows)),
+        "unpaired": _ratio(len(rows) - len(paired), len(rows)),
+        "recall": _recall(paired),
+        "precision": _precision(paired),
+        "reference_criteria": _ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
+        "criteria": _ratio(sum(len(row["titles"]) for row in answered), len(answered)),
+        **shares,
+    }
+
+
+def _recall(rows: Sequence[dict[str, Any]]) -> float | None:
+    return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
+
+
+def _precision(rows: Sequence[dict[str, Any]]) -> float | None:
+    return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
+
+
+def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    clusters: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["pairing_error"] is None:
+            clusters[f"{row['training_step']}/{row['task_id']}"].append(row)
+    found: dict[str, float | None] = {}
+    for name, statistic in (("recall", _recall), ("precision", _precision)):
+        if clusters:
+            interval = bootstrap(clusters, lambda items, of=statistic: _or_nan(of(items)))  # type: ignore[misc]
+            found |= {f"{name}_low": _finite(interval.low), f"{name}_high": _finite(interval.high)}
+    return found
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _stage1_sets(run: RunDirectory, step: int) -> dict[str, Rubric]:
+    found: dict[str, list[Criterion]] = defaultdict(list)
+    for row in run.table("proposals", step).to_pylist():
+        if row["source"] == Phase.STAGE1.value:
+            found[row["task_id"]].append(
+                Criterion(
+                    title=row["title"],
+                    description=row["description"],
+                    evaluator_instruction=row["evaluator_instruction"],
+                    source=row["source"],
+                )
+            )
+    return {task_id: tuple(criteria) for task_id, criteria in found.items()}

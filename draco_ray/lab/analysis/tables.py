@@ -1,0 +1,71 @@
+"""The tidy tables by name, and writing them as Parquet and CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from draco_ray.lab.analysis.credit import citations_a_step, credit_by_step, inert_windows
+from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
+from draco_ray.lab.analysis.evaluations import consistency, evaluations
+from draco_ray.lab.analysis.progress import judge_cost, stage_seconds, success, terminations
+from draco_ray.lab.analysis.rescoring import rubric_rates
+from draco_ray.lab.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
+from draco_ray.lab.analysis.variants import replay_variants
+from draco_ray.runs.directory import RunDirectory
+
+TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
+    "pass_rates": pass_rates,
+    "criterion_pass_rates": criterion_pass_rates,
+    "criteria_census": criteria_census,
+    "census_summary": lambda run: census_summary(criteria_census(run)),
+    "rubric_rates": rubric_rates,
+    "credit_by_step": credit_by_step,
+    "citations_a_step": citations_a_step,
+    "inert_windows": lambda run: inert_windows(credit_by_step(run)),
+    "terminations": terminations,
+    "judge_cost": judge_cost,
+    "success": success,
+    "stage_seconds": stage_seconds,
+    "evaluations": evaluations,
+    "consistency": consistency,
+    "variants": replay_variants,
+    "dropout": dropout_variance,
+    "survival": survival_by_group_size,
+}
+"""Table name -> what makes it. Each has a ``run`` column, so tables of several runs stack."""
+
+
+def tidy(name: str, runs: Sequence[RunDirectory]) -> pa.Table:
+    """One of the `TIDY` tables over several runs, stacked.
+
+    Raises:
+        KeyError: if no table has that name.
+    """
+    return pa.concat_tables([TIDY[name](run) for run in runs])
+
+
+def write_tables(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
+    """Write every tidy table as ``<name>.parquet`` and ``<name>.csv``; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in TIDY:
+        written += write_table(tidy(name, runs), folder, name)
+    return written
+
+
+def write_table(table: pa.Table, folder: Path, name: str) -> list[Path]:
+    """Write a table as ``<name>.parquet`` and ``<name>.csv``, lists as text in the latter; returns the two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parquet, csv = folder / f"{name}.parquet", folder / f"{name}.csv"
+    pq.write_table(table, parquet)
+    for index, field in enumerate(table.schema):
+        if pa.types.is_list(field.type):
+            texts = [" ".join(map(str, entry or ())) for entry in table.column(index).to_pylist()]
+            table = table.set_column(index, field.name, pa.array(texts, pa.string()))
+    pyarrow.csv.write_csv(table, csv)
+    return [parquet, csv]

@@ -1,0 +1,52 @@
+"""What evaluating an API model may ask for and cost: the judge's limiter, with a book of its own beside the results.
+
+A budget ends an evaluation in the middle of rollouts, and what those have cost is in no result. So every settled
+request is counted in the book, and the same command, gone on with, does not start from nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from draco_ray.config.schema import JudgeConfig, JudgeLimits
+from draco_ray.judging.limiter_actor import LimiterActor, LimiterClient, start_limiter
+
+BOOK = "spent.json"
+"""In the evaluation directory."""
+
+
+class EvaluationLimiterActor(LimiterActor):
+    """An evaluation's limiter."""
+
+    def __init__(self, limits: JudgeLimits, book: Path, lease_seconds: float) -> None:
+        super().__init__(limits, dollars_spent(book), lease_seconds)
+        self._book = book
+
+    async def settle(self, number: int, tokens: float, dollars: float) -> None:
+        """See `LimiterActor.settle`."""
+        await super().settle(number, tokens, dollars)
+        temporary = self._book.with_name(f".{self._book.name}.unfinished")
+        temporary.write_text(json.dumps({"dollars": self._limiter.spent}), encoding="utf-8")
+        os.replace(temporary, self._book)
+
+
+def dollars_spent(book: Path) -> float:
+    """What an evaluation has cost so far, unfinished rollouts included; 0 where no book was kept."""
+    return float(json.loads(book.read_text(encoding="utf-8"))["dollars"]) if book.is_file() else 0.0
+
+
+def start_evaluation_limiter(
+    config: JudgeConfig, directory: Path, run_name: str
+) -> tuple[object, LimiterClient] | None:
+    """The limiter of an evaluation and what its workers reach it by; None where nothing is limited.
+
+    Args:
+        config: of the API model; its ``limits`` hold.
+        directory: of the evaluation.
+        run_name: part of the actor's name.
+    """
+    if config.limits == JudgeLimits():
+        return None
+    return start_limiter(EvaluationLimiterActor, config, directory / BOOK, run_name)

@@ -1,0 +1,238 @@
+"""What ``--policy`` and ``--run`` may name: which weights, which adapters, under which configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.records import Adapter
+from draco_ray.runs.directory import RunDirectory
+
+STARTER = "starter"
+API_PREFIX = "litellm:"
+UNTRAINED = "step00000"
+"""Name of the model without an adapter, where a training curve begins."""
+_SMALL_BYTES = 16 << 20
+_STEP = re.compile(r"step(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One set of weights to measure."""
+
+    name: str
+    """``step00090``, or what the policy is called where there is only one."""
+    version: int = 0
+    """Training step; 0 is the model without an adapter."""
+    adapter: Path | None = None
+    """PEFT adapter folder; None is the model alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy to evaluate."""
+
+    label: str
+    """The row's name in tables, unless told otherwise."""
+    name: str
+    """What the user named."""
+    config: str | None
+    """Source of its configuration unless told otherwise: a preset, a run directory, or None for the defaults."""
+    model: str | None
+    """Model directory or hub name; None where the configuration says."""
+    api_model: str | None = None
+    """LiteLLM's model name; the rest is then unused."""
+    checkpoints: tuple[Checkpoint, ...]
+
+
+def find_policy(name: str, starter: Path) -> Policy:
+    """The policy of ``--policy``.
+
+    Args:
+        name: ``starter``, ``litellm:<model>``, a model directory, a run directory (its last checkpoint), a
+            checkpoint's or an adapter's folder, or a model's hub name.
+        starter: where the starter policy lies.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if name.startswith(API_PREFIX):
+        model = name.removeprefix(API_PREFIX)
+        if not model:
+            raise ConfigError(f"--policy {name}: expected a model after it, e.g. litellm:openai/gpt-5.4")
+        label = model.rsplit("/", 1)[-1]
+        only = Checkpoint(name=re.sub(r"[^\w.-]+", "_", model))
+        return Policy(label=label, name=name, config=None, model=None, api_model=model, checkpoints=(only,))
+    if name == STARTER:
+        if not starter.is_dir():
+            raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
+        only = Checkpoint(name=STARTER)
+        return Policy(label=STARTER, name=name, config="sandbox", model=str(starter), checkpoints=(only,))
+    path = Path(name)
+    if (path / "adapter_config.json").is_file():
+        return _adapter_policy(path.resolve(), name)
+    if (path / "config.yaml").is_file():
+        run = RunDirectory.open(path.resolve())
+        found = checkpoints(run)
+        if not found:
+            raise ConfigError(f"--policy {name}: the run has no checkpoint yet")
+        return _run_policy(run, name, (found[-1],))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"--policy {name}: has none of config.json (a model), adapter_config.json (an adapter) and config.yaml "
+                "(a run)"
+            )
+        only = Checkpoint(name="base")
+        return Policy(label=path.resolve().name, name=name, config=None, model=str(path.resolve()), checkpoints=(only,))
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir():
+        return Policy(
+            label=name.rsplit("/", 1)[-1], name=name, config=None, model=name, checkpoints=(Checkpoint(name="base"),)
+        )
+    raise ConfigError(
+        f"--policy {name}: no such directory; expected a model, adapter, checkpoint or run directory, starter, "
+        "litellm:<model>, or a hub name <owner>/<model>"
+    )
+
+
+def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> Policy:
+    """The checkpoints that end a run's last ``epochs`` whole epochs.
+
+    Raises:
+        ConfigError: the run has fewer, or one of them was not kept.
+    """
+    run = RunDirectory.open(path.resolve())
+    kept = {checkpoint.version: checkpoint for checkpoint in checkpoints(run)}
+    last = max(kept, default=0) // steps_per_epoch
+    wanted = [epoch * steps_per_epoch for epoch in range(last - epochs + 1, last + 1)]
+    if last < epochs:
+        raise ConfigError(
+            f"run {path}: {last} whole epochs of {steps_per_epoch} steps have a checkpoint, --last-epochs asks for "
+            f"{epochs}; train on or ask for fewer"
+        )
+    if absent := [step for step in wanted if step not in kept]:
+        raise ConfigError(
+            f"run {path}: no checkpoint after step {absent[0]}, the end of an epoch; expected train.checkpoint_every "
+            f"to divide {steps_per_epoch}"
+        )
+    return _run_policy(run, str(path), tuple(kept[step] for step in wanted))
+
+
+def every_checkpoint(path: Path, every: int) -> Policy:
+    """The untrained policy and every ``every``-th training step's checkpoint of a run, the last one included.
+
+    Raises:
+        ConfigError: the run has none.
+    """
+    run = RunDirectory.open(path.resolve())
+    kept = checkpoints(run)
+    if not kept:
+        raise ConfigError(f"run {path}: it has no checkpoint yet")
+    chosen = [checkpoint for checkpoint in kept if checkpoint.version % every == 0 or checkpoint is kept[-1]]
+    return _run_policy(run, str(path), (Checkpoint(name=UNTRAINED), *chosen))
+
+
+def checkpoints(run: RunDirectory) -> list[Checkpoint]:
+    """A run's checkpoints, ascending by training step."""
+    found = []
+    for folder in sorted(run.checkpoints.glob("step*")):
+        match = _STEP.fullmatch(folder.name)
+        if match and (folder / "adapter_config.json").is_file():
+            found.append(Checkpoint(name=folder.name, version=int(match[1]), adapter=folder))
+    return sorted(found, key=lambda checkpoint: checkpoint.version)
+
+
+def load_adapter(checkpoint: Checkpoint) -> Adapter:
+    """Read a checkpoint's adapter.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    assert checkpoint.adapter is not None
+    try:
+        tensors = load_file(checkpoint.adapter / "adapter_model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"adapter {checkpoint.adapter}: {' '.join(str(error).split())}") from None
+    return Adapter(version=checkpoint.version, config=_adapter_config(checkpoint.adapter), tensors=tensors)
+
+
+def lora_rank(checkpoint: Checkpoint) -> int | None:
+    """Rank of a checkpoint's adapter; None without one."""
+    if checkpoint.adapter is None:
+        return None
+    rank = _adapter_config(checkpoint.adapter).get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"adapter {checkpoint.adapter}: adapter_config.json names no rank 'r'")
+    return rank
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of a folder's files: names and sizes, and the content of all but large ones."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        if size <= _SMALL_BYTES and file.name != "optimizer.pt":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _adapter_policy(path: Path, name: str) -> Policy:
+    match = _STEP.fullmatch(path.name)
+    version = int(match[1]) if match else 1
+    checkpoint = Checkpoint(name=path.name, version=version, adapter=path)
+    root = path.parent.parent
+    if path.parent.name == "checkpoints" and (root / "config.yaml").is_file():
+        return _run_policy(RunDirectory.open(root), name, (checkpoint,))
+    base = _adapter_config(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"--policy {name}: the adapter names no base model (base_model_name_or_path); expected a checkpoint of a "
+            "run, or an adapter that names it"
+        )
+    return Policy(label=path.name, name=name, config=None, model=base, checkpoints=(checkpoint,))
+
+
+def _run_policy(run: RunDirectory, name: str, chosen: tuple[Checkpoint, ...]) -> Policy:
+    tree = yaml.safe_load(run.config_text())
+    label = str(tree.get("setting") or run.path.name) if isinstance(tree, dict) else run.path.name
+    return Policy(label=label, name=name, config=str(run.path), model=None, checkpoints=chosen)
+
+
+def _adapter_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"adapter {path}: adapter_config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"adapter {path}: adapter_config.json holds no JSON object")
+    return config
+
+
+def deciding_settings(config: DracoConfig, policy: Policy) -> dict[str, Any]:
+    """The configuration's keys that decide how rollouts come out, dotted; where they run is not among them."""
+    tree = config.model_dump(mode="json")
+    keys: dict[str, Any] = {"seed": tree["seed"]}
+    keys |= {f"agent.{key}": value for key, value in tree["agent"].items()}
+    for key in ("cell_timeout_seconds", "max_memory_mib", "max_output_bytes", "rollout_retries"):
+        keys[f"environment.{key}"] = tree["environment"][key]
+    if policy.api_model is None:
+        keys |= {f"engine.{key}": tree["engine"][key] for key in ("temperature", "top_p", "top_k")}
+        keys |= {f"model.{key}": value for key, value in tree["model"].items()}
+        model = Path(config.model.path)
+        keys["model fingerprint"] = fingerprint(model) if model.is_dir() else None
+        for checkpoint in policy.checkpoints:
+            if checkpoint.adapter is not None:
+                keys[f"adapter fingerprint of {checkpoint.name}"] = fingerprint(checkpoint.adapter)
+    return keys

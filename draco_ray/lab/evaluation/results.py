@@ -1,0 +1,300 @@
+"""The evaluation directory: rollouts evaluated so far, one line each, and what they are evaluations of.
+
+::
+
+    evaluation.json               what is measured: benchmark, split, tasks, runs, policy, settings
+    results/<measurement>.jsonl   one line per finished (task, run); a measurement is one checkpoint, or the one policy
+    summary.json                  rates and costs, once everything is there
+    appworld/                     AppWorld's own layout of the outputs (see `draco_ray.lab.evaluation.appworld_outputs`)
+
+Lines are appended as rollouts finish, so an interrupted evaluation goes on where it stopped. Any benchmark may use it:
+a benchmark whose tasks form no scenarios says so by ``scenarios: false``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from draco_ray.errors import ConfigError
+from draco_ray.records import EpisodeEnd, Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a policy's calls took; sums of several add."""
+
+    calls: int = 0
+    """Turns sampled."""
+    requests: int = 0
+    """HTTP requests of an API model, retries included."""
+    input_tokens: int = 0
+    """Of every turn anew, cached ones included: a conversation is read again at each turn."""
+    cached_tokens: int = 0
+    """The part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
+    output_tokens: int = 0
+    dollars: float | None = None
+    """None where no price is known."""
+
+    def __add__(self, other: Usage) -> Usage:
+        known = [usage.dollars for usage in (self, other) if usage.dollars is not None]
+        return Usage(
+            calls=self.calls + other.calls,
+            requests=self.requests + other.requests,
+            input_tokens=self.input_tokens + other.input_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            dollars=sum(known) if known else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResult:
+    """One finished (task, run): the benchmark's verdict, and what it took, attempts that were replaced included."""
+
+    evaluation: Evaluation
+    usage: Usage
+    seconds: float
+    attempts: int = 1
+    error: str | None = None
+    """Why the last attempt was lost, of a rollout whose every attempt was; None otherwise."""
+
+
+def lost_rollout(task_id: str, run: int, usage: Usage, *, seconds: float, attempts: int, error: str) -> RolloutResult:
+    """A rollout whose every attempt crashed: a failure, never left out."""
+    evaluation = Evaluation(
+        task_id=task_id,
+        run=run,
+        success=False,
+        passed_tests=0,
+        total_tests=0,
+        turns=0,
+        ended=EpisodeEnd.SERVER_ERROR,
+        failures=("the rollout was lost",),
+    )
+    return RolloutResult(evaluation=evaluation, usage=usage, seconds=seconds, attempts=attempts, error=error)
+
+
+class Plan(BaseModel):
+    """What an evaluation directory measures. Two plans that differ are two evaluations."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    benchmark: str
+    split: str
+    label: str
+    """The setting's name in tables."""
+    policy: str
+    """What the user named; which weights that were is in ``settings``, so a folder may be named in another way."""
+    runs: int
+    measurements: tuple[str, ...]
+    """Checkpoints (``step00090``), or one name for a policy without any."""
+    tasks: dict[str, int | None]
+    """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
+    world: str = ""
+    """Digest of the tasks: the same ids in two generated worlds are different tasks."""
+    scenarios: bool = True
+    """Whether ``<scenario>_<number>`` names a scenario (SGC, clustered intervals)."""
+    settings: dict[str, Any] = {}
+    """Config keys, dotted, and fingerprints that decide the outcome."""
+
+
+PROTOCOL = (
+    *(f"agent.{name}" for name in ("max_turns", "max_response_length", "max_turn_tokens", "max_output_characters")),
+    *(f"environment.{name}" for name in ("cell_timeout_seconds", "max_memory_mib", "max_output_bytes")),
+    *("max_turns", "retrieval", "episode_timeout_seconds"),
+    *("user.model", "user.temperature", "judge.model", "judge.temperature", "embedder.model"),
+)
+"""Settings of AppWorld and τ-bench evaluations that every policy in one table should have met alike."""
+
+_LINE: TypeAdapter[RolloutResult] = TypeAdapter(RolloutResult)
+
+
+class EvaluationDirectory:
+    """One evaluation on disk. A single process writes to it."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path = path
+        self.plan = plan
+
+    @classmethod
+    def open(cls, path: Path) -> EvaluationDirectory:
+        """An existing evaluation.
+
+        Raises:
+            ConfigError: ``path`` holds none, or one that cannot be read.
+        """
+        file = path / "evaluation.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{path}: not an evaluation directory (it has no evaluation.json); `draco evaluate` makes one"
+            )
+        try:
+            return cls(path, Plan.model_validate_json(file.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, ValidationError) as error:
+            raise ConfigError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+    @classmethod
+    def begin(cls, path: Path, plan: Plan) -> EvaluationDirectory:
+        """Start an evaluation, or go on with one of the same plan.
+
+        Raises:
+            ConfigError: another evaluation is there (the message names the first thing that differs), or ``path``
+                cannot be written.
+        """
+        if (path / "evaluation.json").is_file():
+            found = cls.open(path)
+            if difference := plan_difference(found.plan, plan):
+                raise ConfigError(f"evaluation {path}: {difference}; expected the same command; choose another --out")
+            return found
+        try:
+            (path / "results").mkdir(parents=True, exist_ok=True)
+            _write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
+        except OSError as error:
+            raise ConfigError(f"evaluation {path}: cannot be written: {error.strerror}") from None
+        return cls(path, plan)
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other processes from adding to it for as long as the block runs, and mend what a killed one left.
+
+        Raises:
+            ConfigError: another process is at it.
+        """
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"evaluation {self.path}: another process is at it; wait for it or choose another --out"
+                ) from None
+            self.mend()
+            yield
+
+    def add(self, measurement: str, result: RolloutResult) -> None:
+        """Keep one finished rollout."""
+        with self._file(measurement).open("ab") as file:
+            file.write(_LINE.dump_json(result) + b"\n")
+
+    def results(self, measurement: str) -> list[RolloutResult]:
+        """The finished rollouts of a measurement, in the order they finished."""
+        return [_LINE.validate_json(line) for line in self._lines(measurement)]
+
+    def drop_lost(self) -> int:
+        """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.
+
+        Their usage is forgotten with them. Call it while the directory is claimed.
+        """
+        dropped = 0
+        for measurement in self.plan.measurements:
+            results = self.results(measurement)
+            kept = [result for result in results if result.error is None]
+            if len(kept) < len(results):
+                lines = "".join(_LINE.dump_json(result).decode() + "\n" for result in kept)
+                _write_whole(self._file(measurement), lines)
+                dropped += len(results) - len(kept)
+        return dropped
+
+    def lost(self) -> list[RolloutResult]:
+        """The rollouts whose every attempt crashed; each counts as a failure."""
+        results = [result for measurement in self.plan.measurements for result in self.results(measurement)]
+        return [result for result in results if result.error is not None]
+
+    def mend(self) -> None:
+        """Cut half a line that a killed process left; call it before the first `add`."""
+        for measurement in self.plan.measurements:
+            file = self._file(measurement)
+            if file.is_file() and not (content := file.read_bytes()).endswith(b"\n"):
+                os.truncate(file, content.rfind(b"\n") + 1)
+
+    def missing(self, measurement: str) -> list[tuple[str, int]]:
+        """(task, run) pairs of the plan that have not finished, all of run 0 first."""
+        done = {(result.evaluation.task_id, result.evaluation.run) for result in self.results(measurement)}
+        pairs = [(task, run) for run in range(self.plan.runs) for task in self.plan.tasks]
+        return [pair for pair in pairs if pair not in done]
+
+    def finished(self) -> int:
+        """Rollouts that are there, of ``total``."""
+        return self.total - sum(len(self.missing(measurement)) for measurement in self.plan.measurements)
+
+    @property
+    def total(self) -> int:
+        """Rollouts the plan asks for."""
+        return len(self.plan.measurements) * len(self.plan.tasks) * self.plan.runs
+
+    def complete_results(self) -> dict[str, list[RolloutResult]]:
+        """Measurement -> every rollout of the plan.
+
+        Raises:
+            ConfigError: some are missing: rates over a part would be of other tasks.
+        """
+        if (finished := self.finished()) < self.total:
+            raise ConfigError(
+                f"evaluation {self.path}: {finished} of {self.total} rollouts are there; run its `draco evaluate` "
+                "command again to finish it"
+            )
+        return {measurement: self.results(measurement) for measurement in self.plan.measurements}
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace ``summary.json``."""
+        _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
+
+    def _file(self, measurement: str) -> Path:
+        return self.path / "results" / f"{measurement}.jsonl"
+
+    def _lines(self, measurement: str) -> Sequence[bytes]:
+        file = self._file(measurement)
+        # What follows the last line break was being written when its process was killed.
+        return file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+
+
+def plan_difference(before: Plan, now: Plan) -> str | None:
+    """The first thing in which two plans differ, as words for a message; None when they are the same."""
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    old_settings, new_settings = old.pop("settings"), new.pop("settings")
+    del old["policy"], new["policy"]
+    for name in old:
+        if old[name] != new[name]:
+            if name in ("tasks", "world"):
+                return f"{name} of the split are others than when it began ({len(old['tasks'])} tasks then)"
+            return f"{name} was {old[name]!r}, this command says {new[name]!r}"
+    for key in sorted(old_settings.keys() | new_settings.keys()):
+        if old_settings.get(key) != new_settings.get(key):
+            return f"{key} was {old_settings.get(key)!r}, this command says {new_settings.get(key)!r}"
+    return None
+
+
+def protocol_differences(plans: Iterable[Plan]) -> list[str]:
+    """Limits and simulators, the policy's own settings apart, that were not the same: ``agent.max_turns 50 or 100``."""
+    found: dict[str, set[str]] = {}
+    for plan in plans:
+        # τ-bench's are nested.
+        nested = {
+            f"{role}.{key}": value
+            for role, keys in plan.settings.items()
+            if isinstance(keys, dict)
+            for key, value in keys.items()
+        }
+        settings = plan.settings | nested
+        for key in PROTOCOL:
+            if key in settings:
+                found.setdefault(key, set()).add("none" if settings[key] is None else str(settings[key]))
+    return [
+        f"{key} {' or '.join(sorted(values, key=lambda value: (len(value), value)))}"
+        for key, values in found.items()
+        if len(values) > 1
+    ]
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.unfinished")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,169 @@
+"""How long a judge's prompts may become: the longest is the union's, which shows every rollout of a group whole.
+
+An estimate from above for rollouts at their full length, in tokens of the policy. Text whose length is set in
+characters or by the judge itself is counted at `CHARACTERS_PER_TOKEN`. A prompt that is longer all the same fails its
+call; none is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.load import project_file
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS
+from draco_ray.judging.judge import QUOTED_REPLY_CHARACTERS
+from draco_ray.judging.model_limits import model_limit
+from draco_ray.judging.prompts import FILES
+from draco_ray.records import Phase
+
+CHARACTERS_PER_TOKEN = 3
+"""Of English, code and JSON: fewer than the base models' tokenizers take."""
+CRITERION_TOKENS = 256
+"""Of a criterion with its JSON; those of the static set take 172 at that rate."""
+TURN_TOKENS = 32
+"""Of the headings of a turn and of its output, and of thinking tags, which a prompt spells out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeContext:
+    """The parts of the longest request to the judge, tokens."""
+
+    shows: str
+    """Which request that is."""
+
+    instructions: int
+    """The template, and the agent's prompt, which it may show twice."""
+    rollouts: int
+    """With the last output of each, which no longer had to fit into the response."""
+    criteria: int
+    reply: int
+    """``judge.max_tokens``, and the refused replies that are quoted when it is asked again."""
+
+    @property
+    def tokens(self) -> int:
+        """All of it."""
+        return self.instructions + self.rollouts + self.criteria + self.reply
+
+    def __str__(self) -> str:
+        """The sum, and what it is of."""
+        return (
+            f"{self.tokens:,} tokens (rollouts {self.rollouts:,}, criteria {self.criteria:,}, instructions "
+            f"{self.instructions:,}, reply {self.reply:,})"
+        )
+
+
+def judge_context(config: DracoConfig) -> JudgeContext:
+    """What the longest request takes with every rollout at full length.
+
+    With a static rubric there is no union: it is then a credit call, whose template may show its rollout twice.
+
+    Raises: ConfigError: the prompt set is missing.
+    """
+    agent, judge, group = config.agent, config.judge, config.algorithm.group_size
+    dynamic = config.algorithm.rubric == "dynamic"
+    template = project_file(judge.prompts / FILES[Phase.UNION if dynamic else Phase.CREDIT]).read_text(encoding="utf-8")
+    rollout = agent.max_response_length + agent.max_turns * TURN_TOKENS + _tokens(agent.max_output_characters)
+    # Beside its text the credit call reads what the scoring call wrote about each criterion.
+    criteria = (
+        judge.max_stage1_criteria + group * judge.max_stage2_criteria if dynamic else 2 * judge.max_union_criteria
+    )
+    return JudgeContext(
+        shows=f"the union prompt shows all {group} rollouts of a group"
+        if dynamic
+        else "a credit prompt shows a rollout",
+        instructions=_tokens(len(template)) + 2 * agent.max_prompt_length,
+        rollouts=(group if dynamic else 2) * rollout,
+        criteria=criteria * CRITERION_TOKENS,
+        reply=judge.max_tokens + judge.reasks * _tokens(QUOTED_REPLY_CHARACTERS),
+    )
+
+
+def context_tokens(config: DracoConfig) -> int:
+    """Tokens of prompt and reply for which the engines of a self-judged run have room.
+
+    Raises: ConfigError: the prompt set is missing.
+    """
+    return config.judge.self_judge.context_tokens or judge_context(config).tokens
+
+
+def uses_self_judge(config: DracoConfig) -> bool:
+    """Whether the policy answers the judge's prompts in this run."""
+    return config.judge.self_judge.enabled and config.algorithm.reward == "rubric"
+
+
+def context_problem(config: DracoConfig, positions: int | None) -> str | None:
+    """Why the model cannot be its own judge, with the numbers, and what to change; None where it can.
+
+    Args:
+        positions: tokens that the model accepts; None where that is not known.
+    """
+    if not uses_self_judge(config) or positions is None:
+        return None
+    given, needed = config.judge.self_judge.context_tokens, judge_context(config)
+    if context_tokens(config) <= positions:
+        return None
+    if given is not None:
+        return f"judge.self_judge.context_tokens={given:,}, but {config.model.path} accepts {positions:,} tokens"
+    return (
+        f"self-judge: {needed.shows}, at full length {needed}, and {config.model.path} accepts {positions:,}: choose a "
+        "model with a longer context, or lower "
+        f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
+        "with judge.self_judge.context_tokens set, longer prompts fail their call"
+    )
+
+
+def context_warning(config: DracoConfig) -> str | None:
+    """That ``judge.self_judge.context_tokens`` is set to less than full length takes; None where it is not."""
+    given, needed = config.judge.self_judge.context_tokens, judge_context(config)
+    if not uses_self_judge(config) or given is None or given >= needed.tokens:
+        return None
+    return (
+        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: a call whose "
+        "prompt is longer fails; null sizes it"
+    )
+
+
+def api_warning(config: DracoConfig) -> str | None:
+    """That the judge behind an API reads less than full length takes, by LiteLLM's table; None where it does not."""
+    reads, needed = model_limit(config.judge.model, "max_input_tokens"), judge_context(config)
+    if reads is None or needed.tokens - needed.reply <= reads:
+        return None
+    return (
+        f"judge {config.judge.model} reads {reads:,} tokens; {needed.shows}, at full length {needed}: a call whose "
+        "prompt is longer fails"
+    )
+
+
+def model_positions(path: str, config_file: Path | None = None) -> int | None:
+    """Tokens that the model of `model.path` accepts, by its ``config.json``; None where that is not known.
+
+    Args:
+        path: a model directory, or the name of one of `PUBLIC_CONFIGS`.
+        config_file: its ``config.json``, where it is neither.
+    """
+    if config_file is None and Path(path).expanduser().is_dir():
+        config_file = Path(path).expanduser() / "config.json"
+    config: Any = PUBLIC_CONFIGS.get(path)
+    if config_file is not None:
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config", config)
+    positions, rope = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if not isinstance(positions, int):
+        return None
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        return math.floor(rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1))
+    return positions
+
+
+def _tokens(characters: int) -> int:
+    return math.ceil(characters / CHARACTERS_PER_TOKEN)

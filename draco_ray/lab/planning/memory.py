@@ -1,0 +1,349 @@
+"""Bytes on one GPU, by kind: of a learner worker, and of an engine. Every formula is explained in docs/planning.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.model_shape import LayerKind, ModelShape
+from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LIVE_ADAPTERS, LORA_RANKS
+from draco_ray.errors import ConfigError
+from draco_ray.lab.planning.judge_context import context_tokens, uses_self_judge
+
+GIB = 1 << 30
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT32 = 4
+DELTA_CHUNK = 64
+"""Tokens of a chunk in transformers' own gated delta rule, which runs where flash-linear-attention is not installed."""
+UPDATE_COPIES = 3
+"""Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
+BATCHED_TOKENS = 2048
+"""Tokens in one of vLLM's forward passes on a GPU where, as here, it is told nothing else."""
+WEIGHT_KEYS = "model.path, learner.sharding and learner.workers"
+"""What decides how much of the base a worker holds."""
+GATHERED_KEYS = "model.path and learner.sharding"
+"""What decides how much of a sharded base is whole at one time."""
+LENGTH_KEYS = "learner.micro_batch_tokens and agent.max_response_length"
+"""What decides how many tokens are in a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One kind of memory."""
+
+    name: str
+    bytes: int
+    keys: str
+    """Configuration keys that change it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMemory:
+    """One learner worker. What is resident is always there; the moments follow each other, the largest counts."""
+
+    resident: tuple[Item, ...]
+    forward: tuple[Item, ...]
+    """At the LM head, when all layers have run."""
+    backward: tuple[Item, ...]
+    """In the backward of the layer that keeps most."""
+    update: tuple[Item, ...]
+    tokens: int
+    """Padded tokens of the largest micro-batch."""
+
+    @property
+    def moment(self) -> str:
+        """Name of the moment at which most is held."""
+        return max(("forward", "backward", "update"), key=lambda name: total(getattr(self, name)))
+
+    @property
+    def peak_items(self) -> tuple[Item, ...]:
+        """All that is held at that moment."""
+        moment: tuple[Item, ...] = getattr(self, self.moment)
+        return self.resident + moment
+
+    @property
+    def peak(self) -> int:
+        """Bytes held at that moment."""
+        return total(self.peak_items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """One GPU of an engine."""
+
+    items: tuple[Item, ...]
+    """Without the KV cache."""
+    limit: int
+    """What the engine may take, bytes."""
+    kv_cache: int
+    """What is left of it, or what the configuration asks for; may be negative."""
+    sequence: int
+    """KV cache of one sequence at full length."""
+    length: int
+    """Tokens of that sequence."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences at full length that the KV cache holds at one time."""
+        return max(0, self.kv_cache // self.sequence)
+
+
+def total(items: Sequence[Item]) -> int:
+    """Bytes of all of them."""
+    return sum(item.bytes for item in items)
+
+
+def sequence_tokens(config: DracoConfig) -> int:
+    """Longest trajectory."""
+    return config.agent.max_prompt_length + config.agent.max_response_length
+
+
+def micro_batch_tokens(config: DracoConfig) -> int:
+    """Padded tokens of the largest forward pass: a sequence over the budget gets a pass of its own."""
+    longest = sequence_tokens(config)
+    return max(longest, min(config.learner.micro_batch_tokens, config.algorithm.group_size * longest))
+
+
+def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = None) -> LearnerMemory:
+    """One learner worker's memory.
+
+    Args:
+        tokens: of the micro-batch; None is the largest the configuration allows.
+    """
+    learner = config.learner
+    tokens = micro_batch_tokens(config) if tokens is None else tokens
+    width = DTYPE_BYTES[config.model.dtype]
+    adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
+    matrices = 2 * len(shape.adapted(learner.lora_target))
+    rank_key = "learner.lora_rank"
+    resident = (
+        Item(name="base weights", bytes=base_parameters(config, shape) * width, keys=WEIGHT_KEYS),
+        Item(name="adapter (float32)", bytes=adapter * FLOAT32, keys=rank_key),
+        # AdamW keeps two moments and one step counter for every matrix.
+        Item(name="optimizer", bytes=(2 * adapter + matrices) * FLOAT32, keys=rank_key),
+        Item(name="gradients", bytes=adapter * FLOAT32, keys=rank_key),
+    )
+    kept = {kind: tokens * saved_bytes(shape, kind, width, learner.lora_rank) for kind in set(shape.layers)}
+    layers, recomputed = _activations(config, shape, tokens, kept)
+    head = Item(
+        # The last norm in float32, its output, the positions wanted of it, and their slopes.
+        name="hidden states at the LM head",
+        bytes=tokens * shape.hidden * (FLOAT32 + 3 * width),
+        keys=LENGTH_KEYS,
+    )
+    chunk = Item(
+        name="log-prob chunk",
+        bytes=min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * chunk_bytes(config),
+        keys="learner.logprob_chunk_tokens",
+    )
+    slope = Item(
+        name="gradients of activations",
+        bytes=tokens * (shape.intermediate + shape.hidden) * FLOAT32,
+        keys=LENGTH_KEYS,
+    )
+    gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
+    return LearnerMemory(
+        resident=resident,
+        forward=(*layers, head, *gathered_head, chunk),
+        backward=(*layers, head, *gathered_layers, *recomputed, slope),
+        update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
+        tokens=tokens,
+    )
+
+
+def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
+    """Bytes of a GPU that a learner worker may take while it computes; `reserved` is one process's CUDA context.
+
+    An engine that sleeps on the same GPU keeps its own context and graphs.
+    """
+    if config.engine.colocate:
+        return gpu - 2 * reserved
+    return int(gpu * min(1.0, config.learner.gpus_per_worker)) - reserved
+
+
+def is_sharded(config: DracoConfig) -> bool:
+    """Whether a learner worker holds only a part of the base."""
+    return config.learner.sharding == "full" and config.learner.workers > 1
+
+
+def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
+    """Parameters of the base that a learner worker keeps; rows that do not divide by the workers are not counted."""
+    if not is_sharded(config):
+        return shape.parameters
+    whole = shape.hidden + (shape.vocabulary * shape.hidden if shape.tied else 0)
+    return whole + math.ceil((shape.parameters - whole) / config.learner.workers)
+
+
+def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Of a sharded base, what is whole at the LM head and in a layer's backward; `chunk` is the log-prob chunk's bytes.
+
+    What is received lies beside what is made of it for a moment; a layer is fetched while the one above is at work.
+    """
+    if not is_sharded(config):
+        return (), ()
+    width = DTYPE_BYTES[config.model.dtype]
+    layer = max(shape.layer_parameters(kind) for kind in shape.layers) * width
+    layers = Item(name="two layers, gathered", bytes=2 * layer, keys=GATHERED_KEYS)
+    if shape.tied:
+        return (), (layers,)
+    head = shape.vocabulary * shape.hidden * width
+    return (Item(name="LM head, gathered", bytes=max(head, 2 * head - chunk), keys=GATHERED_KEYS),), (layers,)
+
+
+def _activations(
+    config: DracoConfig, shape: ModelShape, tokens: int, kept: Mapping[LayerKind, int]
+) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Of all layers during the whole pass, and of the one layer that is recomputed; `kept` is what a layer keeps."""
+    if not config.learner.gradient_checkpointing:
+        every = sum(kept[kind] for kind in shape.layers)
+        return (Item(name="activations: all layers", bytes=every, keys="learner.gradient_checkpointing"),), ()
+    inputs = len(shape.layers) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
+    return (
+        (Item(name="activations: inputs of all layers", bytes=inputs, keys=LENGTH_KEYS),),
+        (Item(name="activations: one layer, recomputed", bytes=max(kept.values()), keys=LENGTH_KEYS),),
+    )
+
+
+def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> int:
+    """What one decoder layer with an adapter on every linear layer keeps for its backward; bytes a token.
+
+    Args:
+        width: bytes of a number of the base model.
+        rank: of the adapter.
+    """
+    linears = shape.linears(kind)
+    # What an adapter reads, once for all layers that read the same, and its inner numbers.
+    read = {linear.reads: linear.inputs for linear in linears}
+    adapters = width * (sum(read.values()) + rank * len(linears))
+    norms = 2 * FLOAT32 * (shape.hidden + 1)
+    # Gate, its SiLU, and the up projection.
+    mlp = 3 * width * shape.intermediate
+    mixer = _attention_bytes(shape, width) if kind == "full_attention" else _delta_bytes(shape, width)
+    return adapters + norms + mlp + mixer
+
+
+def chunk_bytes(config: DracoConfig) -> int:
+    """Of one word of one token while its log-prob is computed.
+
+    Two numbers in float32: its log-prob and its probability. The slope of an entropy bonus is copied into the model's
+    type while both are there.
+    """
+    width = DTYPE_BYTES[config.model.dtype]
+    copy = width if config.learner.entropy_coefficient > 0 and width < FLOAT32 else 0
+    return 2 * FLOAT32 + copy
+
+
+def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: int) -> EngineMemory:
+    """One GPU of an engine, or the one process of a CPU engine.
+
+    Args:
+        gpu: memory of the GPU, bytes.
+        reserved: of it, for the CUDA context, libraries and graphs.
+    Raises: ConfigError if tensor parallelism does not divide the model, or has fewer GPUs than it needs.
+    """
+    engine, parallel = config.engine, config.engine.tensor_parallel
+    _check_parallel(config, shape)
+    on_gpu = engine.gpus_per_engine > 0
+    width = DTYPE_BYTES[config.model.dtype]
+    length = sequence_tokens(config)
+    if uses_self_judge(config):
+        length = max(length, context_tokens(config))
+    batched = min(BATCHED_TOKENS if on_gpu else max(8192, length), engine.max_num_seqs * length)
+    workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
+    workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)
+    items = [
+        Item(name="engine weights", bytes=shape.parameters * width // parallel, keys="engine.tensor_parallel"),
+        Item(
+            name=f"adapter slots ({LIVE_ADAPTERS})",
+            bytes=_slot_bytes(config, shape, parallel, width),
+            keys="learner.lora_rank",
+        ),
+        Item(name="workspace of a forward pass", bytes=workspace, keys="engine.max_num_seqs"),
+    ]
+    if on_gpu:
+        items.append(Item(name="CUDA context and graphs", bytes=reserved, keys="engine.enforce_eager"))
+    limit = int(gpu * engine.gpu_memory_utilization)
+    cache = limit - total(items)
+    if engine.kv_cache_gib is not None or not on_gpu:
+        cache = int((engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
+        # vLLM wants its share of the GPU to be free when it starts, whatever it takes then.
+        limit = max(limit, total(items) + cache) if on_gpu else gpu
+    return EngineMemory(
+        items=tuple(items),
+        limit=limit,
+        kv_cache=cache,
+        sequence=length * kv_bytes(shape, parallel, width) + state_bytes(shape, parallel, width),
+        length=length,
+    )
+
+
+def kv_bytes(shape: ModelShape, parallel: int, width: int) -> int:
+    """KV cache of one token on one GPU: keys and values of the full-attention layers."""
+    full = shape.layers.count("full_attention")
+    return full * 2 * max(1, shape.kv_heads // parallel) * shape.head_dim * width
+
+
+def state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
+    """Recurrent state of one sequence on one GPU: the last inputs of the convolution, and the state in float32."""
+    delta = shape.delta
+    if delta is None:
+        return 0
+    state = delta.values * delta.key_dim * FLOAT32 + delta.channels * (delta.kernel - 1) * width
+    return shape.layers.count("linear_attention") * state // parallel
+
+
+def _attention_bytes(shape: ModelShape, width: int) -> int:
+    queries, keys = shape.queries, shape.keys
+    # Queries and output, keys and values, and the softmax's normaliser of each head.
+    kept = 2 * width * (queries + keys) + FLOAT32 * shape.heads
+    if shape.query_norm:
+        kept += FLOAT32 * (queries + keys + shape.heads + shape.kv_heads)
+    if shape.gated:
+        kept += 2 * width * queries
+    return kept
+
+
+def _delta_bytes(shape: ModelShape, width: int) -> int:
+    delta = shape.delta
+    if delta is None:
+        return 0
+    keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
+    # Before and after the convolution's activation.
+    convolution = 2 * width * delta.channels
+    # All in float32: queries and keys in four stages each, values in three, five products within a chunk, its state.
+    rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
+    # What is float32 already is not copied into order by a cast; four matrix products copy it for themselves.
+    rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0
+    gates = (8 * FLOAT32 + width) * heads
+    gated_norm = (3 * FLOAT32 + width) * values
+    return convolution + rule + gates + gated_norm
+
+
+def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: int) -> int:
+    """vLLM keeps, in the model's type, the matrix on the split side of a layer split and the other one whole."""
+    wanted = config.learner.lora_rank
+    rank = next((rank for rank in LORA_RANKS if rank >= wanted), LORA_RANKS[-1])
+    numbers = sum(
+        linear.inputs // parallel + linear.outputs
+        if linear.row_parallel
+        else linear.inputs + linear.outputs // parallel
+        for kind in shape.layers
+        for linear in shape.linears(kind)
+    )
+    return LIVE_ADAPTERS * rank * numbers * width
+
+
+def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
+    engine = config.engine
+    if shape.heads % engine.tensor_parallel:
+        raise ConfigError(
+            f"engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {shape.heads} attention "
+            "heads; choose one that does"
+        )
+    if 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel={engine.tensor_parallel} needs as many GPUs, engine.gpus_per_engine is "
+            f"{engine.gpus_per_engine:g}; set it to {engine.tensor_parallel}"
+        )

@@ -1,0 +1,147 @@
+"""Seconds of a training step, from stated throughput assumptions. Formulas: docs/planning.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pydantic import Field, ValidationError
+
+from draco_ray.config.schema import DracoConfig, Tree
+from draco_ray.engine.model_shape import ModelShape
+from draco_ray.errors import ConfigError
+from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemory, kv_bytes, state_bytes
+
+
+class Assumptions(Tree):
+    """What a plan takes as given. None of it was measured with this code on such hardware."""
+
+    gpu_tflops: float = Field(989.0, gt=0)
+    """Dense bf16 peak of one GPU; an H100's or H200's data sheet."""
+    gpu_gb_per_second: float = Field(3350.0, gt=0)
+    """Memory bandwidth of one GPU; an H100's data sheet."""
+    learner_efficiency: float = Field(0.35, gt=0, le=1)
+    """Share of the peak that the learner reaches."""
+    prefill_efficiency: float = Field(0.4, gt=0, le=1)
+    """Share of the peak that an engine reaches on prompts and tool output."""
+    decode_efficiency: float = Field(0.6, gt=0, le=1)
+    """Share of the bandwidth, and of the peak, that an engine reaches while it generates."""
+    sync_gib_per_second: float = Field(1.0, gt=0)
+    """At which an adapter is copied, written and read."""
+    length_share: float = Field(0.5, gt=0, le=1)
+    """Mean trajectory length, of prompt and response together, as a share of the longest allowed."""
+    sampled_share: float = Field(0.5, gt=0, le=1)
+    """Sampled tokens among those of a trajectory; the others are prompt and tool output."""
+    reserved_gib: float = Field(2.0, ge=0)
+    """Of each GPU, for the CUDA context, libraries, graphs and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of the parts of one training step."""
+
+    generation: float
+    """Decoding and prefill; environments and judge apart."""
+    learning: float
+    sync: float
+    concurrent: int
+    """Rollouts that one engine generates at one time."""
+    decode_tokens_per_second: float
+    """Of one engine."""
+    learner_tokens_per_second: float
+    """Of one worker."""
+
+    @property
+    def hidden(self) -> float:
+        """All learning hidden behind generation, or the other way round: the least a step can take."""
+        return max(self.generation, self.learning) + self.sync
+
+    @property
+    def serial(self) -> float:
+        """One after the other."""
+        return self.generation + self.learning + self.sync
+
+
+def assumptions(overrides: Iterable[str]) -> Assumptions:
+    """The defaults with ``key=value`` overrides.
+
+    Raises: ConfigError: unknown key, or a value out of range.
+    """
+    values: dict[str, str] = {}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or key not in Assumptions.model_fields:
+            raise ConfigError(
+                f"--assume {override}: expected KEY=VALUE with one of {', '.join(Assumptions.model_fields)}"
+            )
+        values[key] = value
+    try:
+        return Assumptions.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"--assume {problem['loc'][0]}: {problem['msg']}, found {problem['input']!r}") from None
+
+
+def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, given: Assumptions) -> StepTime:
+    """Expected time of a step of this configuration; `engine` holds at least one sequence."""
+    rollouts = config.train.prompts_per_step * config.algorithm.group_size
+    length = given.length_share * (config.agent.max_prompt_length + config.agent.max_response_length)
+    flops = given.gpu_tflops * 1e12
+    per_engine = math.ceil(min(rollouts, config.environment.slots) / config.engine.engines)
+    # A self-judge's prompts are longer than any rollout: what an engine holds of rollouts goes by theirs.
+    held = int(engine.kv_cache // max(1.0, engine.sequence * length / engine.length))
+    concurrent = max(1, min(per_engine, config.engine.max_num_seqs, held))
+    parallel = config.engine.tensor_parallel
+    decode = _decode_seconds(config, shape, given, concurrent=concurrent, length=length)
+    waves = max(1.0, rollouts / (config.engine.engines * concurrent))
+    forward = 2 * (shape.matrix_parameters + shape.vocabulary * shape.hidden)
+    prefill = (1 - given.sampled_share) * length * forward / (parallel * flops * given.prefill_efficiency)
+    generation = waves * given.sampled_share * length * decode + rollouts / config.engine.engines * prefill
+    learner = learner_flops(config, shape, length=length, sampled_share=given.sampled_share)
+    seconds = learner / (flops * given.learner_efficiency)
+    adapter = shape.adapter_parameters(config.learner.lora_target, config.learner.lora_rank) * FLOAT32
+    return StepTime(
+        generation=generation,
+        learning=rollouts * seconds / config.learner.workers,
+        # Out of the learner, into a file beside each engine, and into the engine.
+        sync=3 * adapter / GIB / given.sync_gib_per_second,
+        concurrent=concurrent,
+        decode_tokens_per_second=concurrent / decode,
+        learner_tokens_per_second=length / seconds,
+    )
+
+
+def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, sampled_share: float) -> float:
+    """Floating-point operations that one trajectory costs the learner.
+
+    Args:
+        length: tokens of the trajectory.
+        sampled_share: of them, those whose log-probs are computed.
+    """
+    learner = config.learner
+    reference = 1 if learner.kl_coefficient > 0 else 0
+    recompute = 1 if learner.gradient_checkpointing else 0
+    prompts = config.train.prompts_per_step
+    # Old log-probs are computed for every minibatch but the first.
+    remembered = max(0, prompts - learner.minibatch_prompts) / prompts
+    # The base is frozen: its backward is the gradient of the activations only, as much as a forward.
+    matrices = 2 * shape.matrix_parameters * (2 + reference + recompute + remembered)
+    full = shape.layers.count("full_attention")
+    # Scores and their product with the values, over the half that is not masked; the backward costs two forwards.
+    attention = 2 * length * shape.queries * full * (3 + reference + recompute + remembered)
+    # Beside the logits, the training pass computes their slope with respect to the hidden states.
+    head = 2 * shape.vocabulary * shape.hidden * sampled_share * (2 + reference + remembered)
+    return length * (matrices + attention + head)
+
+
+def _decode_seconds(
+    config: DracoConfig, shape: ModelShape, given: Assumptions, *, concurrent: int, length: float
+) -> float:
+    """Of one token of each of `concurrent` sequences, which are on average half as long as they become."""
+    parallel, width = config.engine.tensor_parallel, DTYPE_BYTES[config.model.dtype]
+    read = shape.matrix_parameters + shape.vocabulary * shape.hidden
+    cache = length / 2 * kv_bytes(shape, parallel, width) + 2 * state_bytes(shape, parallel, width)
+    moved = (read * width / parallel + concurrent * cache) / (given.gpu_gb_per_second * 1e9)
+    computed = concurrent * 2 * read / parallel / (given.gpu_tflops * 1e12)
+    return max(moved, computed) / given.decode_efficiency

@@ -1,0 +1,345 @@
+"""The kinds of chart the report and the figures are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from draco_ray.lab.report.drawing import GRID, INK, MUTED, Box, Dot, Drawing, Line, Text, palette
+from draco_ray.lab.report.output import shortened, text_width
+
+WIDTH, HEIGHT = 320.0, 190.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 10.0, 24.0, 30.0
+_MOST_DOTS = 60
+_LEGEND_LINE, _LABEL_LINE = 11.0, 8.5
+_MOST_LABEL_LINES = 4
+_HEAT = ((201, 72, 91), (236, 196, 110), (47, 158, 119))
+
+Number = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Values over training steps; None where a step has none."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+
+
+def percent(value: float) -> str:
+    """Of a share in [0, 1].
+
+    >>> percent(0.256)
+    '26%'
+    """
+    return f"{value:.0%}"
+
+
+def compact(value: float) -> str:
+    """A number in few characters.
+
+    >>> [compact(v) for v in (0.0, 0.00012, 0.25, 3.0, 15200, 2.5e6)]
+    ['0', '0.00012', '0.25', '3', '15k', '2.5M']
+    """
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.2g}{letter}" if abs(value) < 100 * unit else f"{value / unit:.0f}{letter}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    bounds: tuple[float, float] | None = None,
+    number: Number = compact,
+    axis: str = "training step",
+    width: float = WIDTH,
+    height: float = HEIGHT,
+) -> Drawing:
+    """Lines over training steps.
+
+    Args:
+        bounds: least and largest value of the y axis; None takes them from the data.
+        number: how a value is written.
+        axis: what the whole numbers on the x axis are.
+    """
+    drawing = _titled(title, width, height)
+    values = [value for line in series for value in line.values if value is not None]
+    steps = [step for line in series for step in line.steps]
+    if not values:
+        return _empty(drawing)
+    low, high, ticks = _axis(*(bounds or (min(*values, 0.0), max(*values, 0.0))))
+    top = _legend(drawing, [line.name for line in series]) if len(series) > 1 else 0.0
+    frame = _Frame(drawing, min(steps), max(steps), low, high, top)
+    frame.y_axis(ticks, number)
+    frame.x_axis(axis)
+    for index, line in enumerate(series):
+        color = palette(index)
+        for run in _unbroken(line):
+            points = tuple((frame.x(step), frame.y(value)) for step, value in run)
+            if len(points) > 1:
+                drawing.add(Line(points, color, 1.6))
+            radius = 2.2 if len(line.steps) <= _MOST_DOTS else 1.0
+            for (x, y), (step, value) in zip(points, run, strict=True):
+                drawing.add(Dot(x, y, radius, color, f"{line.name}, {axis.split()[-1]} {step}: {number(value)}"))
+    return drawing
+
+
+def scatter(
+    title: str,
+    points: Sequence[tuple[str, float, float]],
+    *,
+    axis: str,
+    number: Number = percent,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    width: float = WIDTH,
+    height: float = HEIGHT,
+) -> Drawing:
+    """Named points; the legend says whose is which, since points that matter lie close together.
+
+    Args:
+        points: (name, x, y), x not negative; its axis begins at 0.
+        axis: what x is.
+        number: how y is written.
+        bounds: least and largest value of the y axis.
+    """
+    drawing = _titled(title, width, height)
+    if not points:
+        return _empty(drawing)
+    _, most, x_ticks = _axis(0.0, max(x for _, x, _ in points))
+    low, high, y_ticks = _axis(*bounds)
+    frame = _Frame(drawing, 0.0, most, low, high, _legend(drawing, [name for name, _, _ in points]))
+    frame.y_axis(y_ticks, number)
+    for tick in x_ticks:
+        drawing.add(Text(frame.x(tick), frame.bottom + 10, compact(tick), 7, "middle", MUTED))
+    frame.x_label(axis)
+    for index, (name, x, y) in enumerate(points):
+        drawing.add(Dot(frame.x(x), frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {number(y)}"))
+    return drawing
+
+
+def stacked_bars(
+    title: str,
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    number: Number = compact,
+    whole: float | None = None,
+    axis: str = "training step",
+    all_labels: bool = False,
+    width: float = WIDTH,
+    height: float = HEIGHT,
+) -> Drawing:
+    """A bar per label, made of parts.
+
+    Args:
+        labels: one per bar.
+        parts: name of a part -> its value in every bar, >= 0.
+        whole: the top of the y axis; None takes the tallest bar.
+        all_labels: show every label, in several lines where they are too wide for one; otherwise every second, third...
+    """
+    drawing = _titled(title, width, height)
+    tallest = max((sum(values) for values in zip(*parts.values(), strict=True)), default=0.0)
+    if not tallest:
+        return _empty(drawing)
+    low, high, ticks = _axis(0.0, whole or tallest)
+    frame = _Frame(drawing, 0, len(labels), low, high, _legend(drawing, list(parts)))
+    frame.y_axis(ticks, number)
+    slot = (frame.right - frame.left) / len(labels)
+    bar = min(slot * 0.8, 46.0) if len(labels) <= _MOST_DOTS else slot
+    every = math.ceil(len(labels) * max(text_width(label, 7) + 6 for label in labels) / (frame.right - frame.left))
+    lines = min(every, _MOST_LABEL_LINES) if all_labels else 1
+    drawing.height += (lines - 1) * _LABEL_LINE
+    for place, label in enumerate(labels):
+        middle, floor = frame.left + (place + 0.5) * slot, frame.bottom
+        for index, (name, values) in enumerate(parts.items()):
+            tall = frame.bottom - frame.y(values[place])
+            if tall > 0:
+                floor -= tall
+                hint = f"{name}, {label}: {number(values[place])}"
+                drawing.add(Box(middle - bar / 2, floor, bar, tall, palette(index), hint))
+        if all_labels or place % every == 0:
+            shown = shortened(label, 7, slot * (lines if all_labels else every))
+            half = text_width(shown, 7) / 2
+            across = min(max(middle, half + 2), drawing.width - half - 2)
+            drawing.add(Text(across, frame.bottom + 10 + place % lines * _LABEL_LINE, shown, 7, "middle", MUTED))
+    frame.x_label(axis, below=(lines - 1) * _LABEL_LINE)
+    return drawing
+
+
+def heat_map(
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    *,
+    axis: str = "training step",
+    width: float = 2 * WIDTH,
+) -> Drawing:
+    """Shares in [0, 1] as colours, red over amber to green; ``values[row][column]``, None stays blank."""
+    names, line = 190.0, 14.0
+    drawing = _titled(title, width, _TOP + len(rows) * line + _BOTTOM)
+    if not rows or not columns:
+        return _empty(drawing)
+    cell = min((width - names - _RIGHT) / len(columns), 40.0)
+    for place, (name, shares) in enumerate(zip(rows, values, strict=True)):
+        y = _TOP + place * line
+        drawing.add(Text(names - 6, y + 9.5, shortened(name, 8, names - 12), 8, "end"))
+        for column, share in enumerate(shares):
+            if share is None:
+                continue
+            x = names + column * cell
+            hint = f"{name}, {axis} {columns[column]}: {percent(share)}"
+            drawing.add(Box(x, y, max(cell - 1, 0.6), line - 1.5, heat(share), hint))
+            if cell >= 24:
+                drawing.add(Text(x + (cell - 1) / 2, y + 9, percent(share), 7, "middle", "#1a1d21"))
+    every = math.ceil(len(columns) * (text_width(columns[-1], 7) + 8) / (cell * len(columns)))
+    floor = _TOP + len(rows) * line
+    for column in range(0, len(columns), every):
+        drawing.add(Text(names + (column + 0.5) * cell, floor + 9, columns[column], 7, "middle", MUTED))
+    drawing.add(Text(names, floor + 20, axis, 7, "start", MUTED))
+    return drawing
+
+
+def timeline(
+    title: str, lanes: Mapping[str, Sequence[tuple[float, float]]], *, width: float = 2 * WIDTH, line: float = 20.0
+) -> Drawing:
+    """When each kind of work ran: a lane each, its (start, end) intervals in seconds; overlapping ones share a lane."""
+    drawing = _titled(title, width, _TOP + len(lanes) * line + _BOTTOM)
+    ends = [end for intervals in lanes.values() for _, end in intervals]
+    if not ends:
+        return _empty(drawing)
+    left = 60.0
+    scale = (width - left - _RIGHT) / (max(ends) or 1.0)
+    floor = _TOP + len(lanes) * line
+    for tick in _ticks(0.0, max(ends)):
+        x = left + tick * scale
+        drawing.add(
+            Line(((x, _TOP - 2), (x, floor)), GRID, 0.6), Text(x, floor + 10, compact(tick), 7, "middle", MUTED)
+        )
+    for place, (name, intervals) in enumerate(lanes.items()):
+        y = _TOP + place * line
+        drawing.add(Text(left - 6, y + line / 2 + 3, name, 8, "end"))
+        tracks: list[float] = []
+        placed = []
+        for start, end in sorted(intervals):
+            track = next((index for index, free in enumerate(tracks) if free <= start), len(tracks))
+            tracks[track : track + 1] = [end]
+            placed.append((start, end, track))
+        tall = (line - 4) / max(1, len(tracks))
+        for start, end, track in placed:
+            span = Box(
+                left + start * scale, y + 2 + track * tall, max((end - start) * scale, 0.8), tall * 0.9, palette(place)
+            )
+            drawing.add(span)
+    drawing.add(Text((left + width - _RIGHT) / 2, floor + 21, "seconds", 7, "middle", MUTED))
+    return drawing
+
+
+def heat(share: float) -> str:
+    """The colour of a share in [0, 1].
+
+    >>> heat(0.0), heat(1.0)
+    ('#c9485b', '#2f9e77')
+    """
+    place = min(max(share, 0.0), 1.0) * 2
+    first = min(int(place), 1)
+    mix = [round(a + (b - a) * (place - first)) for a, b in zip(_HEAT[first], _HEAT[first + 1], strict=True)]
+    return "#{:02x}{:02x}{:02x}".format(*mix)
+
+
+class _Frame:
+    """The axes of a chart, ``legend`` below its title: data to points."""
+
+    def __init__(
+        self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float = 0.0
+    ) -> None:
+        self.drawing = drawing
+        self.first, self.last, self.low, self.high = first, last, low, high
+        self.left, self.right = _LEFT, drawing.width - _RIGHT
+        self.top, self.bottom = _TOP + legend, drawing.height - _BOTTOM
+
+    def x(self, step: float) -> float:
+        if self.first == self.last:
+            return (self.left + self.right) / 2
+        return self.left + 6 + (step - self.first) / (self.last - self.first) * (self.right - self.left - 12)
+
+    def y(self, value: float) -> float:
+        return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
+
+    def y_axis(self, ticks: Sequence[float], number: Number) -> None:
+        for tick in ticks:
+            y = self.y(tick)
+            self.drawing.add(Line(((self.left, y), (self.right, y)), GRID, 0.6))
+            self.drawing.add(Text(self.left - 5, y + 2.5, number(tick), 7, "end", MUTED))
+
+    def x_axis(self, label: str) -> None:
+        span = self.last - self.first
+        every = max(1, round(_nice(span / 8))) if span else 1
+        start = self.first if span < 8 else math.ceil(self.first / every) * every
+        for step in range(round(start), round(self.last) + 1, every):
+            self.drawing.add(Text(self.x(step), self.bottom + 10, str(step), 7, "middle", MUTED))
+        self.x_label(label)
+
+    def x_label(self, label: str, below: float = 0.0) -> None:
+        self.drawing.add(Text((self.left + self.right) / 2, self.bottom + 21 + below, label, 7, "middle", MUTED))
+
+
+def _titled(title: str, width: float, height: float) -> Drawing:
+    drawing = Drawing(width, height, title)
+    drawing.add(Text(6, 12, title, 9.5, "start", INK))
+    return drawing
+
+
+def _empty(drawing: Drawing) -> Drawing:
+    drawing.add(Text(drawing.width / 2, drawing.height / 2, "nothing recorded", 8, "middle", MUTED))
+    return drawing
+
+
+def _legend(drawing: Drawing, names: Sequence[str]) -> float:
+    """Draw it under the title; returns the height it takes. A second line and more make the drawing taller."""
+    x, y = _LEFT, _TOP
+    for index, name in enumerate(names):
+        name = shortened(name, 7.5, drawing.width - _LEFT - 30)
+        # A page's own font may be wider than Helvetica.
+        wide = 12 + 1.15 * text_width(name, 7.5) + 10
+        if x + wide > drawing.width and x > _LEFT:
+            x, y = _LEFT, y + _LEGEND_LINE
+        drawing.add(Box(x, y - 5, 8, 6, palette(index)), Text(x + 11, y, name, 7.5))
+        x += wide
+    drawing.height += y - _TOP
+    return y - _TOP + 10
+
+
+def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    if low == high:
+        low, high = min(low, 0.0), high if high > 0 else 1.0
+    ticks = _ticks(low, high)
+    return min(low, ticks[0]), max(high, ticks[-1]), ticks
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = _nice((high - low) / 5) or 1.0
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def _nice(value: float) -> float:
+    """The nearest of 1, 2, 2.5, 5 times a power of ten, not below ``value``."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** math.floor(math.log10(value))
+    return next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= value * (1 - 1e-9))
+
+
+def _unbroken(line: Series) -> list[list[tuple[int, float]]]:
+    runs: list[list[tuple[int, float]]] = [[]]
+    for step, value in zip(line.steps, line.values, strict=True):
+        if value is None:
+            runs.append([])
+        else:
+            runs[-1].append((step, value))
+    return [run for run in runs if run]

@@ -1,0 +1,77 @@
+"""A drawing: a list of shapes, in points, y downwards; `draco_ray.lab.report.output` makes SVG, PDF or PNG of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+INK, MUTED, GRID, PAPER = "ink", "muted", "grid", "paper"
+"""Colours by role: a page in dark mode shows them differently from paper. Other colours are ``#rrggbb``."""
+
+PALETTE = ("#3b73c8", "#e08a2e", "#2f9e77", "#c9485b", "#8a63c4", "#7a8794", "#b79a1f", "#2aa3b8", "#d86fa8", "#6b8e23")
+"""Colours of series, in order; past the end it begins again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A polyline through (x, y) points."""
+
+    points: tuple[tuple[float, float], ...]
+    color: str = INK
+    width: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A filled rectangle; ``hint`` is shown under the pointer where there is one."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A filled circle."""
+
+    x: float
+    y: float
+    radius: float
+    color: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A line of text; ``y`` is its baseline, ``anchor`` one of ``start``, ``middle``, ``end``."""
+
+    x: float
+    y: float
+    string: str
+    size: float = 8.0
+    anchor: str = "start"
+    color: str = INK
+
+
+Shape = Line | Box | Dot | Text
+
+
+@dataclass(slots=True)
+class Drawing:
+    """What is drawn, back to front."""
+
+    width: float
+    height: float
+    title: str
+    shapes: list[Shape] = field(default_factory=list)
+
+    def add(self, *shapes: Shape) -> None:
+        """Draw on top of what is there."""
+        self.shapes.extend(shapes)
+
+
+def palette(index: int) -> str:
+    """The colour of series ``index``."""
+    return PALETTE[index % len(PALETTE)]

@@ -1,0 +1,228 @@
+"""The paper's figures from one run or several: drawings by name, and writing them as PNG and PDF."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draco_ray.lab.analysis.rescoring import RUN
+from draco_ray.lab.analysis.tables import tidy
+from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
+from draco_ray.lab.report.drawing import Drawing
+from draco_ray.lab.report.output import to_pdf, to_png
+from draco_ray.records import Phase, Termination
+from draco_ray.runs.directory import RunDirectory
+
+MOST_CRITERIA = 24
+"""Criteria shown in the per-criterion figure: those judged most often."""
+
+Row = dict[str, Any]
+
+
+def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
+    """Every figure the runs have data for; a figure of one run alone carries the run's name when there are several.
+
+    ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; where
+    something was evaluated ``success`` and ``judge_cost_and_success``; where it was evaluated several times ``pass_k``;
+    ``evaluation_cost`` and ``train_success`` from evaluation directories inside the runs.
+    """
+    names = [run.path.name for run in runs]
+    drawings = {}
+    for run in runs:
+        suffix = f"-{run.path.name}" if len(runs) > 1 else ""
+        label = f": {run.path.name}" if len(runs) > 1 else ""
+        drawings[f"terminations{suffix}"] = terminations(tidy("terminations", [run]).to_pylist(), label)
+        by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
+        drawings[f"pass_rate_by_criterion{suffix}"] = pass_rate_by_criterion(by_criterion, label)
+    drawings["pass_rate"] = pass_rate(runs)
+    credit = tidy("credit_by_step", runs).to_pylist()
+    drawings["inert_share"] = line_chart(
+        "Rollouts on which credit is inert", by_run(credit, names, "inert_share"), bounds=(0, 1), number=percent
+    )
+    drawings["judge_cost_by_phase"] = judge_cost_of_runs(tidy("judge_cost", runs).to_pylist(), names)
+    evaluated = tidy("success", runs).to_pylist()
+    if evaluated:
+        drawings["success"] = success(evaluated)
+    measured = tidy("evaluations", runs).to_pylist()
+    optional = {
+        "judge_cost_and_success": judge_cost_and_success(tidy("judge_cost", runs).to_pylist(), measured),
+        "pass_k": pass_k(tidy("consistency", runs).to_pylist()),
+        "evaluation_cost": evaluation_cost(measured),
+        "train_success": train_success(measured),
+    }
+    return drawings | {name: drawing for name, drawing in optional.items() if drawing is not None}
+
+
+def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
+    """Write every figure as ``<name>.png`` and ``<name>.pdf``; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, drawing in figures(runs).items():
+        png, pdf = folder / f"{name}.png", folder / f"{name}.pdf"
+        png.write_bytes(to_png(drawing))
+        pdf.write_bytes(to_pdf(drawing))
+        written += [png, pdf]
+    return written
+
+
+def by_run(rows: Sequence[Row], names: Sequence[str], column: str) -> list[Series]:
+    """A series per run: ``column`` over training steps."""
+    found = []
+    for name in names:
+        mine = [row for row in rows if row["run"] == name]
+        found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine]))
+    return found
+
+
+def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
+    """Pass rate by training step, a line a run, and one for each judge that scored it anew against a static rubric."""
+    series = by_run(tidy("pass_rates", runs).to_pylist(), [run.path.name for run in runs], "pass_rate")
+    again: dict[str, list[Row]] = {}
+    for row in tidy("rubric_rates", runs).to_pylist():
+        if row["scored_by"] != RUN and row["training_step"] is not None:
+            again.setdefault(f"{row['run']}: static rubric, by {row['scored_by']}", []).append(row)
+    series += [
+        Series(name, [row["training_step"] for row in rows], [row["pass_rate"] for row in rows])
+        for name, rows in again.items()
+    ]
+    return line_chart("Pass rate of the applicable verdicts", series, bounds=(0, 1), number=percent)
+
+
+def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
+    """How rollouts ended, as shares of a training step."""
+    steps = sorted({row["training_step"] for row in rows})
+    share = {(row["training_step"], row["ended"]): row["share"] for row in rows}
+    parts = {
+        mode.value.replace("_", " "): [share.get((step, mode.value), 0.0) for step in steps] for mode in Termination
+    }
+    return stacked_bars(f"How rollouts ended{label}", [str(step) for step in steps], parts, number=percent, whole=1.0)
+
+
+def pass_rate_by_criterion(rows: Sequence[Row], label: str = "", width: float = 2 * WIDTH) -> Drawing:
+    """Pass rate of each criterion and training step, the most judged criteria first."""
+    judgments: dict[str, int] = {}
+    for row in rows:
+        judgments[row["title"]] = judgments.get(row["title"], 0) + row["judgments"]
+    titles = sorted(judgments, key=lambda title: (-judgments[title], title))[:MOST_CRITERIA]
+    steps = sorted({row["training_step"] for row in rows})
+    rates = {(row["title"], row["training_step"]): row["pass_rate"] for row in rows}
+    more = f" (the {len(titles)} most judged of {len(judgments)})" if len(judgments) > len(titles) else ""
+    return heat_map(
+        f"Pass rate by criterion{more}{label}",
+        titles,
+        [str(step) for step in steps],
+        [[rates.get((title, step)) for step in steps] for title in titles],
+        width=width,
+    )
+
+
+def judge_cost_by_step(rows: Sequence[Row]) -> Drawing:
+    """Judge cost of every training step by phase: dollars, or tokens where the judge cost none."""
+    column, title = _cost_column(rows)
+    steps = sorted({row["training_step"] for row in rows})
+    cost = {(row["training_step"], row["phase"]): row[column] for row in rows}
+    parts = {phase.value: [float(cost.get((step, phase.value), 0)) for step in steps] for phase in Phase}
+    return stacked_bars(title, [str(step) for step in steps], parts)
+
+
+def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
+    """Judge cost of whole runs by phase."""
+    column, title = _cost_column(rows)
+    parts = {
+        phase.value: [
+            float(sum(row[column] for row in rows if row["run"] == name and row["phase"] == phase.value))
+            for name in names
+        ]
+        for phase in Phase
+    }
+    return stacked_bars(title, list(names), parts, axis="run", all_labels=True)
+
+
+def success(rows: Sequence[Row]) -> Drawing:
+    """TGC over training steps, a line per run and split."""
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(f"{row['run']}, {row['split']}", []).append(row)
+    series = [
+        Series(name, [row["training_step"] for row in mine], [row["tgc"] for row in mine])
+        for name, mine in lines.items()
+    ]
+    return line_chart("Task goal completion (TGC)", series, bounds=(0, 1), number=percent)
+
+
+def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Drawing | None:
+    """Judge cost of a training step against the last TGC on tasks not trained on, a point per run and split."""
+    column, _ = _cost_column(cost)
+    points = []
+    for name, split in dict.fromkeys((row["run"], row["split"]) for row in measured if not _trained_on(row)):
+        mine = [row for row in cost if row["run"] == name]
+        last = max(
+            (row for row in measured if (row["run"], row["split"]) == (name, split) and row["training_step"]),
+            key=lambda row: int(row["training_step"]),
+            default=None,
+        )
+        steps = len({row["training_step"] for row in mine})
+        if last is not None and steps:
+            points.append((f"{name}, {split}", sum(row[column] for row in mine) / steps, last["tgc"]))
+    unit = "dollars" if column == "dollars" else "input tokens"
+    return scatter("TGC against judge cost", points, axis=f"judge {unit} a training step") if points else None
+
+
+def pass_k(rows: Sequence[Row]) -> Drawing | None:
+    """pass^k and pass@k of the last measurement of each run and split; they coincide at k = 1."""
+    last: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row["k"] == 1 and (row["training_step"] or 0) >= (
+            last.get((row["run"], row["split"]), row)["training_step"] or 0
+        ):
+            last[row["run"], row["split"]] = row
+    series = []
+    for (name, split), chosen in last.items():
+        mine = [
+            row
+            for row in rows
+            if all(row[key] == chosen[key] for key in ("run", "split", "evaluation", "training_step"))
+        ]
+        ks = [row["k"] for row in mine]
+        series.append(Series(f"{name}, {split}: pass^k", ks, [row["pass_hat_k"] for row in mine]))
+        series.append(Series(f"{name}, {split}: pass@k", ks, [row["pass_at_k"] for row in mine]))
+    if not series:
+        return None
+    return line_chart("All of k runs succeed, or one does", series, bounds=(0, 1), number=percent, axis="k")
+
+
+def evaluation_cost(measured: Sequence[Row]) -> Drawing | None:
+    """TGC against the cost of one pass over the tasks, a point per measurement; tokens if any has no price."""
+    costed = [row for row in measured if row["tokens_per_pass"] is not None]
+    if not costed:
+        return None
+    priced = all(row["dollars_per_pass"] is not None for row in costed)
+    column, unit = ("dollars_per_pass", "dollars") if priced else ("tokens_per_pass", "tokens")
+    points = [(_label(row), row[column], row["tgc"]) for row in costed]
+    return scatter("TGC against evaluation cost", points, axis=f"{unit} a pass over the tasks")
+
+
+def train_success(measured: Sequence[Row]) -> Drawing | None:
+    """TGC on the training tasks over training steps: evaluated afterwards, no part of any reward."""
+    rows = [row for row in measured if _trained_on(row) and row["training_step"] is not None]
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["run"] for row in rows))
+    rows = sorted(rows, key=lambda row: int(row["training_step"]))
+    return line_chart("TGC on the training tasks", by_run(rows, names, "tgc"), bounds=(0, 1), number=percent)
+
+
+def _trained_on(row: Row) -> bool:
+    return str(row["split"]).startswith("train")
+
+
+def _label(row: Row) -> str:
+    step = "" if row["training_step"] is None else f", step {row['training_step']}"
+    return f"{row['run']}, {row['split']}{step}"
+
+
+def _cost_column(rows: Sequence[Row]) -> tuple[str, str]:
+    if any(row["dollars"] for row in rows):
+        return "dollars", "Judge cost by phase, dollars"
+    return "input_tokens", "Judge input tokens by phase (no reply had a price)"

@@ -1,0 +1,245 @@
+"""What the page shows of a group, packed so that a page of thousands opens at once.
+
+Everything about a group is one compressed string that the browser unpacks when the group is opened. A judge's prompt
+repeats the trajectory it is about, so a group keeps every line of text once, and a text is a list of line numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.runs.directory import RunDirectory
+
+_TRAJECTORY = [
+    *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
+    *("started_at", "ended_at"),
+]
+_NUMBERS = [
+    *("model", "finish_reason", "input_tokens", "cached_tokens", "output_tokens", "dollars", "seconds", "requests"),
+    "error",
+]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroup:
+    """A group as the page holds it."""
+
+    summary: Row
+    """What the list of groups shows and filters by."""
+    data: str
+    """`pack` of everything else."""
+
+
+def packed_groups(run: RunDirectory) -> Iterator[PackedGroup]:
+    """The groups of a run, by training step and task; one step's rows are in memory at a time."""
+    for step in run.steps():
+        rows = {
+            "trajectories": _by_task(run.table("trajectories", step, _TRAJECTORY).to_pylist()),
+            **{name: _by_task(run.table(name, step).to_pylist()) for name in _TABLES},
+        }
+        tasks = sorted({task for table in rows.values() for task in table})
+        for task in tasks:
+            yield _group(step, task, {name: table.get(task, []) for name, table in rows.items()})
+
+
+def pack(value: object) -> str:
+    """JSON, compressed, as text without a character that means anything in HTML."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode("ascii"), 6)).decode("ascii")
+
+
+def unpack(text: str) -> Any:
+    """What `pack` packed.
+
+    >>> unpack(pack({"a": [1, None]}))
+    {'a': [1, None]}
+    """
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+_TABLES = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
+
+
+class _Lines:
+    """Lines of text, each kept once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def add(self, text: str | None) -> list[int] | None:
+        if text is None:
+            return None
+        return [self._numbers.setdefault(line, len(self._numbers)) for line in text.split("\n")]
+
+    def all(self) -> list[str]:
+        return list(self._numbers)
+
+
+def _group(step: int, task: str, rows: dict[str, list[Row]]) -> PackedGroup:
+    lines = _Lines()
+    shares = {row["rollout"]: row for row in rows["advantages"]}
+    trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])
+    turns = _by_rollout(rows["steps"])
+    verdicts, citations, calls = (_by_rollout(rows[name]) for name in ("verdicts", "citations", "judge_calls"))
+    criteria = sorted(rows["criteria"], key=lambda row: row["criterion"])
+    state = rows["groups"][0] if rows["groups"] else {}
+    prompt = trajectories[0]["prompt"] if trajectories else []
+    data = {
+        "prompt": [{"role": message["role"], "text": lines.add(message["content"])} for message in prompt],
+        "state": state,
+        "criteria": [
+            _picked(row, "title", "description", "evaluator_instruction", "source", "survived") for row in criteria
+        ],
+        "proposals": [_picked(row, "title", "description", "source") for row in rows["proposals"]],
+        "calls": [_call(row, lines) for row in _ordered(calls[None])],
+        "rollouts": [
+            {
+                **_picked(row, "rollout", "attempt", "policy_version", "prompt_length", "ended", "error", "engine"),
+                "seconds": _short(row["ended_at"] - row["started_at"]),
+                "share": _share(shares.get(row["rollout"])),
+                "turns": _turns(turns[row["rollout"]], shares.get(row["rollout"]), lines),
+                "verdicts": {
+                    verdict["criterion"]: [verdict["verdict"], verdict["evidence"], verdict["justification"]]
+                    for verdict in verdicts[row["rollout"]]
+                },
+                "credit": _credit(citations[row["rollout"]]),
+                "calls": [_call(call, lines) for call in _ordered(calls[row["rollout"]])],
+            }
+            for row in trajectories
+        ],
+    }
+    data["lines"] = lines.all()
+    return PackedGroup(_summary(step, task, rows, data), pack(data))
+
+
+def _summary(step: int, task: str, rows: dict[str, list[Row]], data: Row) -> Row:
+    messages = rows["trajectories"][0]["prompt"] if rows["trajectories"] else []
+    rewards = {rollout["share"]["reward"] for rollout in data["rollouts"] if rollout["share"]}
+    return {
+        "step": step,
+        "task": task,
+        "asked": next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")[-400:],
+        "state": data["state"].get("state", "under way"),
+        "titles": [criterion["title"] for criterion in data["criteria"]],
+        "dropped": [index for index, criterion in enumerate(data["criteria"]) if criterion["survived"] is False],
+        "signal": len(rewards) > 1,
+        "failed_calls": sum(call["error"] is not None for call in rows["judge_calls"]),
+        "dollars": _short(sum(call["dollars"] for call in rows["judge_calls"])),
+        "rollouts": [
+            [
+                rollout["rollout"],
+                rollout["ended"],
+                rollout["share"]["reward"] if rollout["share"] else None,
+                rollout["share"]["advantage"] if rollout["share"] else None,
+                rollout["share"]["inert"] if rollout["share"] else None,
+                rollout["share"]["fallback"] if rollout["share"] else None,
+            ]
+            for rollout in data["rollouts"]
+        ],
+    }
+
+
+def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
+    pushes = push_shares(share["step_advantage"], share["step_tokens"]) if share else []
+    found = []
+    for row in sorted(rows, key=lambda row: row["turn"]):
+        before, after = _around(row["text"], row["code"])
+        turn: Row = {
+            "step": row["step"],
+            "before": lines.add(before),
+            "code": lines.add(row["code"]),
+            "after": lines.add(after),
+            "output": lines.add(row["output"]),
+            "tokens": row["last_token"] - row["first_token"],
+            "generating": _short(row["seconds_generating"]),
+            "executing": _short(row["seconds_executing"]),
+        }
+        if share and row["step"] is not None and row["step"] <= len(pushes):
+            index = row["step"] - 1
+            turn |= {
+                "push": _short(pushes[index]),
+                "quality": _short(share["quality"][index]),
+                "advantage": _short(share["step_advantage"][index]),
+                "cited": share["cited"][index],
+            }
+        found.append(turn)
+    return found
+
+
+def _around(text: str, code: str | None) -> tuple[str, str]:
+    """What a turn says before and after the block that ran."""
+    place = text.find(code) if code else -1
+    if code is None or place < 0:
+        return text.strip(), ""
+    before, after = text[:place], text[place + len(code) :]
+    return before.rstrip().removesuffix("<code>").strip(), after.lstrip().removeprefix("</code>").strip()
+
+
+def _share(row: Row | None) -> Row | None:
+    if row is None:
+        return None
+    return {
+        "reward": _short(row["reward"]),
+        "advantage": _short(row["advantage"]),
+        "fallback": row["fallback"],
+        "inert": row["inert"],
+    }
+
+
+def _credit(rows: list[Row]) -> dict[int, Row]:
+    """Criterion -> the credit call's verdict, the steps it cites and why."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        entry = found.setdefault(
+            row["criterion"], {"verdict": row["verdict"], "steps": [], "explanation": row["explanation"]}
+        )
+        if row["step"] is not None:
+            entry["steps"].append(row["step"])
+    return found
+
+
+def _call(row: Row, lines: _Lines) -> Row:
+    numbers = _picked(row, *_NUMBERS) | {"dollars": _short(row["dollars"]), "seconds": _short(row["seconds"])}
+    return {
+        "id": row["call_id"],
+        "phase": row["phase"],
+        **numbers,
+        "prompt": lines.add(row["prompt"]),
+        "reply": lines.add(row["reply"]),
+    }
+
+
+def _ordered(calls: list[Row]) -> list[Row]:
+    return sorted(calls, key=lambda row: row["started_at"])
+
+
+def _picked(row: Row, *names: str) -> Row:
+    return {name: row[name] for name in names}
+
+
+def _short(value: float | None) -> float | None:
+    """Five digits are enough to look at; NaN, which JSON lacks, is null."""
+    return None if value is None or value != value else float(f"{value:.5g}")
+
+
+def _by_task(rows: list[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row["task_id"]].append(row)
+    return found
+
+
+def _by_rollout(rows: list[Row]) -> dict[int | None, list[Row]]:
+    found: dict[int | None, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row["rollout"]].append(row)
+    return found

@@ -1,0 +1,284 @@
+"""The job that authors a static rubric (appendix "Rubric Construction").
+
+::
+
+    task ──► stage1 ──┐                              (once per training task)
+      └► rollout ×8 ──► stage2 ×8 ──► union ──┐
+                                              ├──► merges across tasks, level by level ──► one set
+    task ──► ...                        ──────┘                                             │
+                                                 pruned set ◄── verdict counts ◄── score of every rollout
+
+Rollouts come from the untrained policy (adapter version 0). Every call and verdict is kept in a run directory:
+proposals and merges under training step 0, the measurement under step 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from draco_ray.config.load import dump_config
+from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.errors import ConfigError, RubricError
+from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
+from draco_ray.lab.rubric_authoring.reduction import CriterionSet, batches, reduction_prompt, reduction_template
+from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
+from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
+from draco_ray.rollout.pools import Judgement, Member
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.progress import StepProgress
+from draco_ray.training.session import (
+    Actors,
+    checked_model,
+    open_judge,
+    ray_session,
+    stopped_plainly,
+    usable_prompts,
+)
+
+PROPOSING, MEASURING = 0, 1
+"""Training steps under which the two halves are archived."""
+
+
+TABLE_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthoringSettings:
+    """What the paper states, and what it leaves open."""
+
+    rollouts: int = 8
+    """Per training task."""
+    tasks: int | None = None
+    """Only the first so many training tasks; None takes all."""
+    max_candidates: int = 120
+    """Criteria in one merge across tasks."""
+    min_applicability: float = 0.2
+    """Share of rollouts a criterion must apply to; the rarest of the paper's 21 applies to 29.9 %."""
+    min_discrimination: float = 0.02
+    """Share of tasks whose rollouts a criterion must tell apart."""
+
+
+def author_rubric(
+    config: DracoConfig, out: Path, settings: AuthoringSettings, console: Console | None = None
+) -> tuple[MeasuredCriterion, ...]:
+    """Author a static rubric and write it to ``out``.
+
+    Returns: the criteria that stay, by falling failure rate.
+    Raises:
+        DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    if config.algorithm.reward != "rubric":
+        raise ConfigError(f"algorithm.reward is {config.algorithm.reward}: a rubric is authored with 'rubric'")
+    if out.exists():
+        raise ConfigError(f"--out {out}: exists already; choose another file")
+    load_split(config.data.root, config.data.train_split)
+    config = checked_model(config)
+    prompts = dict(list(usable_prompts(config, console).items())[: settings.tasks])
+    name = config.run.name or f"rubric-{datetime.now():%Y%m%d-%H%M%S}"
+    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
+    console.print(
+        f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, tasks {config.data.root}"
+    )
+    with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config):
+        author = RubricAuthor(config, judge, settings, prompts, run, name, console)
+        kept, pruned = asyncio.run(author.run())
+    write_rubric(
+        out,
+        kept,
+        f"Static rubric authored by {judge.model} on {len(prompts)} tasks x {settings.rollouts} rollouts of "
+        f"{Path(config.model.path).name}; {len(pruned)} criteria pruned (run {name}).",
+    )
+    # Eighty columns, which a console without a terminal takes, would break titles over lines.
+    wide = console if console.is_terminal else Console(file=console.file, width=TABLE_WIDTH, highlight=False)
+    wide.print(rubric_table(kept, pruned))
+    console.print(f"{len(kept)} criteria in {out}; every call and verdict is in {run.path}")
+    return kept
+
+
+class RubricAuthor:
+    """One authoring run: its actors and its stages."""
+
+    def __init__(
+        self,
+        config: DracoConfig,
+        judge: JudgeConfig,
+        settings: AuthoringSettings,
+        prompts: Mapping[str, tuple[Message, ...]],
+        run: RunDirectory,
+        name: str,
+        console: Console,
+    ) -> None:
+        self._config = config
+        self._judge = judge if judge.cache is not None else judge.model_copy(update={"cache": run.judge_cache})
+        self._settings = settings
+        self._prompts = prompts
+        self._run = run
+        self._name = name
+        self._console = console
+        self._progress = StepProgress(console)
+        self._template = reduction_template()
+
+    async def run(self) -> tuple[tuple[MeasuredCriterion, ...], tuple[MeasuredCriterion, ...]]:
+        """Propose, reduce, measure and prune.
+
+        Returns: (kept, pruned), each by falling failure rate.
+        Raises:
+            RubricError: no criterion is left.
+        """
+        self._actors = Actors(self._config, self._judge, self._run, self._name)
+        try:
+            await self._actors.start()
+            members, sets = await self._propose()
+            rubric = await self._reduce(sets)
+            measured = await self._measure(rubric, members)
+        finally:
+            self._progress.stop()
+            await self._actors.stop()
+        settings = self._settings
+        kept, pruned = prune(
+            measured, min_applicability=settings.min_applicability, min_discrimination=settings.min_discrimination
+        )
+        if not kept:
+            raise RubricError(
+                f"none of {len(pruned)} criteria applies to {settings.min_applicability:.0%} of the rollouts and tells "
+                f"those of {settings.min_discrimination:.0%} of the tasks apart: lower --min-applicability or "
+                "--min-discrimination, or take more rollouts"
+            )
+        return kept, pruned
+
+    async def _propose(self) -> tuple[list[Member], list[CriterionSet]]:
+        """rollout ×8 ──► stage2 ×8 ──► union, for every task at the same time."""
+        number = len(self._prompts)
+        self._pool = self._actors.pool(self._actors.workers)
+        self._progress.start("rollouts of the untrained policy", number, number * self._settings.rollouts)
+        found = await asyncio.gather(
+            *(self._task(index, task_id, prompt) for index, (task_id, prompt) in enumerate(self._prompts.items()))
+        )
+        self._progress.stop()
+        members = [member for played, _ in found for member in played]
+        sets = [criteria for _, criteria in found if criteria is not None and criteria.criteria]
+        proposed = sum(len(each.criteria) for each in sets)
+        self._console.print(
+            f"{len(members)} of {number * self._settings.rollouts} rollouts; {proposed} criteria of {len(sets)} of "
+            f"{number} tasks"
+        )
+        if not sets:
+            raise RubricError(
+                f"no usable criterion for {number} tasks with {len(members)} finished rollouts; see {self._run.path}"
+            )
+        return members, sets
+
+    async def _task(
+        self, index: int, task_id: str, prompt: tuple[Message, ...]
+    ) -> tuple[list[Member], CriterionSet | None]:
+        group = f"step{PROPOSING}/{task_id}"
+        stage1 = asyncio.create_task(self._actors.judges.stage1(group, task_id, prompt))
+        played = await asyncio.gather(
+            *(self._member(index, task_id, group, rollout, stage1) for rollout in range(self._settings.rollouts))
+        )
+        members = [member for member, _ in filter(None, played)]
+        proposals = [self._kept(task_id, await stage1), *(proposal for _, proposal in filter(None, played))]
+        if not members:
+            self._console.print(f"{task_id}: left out: none of its rollouts finished", markup=False)
+            return [], None
+        union = await self._actors.judges.union(group, task_id, prompt, proposals, members)
+        self._kept(task_id, union)
+        judged: Judged[tuple[Criterion, ...]] = await union.judged
+        self._actors.store.group.remote(PROPOSING, task_id, union.judged, None, None, self._row(union, len(members)))
+        if judged.value is None:
+            self._console.print(f"{task_id}: no criteria: {judged.error}", markup=False)
+            return members, None
+        return members, CriterionSet(name=task_id, prompts=(prompt,), criteria=judged.value)
+
+    async def _member(
+        self, index: int, task_id: str, group: str, rollout: int, stage1: asyncio.Task[Judgement]
+    ) -> tuple[Member, Judgement] | None:
+        member = await self._pool.run(task_id, group, rollout, step=PROPOSING, priority=index)
+        self._progress.advance()
+        if member is None:
+            return None
+        self._actors.store.trajectory.remote(PROPOSING, member.trajectory)
+        return member, self._kept(task_id, await self._actors.judges.stage2(member, await stage1))
+
+    async def _reduce(self, sets: Sequence[CriterionSet]) -> tuple[Criterion, ...]:
+        """Merge across tasks until one set is left; a single task's set is worded for any task as well."""
+        level = 0
+        while level == 0 or len(sets) > 1:
+            level += 1
+            work = [
+                self._merge(f"reduction{level}.{number}", batch)
+                for number, batch in enumerate(batches(sets, self._settings.max_candidates), start=1)
+            ]
+            merged = await asyncio.gather(*work)
+            sets = [each for each in merged if each is not None and each.criteria]
+            if not sets:
+                raise RubricError(f"no criterion is left after level {level} of the reduction; see {self._run.path}")
+        self._console.print(f"reduced to {len(sets[0].criteria)} criteria, merging {level} times over")
+        await self._actors.store.finish_step.remote(
+            PROPOSING, {"step": PROPOSING, "levels": level, "criteria": len(sets[0].criteria)}
+        )
+        return sets[0].criteria
+
+    async def _merge(self, name: str, batch: Sequence[CriterionSet]) -> CriterionSet | None:
+        merge = self._kept(name, await self._actors.judges.merge(name, reduction_prompt(batch, self._template)))
+        judged: Judged[tuple[Criterion, ...]] = await merge.judged
+        if judged.value is None:
+            lost = sum(len(each.criteria) for each in batch)
+            self._console.print(f"{name}: {lost} criteria lost: {judged.error}", markup=False)
+            return None
+        prompts = tuple(prompt for each in batch for prompt in each.prompts)
+        return CriterionSet(name=name, prompts=prompts, criteria=judged.value)
+
+    async def _measure(self, rubric: tuple[Criterion, ...], members: Sequence[Member]) -> tuple[MeasuredCriterion, ...]:
+        """Score every rollout against the whole set."""
+        reference = ray.put(Judged(value=rubric))
+        scores = await asyncio.gather(*(self._score(member, reference) for member in members))
+        verdicts: dict[str, list[Sequence[Verdict]]] = defaultdict(list)
+        for member, score in zip(members, scores, strict=True):
+            if score.ok:
+                verdicts[member.summary.task_id].append(await _verdicts.remote(score.judged))
+        for task_id, scored in verdicts.items():
+            row = {"state": "scored", "rollouts": len(scored), "lost": 0, "unscored": 0, "credit_failures": 0}
+            self._actors.store.group.remote(MEASURING, task_id, reference, None, None, row | {"reason": None})
+        unscored = sum(not score.ok for score in scores)
+        if unscored:
+            self._console.print(f"{unscored} of {len(members)} rollouts could not be scored")
+        await self._actors.store.finish_step.remote(
+            MEASURING, {"step": MEASURING, "rollouts": len(members) - unscored, "criteria": len(rubric)}
+        )
+        return measure(rubric, verdicts)
+
+    async def _score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
+        return self._kept(member.summary.task_id, await self._actors.judges.score(member, rubric), MEASURING)
+
+    def _kept(self, task_id: str, judgement: Judgement, step: int = PROPOSING) -> Judgement:
+        summary = judgement.summary
+        self._actors.store.judged.remote(step, task_id, summary.rollout, summary.phase.value, judgement.judged)
+        return judgement
+
+    def _row(self, union: Judgement, rollouts: int) -> dict[str, Any]:
+        return {
+            "state": "merged" if union.ok else "failed",
+            "rollouts": rollouts,
+            "lost": self._settings.rollouts - rollouts,
+            "unscored": 0,
+            "credit_failures": 0,
+            "reason": union.summary.error,
+        }
+
+
+@ray.remote(num_cpus=0)
+def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]]) -> tuple[Verdict, ...]:
+    """The verdicts alone, so that the driver does not fetch the prompts of every call."""
+    return tuple(score.verdict for score in judged.value or ())

@@ -1,0 +1,55 @@
+"""The authored rubric: a YAML file that `draco_ray.judging.static_rubric.load_static_rubric` reads, and a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion
+
+
+def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str) -> None:
+    """Write the criteria in their order, each below a comment with its figures; ``provenance`` is one line."""
+    parts = [f"# {' '.join(provenance.split())}\n"]
+    for each in kept:
+        criterion = each.criterion
+        entry = {
+            "title": criterion.title,
+            "description": criterion.description,
+            "evaluator_instruction": criterion.evaluator_instruction,
+        }
+        figures = (
+            f"failed {each.failure_rate:.1%} of {each.passed + each.failed} applicable rollouts of {each.rollouts}"
+            f" ({each.applicability:.1%}), told apart the rollouts of {each.discriminated} of {each.tasks} tasks"
+        )
+        parts.append(f"# {figures}\n{yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=110)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("\n".join(parts), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def rubric_table(kept: Sequence[MeasuredCriterion], pruned: Sequence[MeasuredCriterion]) -> Table:
+    """Title, failure rate, applicability and discrimination, by falling failure rate; pruned criteria last."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("#", justify="right")
+    table.add_column("title")
+    for name in ("failed", "applicable", "discriminates"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for number, each in enumerate((*kept, *pruned), start=1):
+        stays = number <= len(kept)
+        table.add_row(
+            str(number) if stays else "-",
+            Text(each.criterion.title),
+            f"{each.failure_rate:.1%}",
+            f"{each.applicability:.1%}",
+            f"{each.discrimination:.1%}",
+            "" if stays else "pruned",
+        )
+    return table

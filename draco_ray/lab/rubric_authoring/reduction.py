@@ -1,0 +1,66 @@
+"""From one set of criteria per task to one set for all: which sets are merged together, and what the judge is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from draco_ray.config.load import project_file
+from draco_ray.judging import render
+from draco_ray.records import Criterion, Message
+
+PROMPT = Path("prompts/reduce_rubrics.txt")
+_PLACEHOLDER = re.compile(r"\{\{ (tasks|candidate_rubrics) \}\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriterionSet:
+    """Criteria, and the tasks they were written for."""
+
+    name: str
+    """The task's id, or ``reduction<level>.<number>``."""
+    prompts: tuple[tuple[Message, ...], ...]
+    """The agent's prompt of each task."""
+    criteria: tuple[Criterion, ...]
+
+
+def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[CriterionSet]]:
+    """Cut a level of the reduction into merges of neighbouring sets (tasks of one scenario are neighbours).
+
+    A merge holds ``max_candidates`` criteria at most, or else two sets: fewer sets remain after every level.
+    """
+    cut: list[list[CriterionSet]] = []
+    for each in sets:
+        candidates = sum(len(other.criteria) for other in cut[-1]) if cut else 0
+        if cut and (len(cut[-1]) < 2 or candidates + len(each.criteria) <= max_candidates):
+            cut[-1].append(each)
+        else:
+            cut.append([each])
+    if len(cut) > 1 and len(cut[-1]) == 1:
+        # A set on its own would only be worded once more.
+        cut[-2].extend(cut.pop())
+    return cut
+
+
+def candidates(batch: Sequence[CriterionSet]) -> list[Criterion]:
+    """The criteria of a merge, each with its set's name as source."""
+    return [replace(criterion, source=each.name) for each in batch for criterion in each.criteria]
+
+
+def reduction_prompt(batch: Sequence[CriterionSet], template: str) -> str:
+    """What the judge sees of a merge across tasks; ``template`` is the text of `PROMPT`."""
+    tasks = [f"<task>\n{render.task(prompt)}\n</task>" for each in batch for prompt in each.prompts]
+    values = {"tasks": "\n\n".join(tasks), "candidate_rubrics": render.candidate_rubrics(candidates(batch))}
+    # In one pass, so that a placeholder inside a draft stays text.
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+def reduction_template() -> str:
+    """The text of `PROMPT`.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    return project_file(PROMPT).read_text(encoding="utf-8")

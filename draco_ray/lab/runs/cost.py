@@ -1,0 +1,78 @@
+"""What judging cost (`draco runs cost`): per phase over the run, and per training step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+from rich.table import Table
+
+from draco_ray.judging.costs import PhaseCost, call_cost, cost_table, phase_costs
+from draco_ray.lab.runs.savings import savings
+from draco_ray.records import JudgeCall, Phase
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.schema import TABLES
+
+
+def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
+    """Training step -> its archived judge calls, without the prompt and reply texts."""
+    columns = [name for name in TABLES["judge_calls"].names if name not in ("prompt", "reply")]
+    table = run.table("judge_calls", columns=columns)
+    steps: list[int] = sorted(pc.unique(table.column("training_step")).to_pylist())
+    return {step: _calls(table.filter(pc.equal(table.column("training_step"), step)), step) for step in steps}
+
+
+def show_cost(directory: Path, console: Console | None = None) -> None:
+    """Print tokens (cached apart), dollars and failures by phase, then by step, then what was not asked.
+
+    Raises:
+        ConfigError: if ``directory`` is not a run directory.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    run = RunDirectory.open(directory)
+    by_step = read_calls(run)
+    calls = [call for step in by_step.values() for call in step]
+    console.print(cost_table(phase_costs(calls)))
+    table = Table(
+        "step", "calls", "replayed", "failed", "input", "cached", "output", "dollars", box=None, pad_edge=False
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for step, step_calls in by_step.items():
+        cost = sum((call_cost(call) for call in step_calls), start=PhaseCost())
+        numbers = (cost.calls, cost.replayed, cost.failures, cost.input_tokens, cost.cached_tokens, cost.output_tokens)
+        table.add_row(str(step), *(f"{number:,}" for number in numbers), f"{cost.dollars:.4f}")
+    console.print(table)
+    if saved := savings(run, [(step, call) for step, of_step in by_step.items() for call in of_step]):
+        console.print("not asked, and what asking would have cost about:")
+    for each in saved:
+        amount = f"{each.calls:>6,} calls {each.tokens:>11,} tokens {each.dollars:>10.4f} dollars"
+        switch = f"; {each.switch}" if each.switch else ""
+        console.print(f"{amount}  {each.what}{switch} (changes: {each.changes})")
+
+
+def _calls(table: pa.Table, step: int) -> list[JudgeCall]:
+    return [
+        JudgeCall(
+            call_id=row["call_id"],
+            phase=Phase(row["phase"]),
+            group=f"step{step}/{row['task_id']}",
+            task_id=row["task_id"],
+            rollout=row["rollout"],
+            model=row["model"],
+            prompt="",
+            reply="",
+            finish_reason=row["finish_reason"],
+            input_tokens=row["input_tokens"],
+            cached_tokens=row["cached_tokens"],
+            output_tokens=row["output_tokens"],
+            dollars=row["dollars"],
+            started_at=row["started_at"],
+            seconds=row["seconds"],
+            requests=row["requests"],
+            error=row["error"],
+        )
+        for row in table.to_pylist()
+    ]

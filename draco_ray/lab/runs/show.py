@@ -1,0 +1,85 @@
+"""A run on one screen (`draco runs show`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+
+COLUMNS = {
+    "step": "{:d}",
+    "reward": "{:+.2f}",
+    "pass_rate": "{:.0%}",
+    "groups_with_signal": "{:d}",
+    "inert_share": "{:.0%}",
+    "kl": "{:.4f}",
+    "grad_norm": "{:.2f}",
+    "canary_gap": "{:.4f}",
+    "judge_dollars": "{:.2f}",
+    "judge_hidden_share": "{:.0%}",
+    "seconds": "{:.0f}",
+}
+"""Metrics shown, under their names in metrics.jsonl."""
+
+
+def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation]]:
+    """(training step, split) -> evaluated rollouts; step 0 is the untrained policy."""
+    found: dict[tuple[int, str], list[Evaluation]] = {}
+    for row in run.table("evaluations").to_pylist():
+        evaluation = Evaluation(
+            task_id=row["task_id"],
+            run=row["run"],
+            success=row["success"],
+            passed_tests=row["passed_tests"],
+            total_tests=row["total_tests"],
+            turns=row["turns"],
+            ended=EpisodeEnd(row["ended"]),
+            difficulty=row["difficulty"],
+            failures=tuple(row["failures"] or ()),
+        )
+        found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
+    return dict(sorted(found.items()))
+
+
+def show(directory: Path, console: Console | None = None) -> None:
+    """Print the setting, a line a step, what each table holds, and success before and after.
+
+    Raises:
+        ConfigError: if ``directory`` is not a run directory.
+    """
+    console = console or Console(highlight=False)
+    run = RunDirectory.open(directory)
+    config = yaml.safe_load(run.config_text())
+    setting, model, seed = config["setting"], config["model"]["path"], config["seed"]
+    console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
+    metrics = run.metrics()
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for line in metrics:
+        table.add_row(*(_cell(line.get(column), form) for column, form in COLUMNS.items()))
+    console.print(table if metrics else "no finished step")
+    for (step, split), evaluations in read_evaluations(run).items():
+        console.print(
+            f"after step {step}: TGC {task_goal_completion(evaluations):.1%} "
+            f"SGC {scenario_goal_completion(evaluations):.1%} on {split} ({len(evaluations)} rollouts)"
+        )
+    counts = {name: run.table(name).num_rows for name in ("trajectories", "steps", "criteria", "verdicts", "citations")}
+    calls = run.table("judge_calls")
+    dollars = pc.sum(calls.column("dollars")).as_py() or 0.0
+    console.print(
+        ", ".join(f"{number} {name}" for name, number in counts.items())
+        + f", {calls.num_rows} judge calls (${dollars:.2f}), {len(list(run.checkpoints.glob('step*')))} adapters"
+    )
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,387 @@
+"""The driver's handles on the actor pools: which worker runs what, and what to do when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import ClusterError
+from draco_ray.judging.elastic import ElasticWorkers, Place
+from draco_ray.records import EpisodeEnd, Message
+from draco_ray.rollout.worker import RolloutRequest
+from draco_ray.summaries import PhaseSummary, RolloutSummary
+
+log = logging.getLogger(__name__)
+
+WorkerT = TypeVar("WorkerT")
+
+ADJUST_SECONDS = 1.0
+"""Between two looks at how many judge workers are needed."""
+LOOK_SECONDS = 5.0
+"""Between a judge worker's answer and the next question whether it is there."""
+SILENT_SECONDS = 60.0
+"""After which a judge worker that does not answer gets no more calls, and those it has are made elsewhere."""
+
+
+class SlotQueue(Generic[WorkerT]):
+    """Free slots of the workers, handed to whoever waits with the lowest priority number."""
+
+    def __init__(self, workers: list[WorkerT], slots_per_worker: int) -> None:
+        self._free = [worker for _ in range(slots_per_worker) for worker in workers]
+        self._waiting: list[tuple[int, int, asyncio.Future[WorkerT]]] = []
+        self._arrivals = itertools.count()
+
+    async def acquire(self, priority: int) -> WorkerT:
+        """Wait for a slot; equal priorities are served in order of arrival."""
+        if self._free:
+            return self._free.pop(0)
+        future: asyncio.Future[WorkerT] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), future))
+        return await future
+
+    def release(self, worker: WorkerT) -> None:
+        """Give a slot back."""
+        while self._waiting:
+            _, _, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(worker)
+                return
+        self._free.append(worker)
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait for a slot."""
+        return sum(not future.done() for _, _, future in self._waiting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A finished rollout of a group: references to what is large, the summary itself."""
+
+    rollout: int
+    trajectory: ray.ObjectRef[Any]
+    evaluation: ray.ObjectRef[Any]
+    summary: RolloutSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A finished judge phase: a reference to its `Judged`, the summary itself."""
+
+    judged: ray.ObjectRef[Any]
+    summary: PhaseSummary
+
+    @property
+    def ok(self) -> bool:
+        """Whether the phase produced a value."""
+        return self.summary.error is None
+
+
+class RolloutPool:
+    """Rollout workers and the engines they sample from.
+
+    A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
+    retries are spent the group goes on without it.
+    """
+
+    def __init__(self, workers: list[Any], slots_per_worker: int, engines: int, retries: int, seed: int) -> None:
+        self._slots: SlotQueue[Any] = SlotQueue(workers, slots_per_worker)
+        self._load = [0] * engines
+        self._retries = retries
+        self._seed = seed
+        self._recorded: dict[tuple[str, int], Member] = {}
+        self.lost = 0
+
+    def take_over(self, group: str, member: Member) -> None:
+        """A rollout of ``group`` that an earlier process of this run has finished: it is not played again."""
+        self._recorded[group, member.rollout] = member
+
+    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Member | None:
+        """Play one rollout of ``group``; None when every try failed."""
+        if (recorded := self._recorded.pop((group, rollout), None)) is not None:
+            return recorded
+        for attempt in range(self._retries + 1):
+            # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
+            entropy = (self._seed, step, rollout, attempt, *task_id.encode())
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+            request = RolloutRequest(task_id=task_id, group=group, rollout=rollout, attempt=attempt, seed=seed)
+            member = await self._try(request, priority)
+            if member is not None and member.summary.ended is not EpisodeEnd.SERVER_ERROR:
+                return member
+            reason = member.summary.error if member is not None else "its worker died"
+            log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, reason)
+        self.lost += 1
+        return None
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that wait for a slot."""
+        return self._slots.waiting
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts that hold a slot."""
+        return sum(self._load)
+
+    async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
+        worker = await self._slots.acquire(priority)
+        engine = self._load.index(min(self._load))
+        self._load[engine] += 1
+        try:
+            method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
+            trajectory, summary, evaluation = method.remote(request, engine)
+            try:
+                finished = await summary
+            except asyncio.CancelledError:
+                ray.cancel(summary)
+                raise
+            return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=finished)
+        except RayActorError:
+            # Ray has replaced the worker and repeated the rollout as often as it may.
+            return None
+        finally:
+            self._load[engine] -= 1
+            self._slots.release(worker)
+
+
+class JudgePool:
+    """Judge workers that come and go with the calls, and the union actor.
+
+    A call goes to a worker that is up: one that waits for a node, or for its restart, gets none, and where it stopped
+    answering under calls they are made elsewhere (replies that had come are in the durable cache). The union actor's
+    calls go to a worker while it is not up.
+    """
+
+    def __init__(self, start: Callable[[str], Any], config: JudgeConfig) -> None:
+        """Nothing is started yet.
+
+        Args:
+            start: asks Ray for a judge actor of that name and returns its handle at once.
+            config: bounds and times.
+        """
+        self._start = start
+        self._config = config
+        self._workers: ElasticWorkers[Any] = ElasticWorkers(
+            lambda number: start(f"JudgeWorker-{number}"),
+            slots=config.concurrency_per_worker,
+            fewest=config.workers,
+            most=config.max_workers,
+            idle_seconds=config.idle_seconds,
+        )
+        self._union: Place[Any] | None = None
+        self._first = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._watching: dict[Place[Any], asyncio.Task[None]] = {}
+        self._adjusting: asyncio.Task[None] | None = None
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Phases handed to a judge."""
+        return self._workers.in_flight + (self._union.calls if self._union is not None else 0)
+
+    @property
+    def waiting(self) -> int:
+        """Phases that wait for a worker with room."""
+        return self._workers.waiting
+
+    @property
+    def up(self) -> int:
+        """Judge workers that answer."""
+        return self._workers.up
+
+    @property
+    def wanted(self) -> int:
+        """Judge workers that would hold every phase there is, within the bounds."""
+        return self._workers.wanted
+
+    def open(self) -> None:
+        """Ask for the fewest workers and the union; needs a running event loop, and returns at once."""
+        # First, so that where slots are short the first step's calls have a worker: the union's can go there as well.
+        self._adjust()
+        self._union = Place(self._start("RubricUnion"), -1, 0.0)
+        self._watching[self._union] = asyncio.create_task(self._watch(self._union))
+        self._adjusting = asyncio.create_task(self._keep_adjusting())
+
+    async def ready(self) -> None:
+        """Return once a worker is up and the judge answers it.
+
+        Raises:
+            JudgeUnavailable: the judge cannot be reached from where the worker runs.
+            ClusterError: no worker came up.
+        """
+        seconds = self._config.start_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._first.wait()
+        except TimeoutError:
+            raise ClusterError(
+                f"no judge worker came up within judge.start_timeout_seconds={seconds:g}: each needs one of the custom "
+                "resource 'judge', see `ray status` for what the cluster and its autoscaler offer"
+            ) from None
+        if self._failure is not None:
+            raise self._failure
+        place = await self._workers.acquire()
+        try:
+            await place.worker.check.remote()
+        finally:
+            self._workers.release(place)
+
+    def close(self) -> None:
+        """Watch and adjust no longer; the actors end with the run."""
+        for task in (*self._watching.values(), *filter(None, [self._adjusting])):
+            task.cancel()
+
+    async def stage1(self, group: str, task_id: str, prompt: tuple[Message, ...]) -> Judgement:
+        """Criteria from the instruction alone."""
+        return await self._call("stage1", task_id, group, task_id, prompt)
+
+    async def stage2(self, member: Member, existing: Judgement) -> Judgement:
+        """Criteria this rollout reveals."""
+        return await self._call("stage2", _label(member), member.trajectory, existing.judged)
+
+    async def union(
+        self, group: str, task_id: str, prompt: tuple[Message, ...], proposals: list[Judgement], members: list[Member]
+    ) -> Judgement:
+        """One rubric for the group."""
+        judged = [proposal.judged for proposal in proposals]
+        trajectories = [member.trajectory for member in members]
+        return await self._call("union", task_id, group, task_id, prompt, judged, trajectories)
+
+    async def merge(self, name: str, prompt: str) -> Judgement:
+        """One set of criteria out of those that ``prompt`` lists, outside any group."""
+        return await self._call("merge", name, name, prompt)
+
+    async def score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
+        """Verdicts of one rollout."""
+        return await self._call("score", _label(member), member.trajectory, rubric)
+
+    async def credit(
+        self, member: Member, rubric: ray.ObjectRef[Any], scores: Judgement, criteria: tuple[int, ...] | None
+    ) -> Judgement:
+        """Citations of one rollout, for the criteria of those indices or for all."""
+        return await self._call("credit", _label(member), member.trajectory, rubric, scores.judged, criteria)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*self._abandoned, return_exceptions=True)
+
+    async def _call(self, method: str, label: str, *arguments: Any) -> Judgement:
+        while True:
+            place = await self._acquire(method)
+            judged, summary = getattr(place.worker, method).options(name=f"{method} {label}").remote(*arguments)
+            if (finished := await self._finish(place, summary)) is not None:
+                return Judgement(judged=judged, summary=finished)
+            log.warning("%s %s: its judge worker does not answer; asked of another", method, label)
+
+    async def _acquire(self, method: str) -> Place[Any]:
+        if method in ("union", "merge") and self._union is not None and self._union.up:
+            self._union.calls += 1
+            return self._union
+        return await self._workers.acquire()
+
+    def _release(self, place: Place[Any]) -> None:
+        if place is self._union:
+            place.calls -= 1
+        else:
+            self._workers.release(place)
+
+    async def _finish(self, place: Place[Any], summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary | None:
+        """The phase's summary; None where its worker was given up on."""
+        answer = asyncio.ensure_future(_answer(summary))
+        given_up = asyncio.ensure_future(place.given_up.wait())
+        try:
+            await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # The phase itself goes on, and holds its slot.
+            task = asyncio.create_task(self._release_after(place, answer))
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
+            raise
+        finally:
+            given_up.cancel()
+        self._release(place)
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        ray.cancel(summary)
+        return None
+
+    async def _release_after(self, place: Place[Any], answer: asyncio.Future[PhaseSummary]) -> None:
+        await asyncio.wait({answer})
+        # Nobody asks for its error any more.
+        _ = answer.cancelled() or answer.exception()
+        self._release(place)
+
+    async def _keep_adjusting(self) -> None:
+        while True:
+            await asyncio.sleep(ADJUST_SECONDS)
+            try:
+                self._adjust()
+            except Exception:
+                # The workers there are go on; what ails Ray, their calls will tell.
+                log.exception("the number of judge workers could not be adjusted")
+
+    def _adjust(self) -> None:
+        come, gone = self._workers.adjust()
+        for place in come:
+            self._watching[place] = asyncio.create_task(self._watch(place))
+        for place in gone:
+            self._watching.pop(place).cancel()
+            # It holds no call, and its replies are on disk.
+            ray.kill(place.worker)
+        if come or gone:
+            log.info(
+                "judge workers: %d up, %d asked for, %d phases in flight, %d waiting",
+                *(self.up, len(self._workers.places), self.in_flight, self.waiting),
+            )
+
+    async def _watch(self, place: Place[Any]) -> None:
+        """Ask a worker again and again whether it is there."""
+        while True:
+            answer = place.worker.up.remote()
+            try:
+                try:
+                    async with asyncio.timeout(SILENT_SECONDS):
+                        await answer
+                except TimeoutError:
+                    self._workers.went_down(place)
+                    await answer
+            except ActorUnavailableError:
+                self._workers.went_down(place)
+            except RayActorError as error:
+                log.warning("judge worker %d is lost: %s", place.number, " ".join(str(error).split())[:300])
+                self._workers.lost(place, error)
+                if not self._workers.places:
+                    self._failure = error
+                    self._first.set()
+                return
+            except RayError as error:
+                log.warning("judge worker %d cannot be asked: %s", place.number, " ".join(str(error).split())[:300])
+                self._workers.went_down(place)
+            else:
+                self._workers.came_up(place)
+                if place is not self._union:
+                    self._first.set()
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _answer(summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary:
+    return await summary
+
+
+def _label(member: Member) -> str:
+    return f"{member.summary.task_id}/{member.rollout}"

@@ -1,0 +1,139 @@
+"""The Ray shell of `draco_ray.runs.store.RunStore`: resolves references, so that the driver holds no trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+
+from draco_ray.errors import StoreError
+from draco_ray.placement import beside_the_driver
+from draco_ray.records import Attribution, Criterion, Evaluation, GroupAdvantages, Judged, ScoredCriterion, Trajectory
+from draco_ray.rollout.worker import summarise
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
+from draco_ray.runs.rows import Row
+from draco_ray.runs.store import RunStore
+from draco_ray.summaries import RolloutSummary
+
+
+class RunStoreActor:
+    """Writes every part of a step the moment it exists. Its methods are synchronous: Ray then keeps their order."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = RunStore(RunDirectory(path))
+        self._failure: str | None = None
+
+    def trajectory(self, step: int, trajectory: Trajectory) -> None:
+        """Keep a finished rollout."""
+        key = f"{trajectory.task_id}-{trajectory.rollout}"
+        self._write("trajectories", step, key, rows.trajectory_rows(step, trajectory))
+        self._write("steps", step, key, rows.step_rows(step, trajectory))
+
+    def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
+        """Keep the calls of a finished judge phase, and its verdicts or citations."""
+        key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
+        calls = rows.call_rows(step, judged.calls)
+        self._write("judge_calls", step, key, self._with_what_was_paid(step, key, calls))
+        value: Sequence[Any] = judged.value or ()
+        if value and isinstance(value[0], ScoredCriterion) and rollout is not None:
+            self._write("verdicts", step, key, rows.verdict_rows(step, task_id, rollout, value))
+        if value and isinstance(value[0], Attribution) and rollout is not None:
+            self._write("citations", step, key, rows.citation_rows(step, task_id, rollout, value))
+        if value and isinstance(value[0], Criterion) and phase != "union":
+            self._write("proposals", step, key, rows.proposal_rows(step, task_id, value))
+
+    def group(
+        self,
+        step: int,
+        task_id: str,
+        rubric: Judged[tuple[Criterion, ...]] | None,
+        advantages: GroupAdvantages | None,
+        step_tokens: dict[int, Sequence[int]] | None,
+        state: Row,
+    ) -> None:
+        """Keep a group's rubric, advantages and final state."""
+        if rubric is not None and rubric.value:
+            self._write("criteria", step, task_id, rows.criterion_rows(step, task_id, rubric.value, advantages))
+        if advantages is not None:
+            self._write("advantages", step, task_id, rows.advantage_rows(step, task_id, advantages, step_tokens or {}))
+        self._write("groups", step, task_id, [{"training_step": step, "task_id": task_id, **state}])
+
+    def spans(self, step: int, key: str, spans: Sequence[Row]) -> None:
+        """Keep what ran when."""
+        self._write("spans", step, key, [{"training_step": step, **span} for span in spans])
+
+    def evaluations(self, step: int, split: str, evaluations: Sequence[Evaluation]) -> None:
+        """Keep evaluated rollouts."""
+        self._write("evaluations", step, split, rows.evaluation_rows(step, split, evaluations))
+
+    def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Close a step: one file a table, one metrics line.
+
+        Raises:
+            StoreError: it, or anything asked for before, could not be written.
+        """
+        self.flush()
+        try:
+            self._store.finish_step(step, metrics)
+        except OSError as error:
+            self._fail(error)
+
+    def recorded(self, step: int, policy_version: int) -> list[tuple[str, int]]:
+        """Task and rollout of the step's rollouts that an earlier process of this run recorded."""
+        return recorded_rollouts(self._store.directory, step, policy_version)
+
+    @ray.method(num_returns=2)
+    def trajectory_again(self, step: int, task_id: str, rollout: int) -> tuple[Trajectory, RolloutSummary]:
+        """A recorded rollout, for the object store, and its summary."""
+        trajectory = read_trajectory(self._store.directory, step, task_id, rollout)
+        return trajectory, summarise(trajectory)
+
+    def flush(self) -> None:
+        """Answers once everything asked for before is on disk.
+
+        Raises:
+            StoreError: something could not be written.
+        """
+        if self._failure is not None:
+            raise StoreError(self._failure)
+
+    def _write(self, table: str, step: int, key: str, made: Sequence[Row]) -> None:
+        try:
+            self._store.write(table, step, key, made)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        # Most writes are not waited for: the next one that is says it.
+        path = self._store.directory.path
+        self._failure = f"run directory {path} cannot be written: {error.strerror or error}; make room there"
+        raise StoreError(self._failure) from None
+
+    def _with_what_was_paid(self, step: int, key: str, calls: Sequence[Row]) -> list[Row]:
+        """``calls``, where a reply from the cache was paid for earlier in this step: its first record."""
+        if all(call["requests"] for call in calls):
+            return list(calls)
+        paid = {(call["prompt"], call["reply"]): call for call in self._store.part("judge_calls", step, key)}
+        return [call if call["requests"] else paid.get((call["prompt"], call["reply"]), call) for call in calls]
+
+
+def start_run_store(path: Path, run_name: str) -> Any:
+    """The one writer of a run; its methods run one at a time, in the order they were called.
+
+    All it holds is on disk, and writing the same again changes nothing: a new process carries on.
+    """
+    return (
+        ray.remote(RunStoreActor)
+        .options(
+            name=f"RunStore@{run_name}",
+            num_cpus=0,
+            scheduling_strategy=beside_the_driver(),
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
+        .remote(path)
+    )

@@ -1,0 +1,453 @@
+"""The rule judge behind OpenAI's chat-completions protocol: a real HTTP server, on this machine only.
+
+It can be told to be slow, to limit the rate, and to answer badly, so that a run against it meets everything that a run
+against a provider meets. `serve` runs it here; `JudgeServer` runs it as a process of its own while a block lasts.
+
+=========================  =======================================================================================
+POST /v1/chat/completions  one reply; 429 with Retry-After over the rate, 401 without the key, 404 for another model
+GET /v1/models             the one model there is
+GET /health                ``{"status": "ok"}`` once it answers
+GET /stats                 requests by phase and by outcome, the most in flight, seconds spent judging
+=========================  =======================================================================================
+
+Token numbers are estimates (four characters a token). Cached tokens follow the rule that providers publish: the longest
+prefix seen before, in blocks of 128 tokens, from 1024 tokens on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import hmac
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from draco_ray.errors import ConfigError, JudgeUnavailable
+from draco_ray.records import Phase
+from draco_ray.sandbox.rule_judge.answering import answer
+
+MODEL_NAME = "rule-judge"
+HOST = "127.0.0.1"
+KEY_VARIABLE = "DRACO_RULE_JUDGE_KEY"
+"""Environment variable that holds the key the server asks for, if it is told to ask for one."""
+CHARACTERS_PER_TOKEN = 4
+CACHE_BLOCK = 128
+LEAST_CACHED = 1024
+CACHED_BLOCKS = 200_000
+START_SECONDS = 30.0
+STOP_SECONDS = 5.0
+
+
+class Behaviour(BaseModel):
+    """How the server answers. Shares are probabilities, drawn independently of what is asked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    port: int = Field(0, ge=0, le=65535)
+    """0 takes a free one."""
+    latency: float = Field(0.0, ge=0)
+    """Seconds a reply takes; many may be waited for at once."""
+    rate_limit: float | None = Field(None, gt=0)
+    """Requests a second; up to one second's worth may come at once."""
+    malformed: float = Field(0.0, ge=0, le=1)
+    """Share of replies that are prose with a broken array in it."""
+    truncated: float = Field(0.0, ge=0, le=1)
+    """Share of replies cut in the middle, with finish_reason ``length``."""
+    error: float = Field(0.0, ge=0, le=1)
+    """Share of requests answered with status 500."""
+    answered: Path | None = None
+    """File of what was answered, by digest: a server in place of one that was killed goes on counting repeats."""
+    require_key: bool = False
+    """Answer 401 unless the request bears the key in the environment variable `KEY_VARIABLE`."""
+    seed: int = 0
+    """Of the draws: the n-th request of a server meets the same fate under the same seed."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> Behaviour:
+        if self.malformed + self.truncated + self.error > 1:
+            raise ValueError("malformed, truncated and error together exceed 1")
+        return self
+
+
+class _Completion(BaseModel):
+    """What is used of a request."""
+
+    class _Message(BaseModel):
+        role: str
+        content: str | list[dict[str, Any]] | None = None
+
+        @property
+        def text(self) -> str:
+            if isinstance(self.content, list):
+                return "".join(str(part.get("text", "")) for part in self.content)
+            return self.content or ""
+
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+
+
+class JudgeApp:
+    """The protocol and the misbehaviour; `answer` does the judging."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        """Raises ConfigError if a key is required and the environment holds none."""
+        self._behaviour = behaviour
+        self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
+        if behaviour.require_key and not self._key:
+            raise ConfigError(f"judge server: {KEY_VARIABLE} holds no key to require; set it")
+        self._requests = 0
+        self._allowance = self._burst
+        self._allowance_at = time.monotonic()
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+        self._phases: Counter[str] = Counter()
+        self._book = behaviour.answered
+        known = self._book.read_text(encoding="ascii").split() if self._book and self._book.exists() else ()
+        self._answered = set(known)
+        self._repeated = len(known) - len(self._answered)
+        self._outcomes: Counter[str] = Counter()
+        self._in_flight = 0
+        self._most_in_flight = 0
+        self._judging_seconds = 0.0
+        self.asgi = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/stats", self._stats),
+            ]
+        )
+
+    @property
+    def _burst(self) -> float:
+        return max(1.0, self._behaviour.rate_limit or 1.0)
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "draco"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _stats(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "requests": self._requests,
+                "phases": dict(self._phases),
+                "outcomes": dict(self._outcomes),
+                "repeated": self._repeated,
+                "in_flight": self._in_flight,
+                "most_in_flight": self._most_in_flight,
+                "judging_seconds": round(self._judging_seconds, 4),
+            }
+        )
+
+    async def _complete(self, request: Request) -> Response:
+        self._requests += 1
+        number = self._requests
+        bearer = request.headers.get("authorization", "")
+        if self._key and not hmac.compare_digest(bearer.encode(), f"Bearer {self._key}".encode()):
+            return self._refuse(401, "invalid_api_key", "the key is missing or wrong")
+        if (seconds := self._seconds_to_wait()) > 0:
+            headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
+            return self._refuse(429, "rate_limit_exceeded", "too many requests", headers)
+        try:
+            asked = _Completion.model_validate_json(await request.body())
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            return self._refuse(400, "invalid_request_error", f"{where or 'body'}: {problem['msg']}")
+        if asked.model != MODEL_NAME:
+            return self._refuse(404, "model_not_found", f"no model {asked.model!r} here, only {MODEL_NAME!r}")
+        if asked.stream:
+            return self._refuse(400, "invalid_request_error", "stream: this server does not stream")
+        question = hashlib.sha256(asked.model_dump_json().encode()).hexdigest()
+        known = question in self._answered
+        self._in_flight += 1
+        self._most_in_flight = max(self._most_in_flight, self._in_flight)
+        try:
+            reply, phase = await self._reply(number, asked)
+            # Whether anybody answers may be asked as often as one likes.
+            if phase is None:
+                return reply
+            self._repeated += known
+            # A reader that died while this process could not run is noticed first, whatever the event loop begins with.
+            await asyncio.sleep(0.001)
+            if reply.status_code == 200 and not await request.is_disconnected():
+                self._answered.add(question)
+                if self._book is not None:
+                    with self._book.open("a", encoding="ascii") as book:
+                        book.write(f"{question}\n")
+            return reply
+        finally:
+            self._in_flight -= 1
+
+    async def _reply(self, number: int, asked: _Completion) -> tuple[Response, Phase | None]:
+        behaviour = self._behaviour
+        clock = time.monotonic()
+        # A second question is about the first reply's form; the first message still holds what is to be judged.
+        prompt = next((message.text for message in asked.messages if message.role == "user"), "")
+        phase, text = await asyncio.to_thread(answer, prompt)
+        spent = time.monotonic() - clock
+        self._judging_seconds += spent
+        self._phases[phase.value if phase else "other"] += 1
+        await asyncio.sleep(max(0.0, behaviour.latency - spent))
+        draw = random.Random(f"{behaviour.seed}/{number}").random()
+        finish = "stop"
+        outcome = "good"
+        if draw < behaviour.error:
+            return self._refuse(500, "server_error", "an error that was asked for"), phase
+        draw -= behaviour.error
+        if draw < behaviour.malformed:
+            outcome, text = "malformed", f"Let me think about the criteria.\n[{{{text[2 : len(text) // 2]}"
+        elif draw - behaviour.malformed < behaviour.truncated:
+            outcome, finish, text = "truncated", "length", text[: len(text) // 2]
+        limit = asked.max_completion_tokens or asked.max_tokens
+        if limit is not None and _tokens(text) > limit:
+            outcome, finish, text = "truncated", "length", text[: limit * CHARACTERS_PER_TOKEN]
+        self._outcomes[outcome] += 1
+        whole = "\n".join(message.text for message in asked.messages)
+        usage = {
+            "prompt_tokens": _tokens(whole),
+            "completion_tokens": _tokens(text),
+            "total_tokens": _tokens(whole) + _tokens(text),
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens(whole)},
+        }
+        message = {"role": "assistant", "content": text}
+        completion = {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL_NAME,
+            "choices": [{"index": 0, "finish_reason": finish, "message": message}],
+            "usage": usage,
+        }
+        return JSONResponse(completion), phase
+
+    def _refuse(self, status: int, code: str, text: str, headers: dict[str, str] | None = None) -> Response:
+        self._outcomes[str(status)] += 1
+        return JSONResponse({"error": {"message": text, "type": code, "code": code}}, status, headers)
+
+    def _seconds_to_wait(self) -> float:
+        """Take one request from the allowance; 0 if there was one, else seconds until there is."""
+        rate = self._behaviour.rate_limit
+        if rate is None:
+            return 0.0
+        now = time.monotonic()
+        self._allowance = min(self._burst, self._allowance + (now - self._allowance_at) * rate)
+        self._allowance_at = now
+        if self._allowance >= 1.0:
+            self._allowance -= 1.0
+            return 0.0
+        return (1.0 - self._allowance) / rate
+
+    def _cached_tokens(self, text: str) -> int:
+        """Tokens of the longest prefix seen before; remembers this one's."""
+        size = CACHE_BLOCK * CHARACTERS_PER_TOKEN
+        prefix = cached = 0
+        hit = True
+        for start in range(0, len(text) - size + 1, size):
+            prefix = hash((prefix, text[start : start + size]))
+            hit = hit and prefix in self._prefixes
+            cached += CACHE_BLOCK if hit else 0
+            self._prefixes[prefix] = None
+            self._prefixes.move_to_end(prefix)
+        while len(self._prefixes) > CACHED_BLOCKS:
+            self._prefixes.popitem(last=False)
+        return cached if cached >= LEAST_CACHED else 0
+
+
+def _tokens(text: str) -> int:
+    return -(-len(text) // CHARACTERS_PER_TOKEN)
+
+
+def serve(
+    *,
+    port: int = 8011,
+    latency: float = 0.0,
+    rate_limit: float | None = None,
+    malformed: float = 0.0,
+    truncated: float = 0.0,
+    error: float = 0.0,
+    require_key: bool = False,
+    seed: int = 0,
+) -> None:
+    """Serve until interrupted. The arguments are `Behaviour`'s.
+
+    Raises:
+        ConfigError: a value out of range.
+        JudgeUnavailable: the port is in use.
+    """
+    behaviour = _behaviour(
+        port=port,
+        latency=latency,
+        rate_limit=rate_limit,
+        malformed=malformed,
+        truncated=truncated,
+        error=error,
+        require_key=require_key,
+        seed=seed,
+    )
+    app = JudgeApp(behaviour)
+    with _bind(behaviour.port) as listener:
+        url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
+        print(f"rule judge (a stand-in for a frontier judge): {url}, model {MODEL_NAME}; Ctrl-C stops it", flush=True)
+        try:
+            _run(app, listener)
+        except KeyboardInterrupt:
+            return
+
+
+class JudgeServer:
+    """The server as a process of its own, on a free port, for as long as a ``with`` block lasts.
+
+    It ends with this process, however that ends. The arguments are `Behaviour`'s; ``key`` makes it require that key.
+
+    >>> with JudgeServer(latency=2.0) as server:  # doctest: +SKIP
+    ...     server.base_url
+    'http://127.0.0.1:43127/v1'
+    """
+
+    def __init__(self, *, key: str | None = None, **behaviour: Any) -> None:
+        """Raises ConfigError on a value out of range."""
+        self._behaviour = _behaviour(require_key=key is not None, **behaviour)
+        self._key = key
+        self._process: subprocess.Popen[str] | None = None
+        self._port = 0
+
+    @property
+    def base_url(self) -> str:
+        """What a client calls its API base; ends in ``/v1``."""
+        return f"http://{HOST}:{self._port}/v1"
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        if self._process is None:
+            raise JudgeUnavailable("judge server: not started; use it in a with block")
+        return self._process.pid
+
+    def __enter__(self) -> JudgeServer:
+        """Start it and wait until it answers. Raises JudgeUnavailable if it does not."""
+        environment = dict(os.environ)
+        if self._key is not None:
+            environment[KEY_VARIABLE] = self._key
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "draco_ray.sandbox.judge_server", self._behaviour.model_dump_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            # Ctrl-C is for the run, which still needs its judge while it finishes.
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        # If it hangs, ending it ends the wait.
+        watchdog = threading.Timer(START_SECONDS, self._process.kill)
+        watchdog.start()
+        try:
+            line = self._process.stdout.readline()
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            watchdog.cancel()
+        if not line.startswith("{"):
+            self._stop()
+            reason = line.strip() or f"it gave no sign within {START_SECONDS:g} s or ended"
+            raise JudgeUnavailable(reason if reason.startswith("judge server") else f"judge server: {reason}")
+        self._port = json.loads(line)["port"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def _behaviour(**values: Any) -> Behaviour:
+    try:
+        return Behaviour(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(str(part) for part in problem["loc"]) or "options"
+        raise ConfigError(f"judge server: {name}: {problem['msg']}, found {problem['input']!r}") from None
+
+
+def _bind(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise JudgeUnavailable(f"judge server: port {port} on {HOST} {reason}; choose another with --port") from None
+    # Until it listens, another server could bind the same port.
+    listener.listen(1024)
+    return listener
+
+
+def _run(app: JudgeApp, listener: socket.socket) -> None:
+    config = uvicorn.Config(app.asgi, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run([listener])
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent closes its end of our standard input, which the kernel does for it if it is killed."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _main(settings: str) -> None:
+    """What `JudgeServer` starts: says on its standard output where it listens, or in one line why not."""
+    try:
+        behaviour = Behaviour.model_validate_json(settings)
+        app = JudgeApp(behaviour)
+        listener = _bind(behaviour.port)
+    except (ConfigError, JudgeUnavailable) as error:
+        print(error, flush=True)
+        sys.exit(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The socket listens already: whoever connects from now on is answered.
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    _run(app, listener)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

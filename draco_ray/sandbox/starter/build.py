@@ -1,0 +1,209 @@
+"""Builds the starter policy: demonstrations, tokenizer, training, model directory. All or nothing, and cached.
+
+PyTorch and AppWorld are imported or started only when there is something to build.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import AgentConfig
+from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.records import Task
+from draco_ray.rollout.agent_prompt import find_prompt
+from draco_ray.sandbox.starter import demonstrations as demo
+from draco_ray.sandbox.starter.settings import StarterSettings
+from draco_ray.sandbox.world.build import read_manifest
+from draco_ray.sandbox.world.scripts import Family, families
+
+if TYPE_CHECKING:
+    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.sandbox.starter.train import Example
+
+RECIPE = "starter.json"
+"""Written last: a folder that holds it is complete, and what is in it says whether it is up to date."""
+PRESET = "sandbox"
+"""The configuration the starter policy is made for: its agent is the one that is demonstrated."""
+PACKAGE = Path(__file__).resolve().parents[2]
+SOURCES = ("offline/starter", "agent", "environments/sandbox/scripts.py", "environments/sandbox/families")
+"""Code that decides the weights."""
+
+
+def build_starter(
+    out: Path,
+    world: Path,
+    *,
+    seed: int = 0,
+    settings: StarterSettings | None = None,
+    progress: bool = False,
+) -> Path:
+    """Make the starter policy in ``out``, a Hugging Face model directory; at once if the same one is there already.
+
+    Args:
+        out: where it goes. An older starter policy in its place is replaced, anything else is refused.
+        world: a sandbox made by ``draco sandbox build``; only one split's tasks are demonstrated.
+        seed: of the faults, the initial weights and the order of training. Equal seeds, worlds and settings give
+            equal weights on the same kind of machine.
+        settings: the recipe; None is the default one.
+        progress: say what is going on.
+    Returns: ``out``.
+    Raises: WorldError if ``world`` is not a sandbox or AppWorld fails; ConfigError if ``out`` holds something else.
+    """
+    settings = settings or StarterSettings()
+    console = Console(quiet=not progress, highlight=False, soft_wrap=True)
+    out = out.absolute()
+    agent = load_config(PRESET).agent
+    manifest = _sandbox(world)
+    recipe = _recipe(manifest, agent, settings, seed)
+    if (out / RECIPE).is_file():
+        if (out / RECIPE).read_text(encoding="utf-8") == recipe:
+            console.print(f"starter: {out} is up to date")
+            return out
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and holds no {RECIPE}: not a starter policy, choose another folder")
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        made, old = Path(folder) / "new", Path(folder) / "old"
+        made.mkdir()
+        _build(made, world, manifest, agent, settings, seed, _Report(console))
+        (made / RECIPE).write_text(recipe, encoding="utf-8")
+        if out.exists():
+            out.rename(old)
+        made.rename(out)
+    return out
+
+
+def _sandbox(world: Path) -> dict[str, Any]:
+    """The manifest of a sandbox. Raises: WorldError."""
+    manifest = read_manifest(world)
+    if manifest is None:
+        raise WorldError(f"no sandbox world at {world}: run `draco sandbox build --out {world}` first")
+    check_data_root(world)
+    return manifest
+
+
+def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int) -> str:
+    """Everything that decides the weights, short enough to keep and compare."""
+    recipe = {
+        "seed": seed,
+        "settings": settings.model_dump(mode="json", exclude={"processes"}),
+        "agent": agent.model_dump(mode="json"),
+        "world": manifest["digest"],
+        "source": _source_digest(agent),
+        "packages": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
+    return json.dumps(recipe, indent=1) + "\n"
+
+
+def _source_digest(agent: AgentConfig) -> str:
+    found = [path for name in SOURCES for path in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))]
+    files = [path for path in (*found, find_prompt(agent.prompt)) if path.is_file()]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def _build(
+    out: Path,
+    world: Path,
+    manifest: dict[str, Any],
+    agent: AgentConfig,
+    settings: StarterSettings,
+    seed: int,
+    report: _Report,
+) -> None:
+    """Write a complete model directory."""
+    tasks = _tasks(world, manifest, settings.split)
+    drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
+    with report.stage("demonstrations") as advance:
+        played = demo.execute(drawn, world, settings.processes, advance)
+    report.say(f"{len(played)} demonstrations of {len(tasks)} tasks executed in AppWorld")
+
+    # Imported late: they take seconds, and an up-to-date model needs none of them.
+    from transformers.utils import logging
+
+    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.sandbox.starter.tokenizer import train_tokenizer
+    from draco_ray.sandbox.starter.train import new_model, train
+
+    words = random.Random(f"words/{seed}")
+    rounds = [[demo.reword(each, words) for each in played] for _ in range(settings.epochs)]
+    corpus = (text for played in rounds for each in played for text in demo.texts(each, agent, settings.closing))
+    tokenizer = train_tokenizer(corpus, settings.vocabulary, settings.positions)
+    chat = ChatTokens(tokenizer, thinking=agent.thinking)
+    epochs = asyncio.run(_epochs(rounds, tokenizer, chat, agent, settings))
+    tokens = sum(len(example.token_ids) for example in epochs[0])
+    report.say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
+
+    model = new_model(tokenizer, settings, seed)
+    with report.stage("training") as advance:
+        loss = train(model, epochs, settings, seed, lambda done, total, _: advance(done, total))
+    report.say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
+    logging.disable_progress_bar()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _tasks(world: Path, manifest: dict[str, Any], split: str) -> list[tuple[Task, Family]]:
+    """The split's tasks, each with its family."""
+    known = families()
+    return [
+        (load_task(world, task_id), known[manifest["tasks"][task_id]["family"]]) for task_id in load_split(world, split)
+    ]
+
+
+async def _epochs(
+    rounds: Sequence[Sequence[demo.Demonstration]],
+    tokenizer: Any,
+    chat: ChatTokens,
+    agent: AgentConfig,
+    settings: StarterSettings,
+) -> list[list[Example]]:
+    """The training data of each epoch, in tokens."""
+    from draco_ray.sandbox.starter.train import Example
+
+    epochs = []
+    for played in rounds:
+        recorded = [await demo.record(each, tokenizer, chat, agent, settings.closing) for each in played]
+        epochs.append(
+            [
+                Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.sampled_T.tolist()))
+                for each in recorded
+            ]
+        )
+    return epochs
+
+
+class _Report:
+    """Says how far a build is: a bar while a stage goes on, a line after it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+
+    def say(self, what: str) -> None:
+        self._console.print(f"starter: {what} [{time.monotonic() - self._started:.0f} s]", markup=False)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """A stage's bar; yields a function that takes (done, total)."""
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(
+            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+        ) as progress:
+            bar = progress.add_task(f"starter: {name}", total=None)
+            yield lambda done, total: progress.update(bar, completed=done, total=total)

@@ -1,0 +1,221 @@
+"""Demonstrations: the sandbox's scripts with random faults, executed in AppWorld, recorded by the agent loop itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.sampler import Sample
+from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.errors import WorldError
+from draco_ray.records import Task, Trajectory
+from draco_ray.rollout.agent_prompt import render_agent_prompt
+from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.rollout.code_block import cut_output
+from draco_ray.sandbox.world.scripts import Family, Fault
+
+OnDone = Callable[[int, int], None]
+"""Called with (how many are done, how many there are)."""
+
+EXECUTE = Path(__file__).with_name("execute.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A scripted rollout of one task."""
+
+    task: Task
+    wordings: tuple[str, ...]
+    """Every way in which the task's family may be asked for."""
+    cells: tuple[str, ...]
+    """The code of its turns."""
+    outputs: tuple[str, ...] = ()
+    """What AppWorld printed for each cell, not yet cut; empty until it was executed."""
+
+
+def draw(
+    tasks: Sequence[tuple[Task, Family]], variants: int, fault_rates: Mapping[Fault, float], seed: int
+) -> list[Demonstration]:
+    """``variants`` scripts of every task, each with some of its family's faults.
+
+    Every fault is drawn on its own by systematic sampling, so each task has its rate of it up to one script. Were the
+    draws independent, a policy of this size would learn that some tasks are always left unfinished.
+    """
+    rng = random.Random(f"starter/{seed}")
+    total = len(tasks) * variants
+    # In the order of the enumeration: a set's order is not reproducible.
+    drawn = {fault: _systematic(fault_rates.get(fault, 0.0), total, variants, rng) for fault in Fault}
+    demonstrations = []
+    for index in range(total):
+        task, family = tasks[index // variants]
+        faults = {fault for fault in family.faults if drawn[fault][index]}
+        cells = family.script(frozenset(faults))
+        demonstrations.append(Demonstration(task=task, wordings=family.wordings, cells=tuple(cells)))
+    return demonstrations
+
+
+def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list[bool]:
+    """``total`` draws of which every ``block`` in a row hold ``rate`` of them, rounded up or down, at random places."""
+    start = rng.random()
+    draws = [math.floor((index + 1) * rate + start) > math.floor(index * rate + start) for index in range(total)]
+    shuffled: list[bool] = []
+    for first in range(0, total, block):
+        shuffled += rng.sample(draws[first : first + block], min(block, total - first))
+    return shuffled
+
+
+def execute(
+    demonstrations: Sequence[Demonstration], world: Path, processes: int, on_done: OnDone | None = None
+) -> list[Demonstration]:
+    """Run every demonstration's cells in AppWorld, without ground truth; equal ones once.
+
+    Args:
+        world: data root; nothing is written to it.
+        processes: AppWorld processes side by side.
+    Raises: WorldError when AppWorld's Python is missing or fails.
+    """
+    keys = [(demonstration.task.task_id, demonstration.cells) for demonstration in demonstrations]
+    jobs = list(dict.fromkeys(keys))
+    done = itertools.count(1)
+
+    def run(share: list[tuple[str, tuple[str, ...]]], root: Path) -> list[tuple[str, ...]]:
+        outputs = []
+        for output in _rehearse(share, root):
+            outputs.append(output)
+            if on_done is not None:
+                on_done(next(done), len(jobs))
+        return outputs
+
+    with _borrowed_root(world) as root, ThreadPoolExecutor(processes) as pool:
+        shares = [jobs[start::processes] for start in range(min(processes, len(jobs)))]
+        results = list(pool.map(lambda share: run(share, root), shares))
+    known = {
+        job: output
+        for share, outputs in zip(shares, results, strict=True)
+        for job, output in zip(share, outputs, strict=True)
+    }
+    return [replace(demonstration, outputs=known[key]) for demonstration, key in zip(demonstrations, keys, strict=True)]
+
+
+def turn_texts(demonstration: Demonstration, closing: str) -> list[str]:
+    """What the policy says: a code block a turn, and the closing turn."""
+    return [*(f"<code>\n{cell}\n</code>" for cell in demonstration.cells), closing]
+
+
+def texts(demonstration: Demonstration, agent: AgentConfig, closing: str) -> list[str]:
+    """All text of a demonstration as the policy would read or write it, for the tokenizer to learn from."""
+    prompt = [message.content for message in render_agent_prompt(agent.prompt, demonstration.task)]
+    outputs = [cut_output(output, agent.max_output_characters) for output in demonstration.outputs]
+    # The template's own words are text to the tokenizer as well.
+    return [*prompt, *turn_texts(demonstration, closing), *outputs, "\n", "system\n", "user\n", "assistant\n"]
+
+
+def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
+    """The same task asked for in another of its family's ways, with the same parameters.
+
+    Raises: ValueError if no wording of the family made the instruction.
+    """
+    for wording in demonstration.wordings:
+        # Placeholders become groups; everything else must stand there as it is.
+        pieces = re.split(r"\{(\w+)\}", wording)
+        pattern = "".join(f"(?P<{piece}>.+?)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces))
+        if match := re.fullmatch(pattern, demonstration.task.instruction):
+            instruction = rng.choice(demonstration.wordings).format(**match.groupdict())
+            return replace(demonstration, task=replace(demonstration.task, instruction=instruction))
+    raise ValueError(f"task {demonstration.task.task_id}: {demonstration.task.instruction!r} fits no wording")
+
+
+async def record(
+    demonstration: Demonstration, tokenizer: Any, chat: ChatTokens, agent: AgentConfig, closing: str
+) -> Trajectory:
+    """The trajectory the agent loop records when a policy says exactly this and AppWorld answers exactly that."""
+    lines = turn_texts(demonstration, closing)
+    sampler = _Script([[*tokenizer.encode(line, add_special_tokens=False), chat.end_of_turn_id] for line in lines])
+    return await CodeAgent(sampler, chat, agent).run(
+        _Recording(demonstration), group="demonstrations", rollout=0, attempt=0, seed=0
+    )
+
+
+class _Script:
+    """A sampler that says the turns of a script, one a call."""
+
+    name = "script"
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns = iter(turns)
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
+        """The next turn, cut at ``max_tokens`` as an engine would."""
+        turn = next(self._turns)
+        return Sample(
+            token_ids=turn[:max_tokens],
+            logprobs=[0.0] * len(turn[:max_tokens]),
+            finish_reason="stop" if len(turn) <= max_tokens else "length",
+            policy_version=0,
+        )
+
+
+class _Recording:
+    """A world that answers what AppWorld answered before."""
+
+    def __init__(self, demonstration: Demonstration) -> None:
+        self.task = demonstration.task
+        self._outputs = iter(demonstration.outputs)
+
+    async def execute(self, code: str) -> str:
+        """What the next cell printed."""
+        return next(self._outputs)
+
+
+@contextmanager
+def _borrowed_root(world: Path) -> Iterator[Path]:
+    """An AppWorld root with the world's data whose outputs go elsewhere and are removed."""
+    with tempfile.TemporaryDirectory(prefix="draco-starter-") as folder:
+        (Path(folder) / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
+        yield Path(folder)
+
+
+def _rehearse(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[tuple[str, ...]]:
+    """Run jobs in one AppWorld process, yielding the outputs of each as it is done."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as lines, tempfile.TemporaryFile("w+") as complaints:
+        lines.writelines(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in jobs)
+        lines.seek(0)
+        process = subprocess.Popen(
+            # As a file: AppWorld's Python has nothing of what this package imports. -P: nor are its neighbours wanted.
+            [appworld_python(None), "-P", str(EXECUTE)],
+            env={**os.environ, "APPWORLD_ROOT": str(root)},
+            stdin=lines,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            answered = 0
+            for answered, line in enumerate(process.stdout, start=1):  # noqa: B007
+                yield tuple(json.loads(line)["outputs"])
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if answered != len(jobs):
+            complaints.seek(0)
+            last = (complaints.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise WorldError(
+                f"AppWorld stopped after {answered} of {len(jobs)} demonstrations: {last}; "
+                "check the world with `draco sandbox verify`"
+            )

@@ -1,0 +1,54 @@
+"""Command line of the sandbox, run by AppWorld's own Python: ``python -m draco_ray.sandbox.world …``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from draco_ray.errors import DracoError
+from draco_ray.sandbox.world.build import DEFAULT_USERS, build
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run ``build`` or ``verify``.
+
+    Returns the exit status: 0, 1 for failing tasks, 2 for unusable arguments, 130 when interrupted.
+    """
+    parser = argparse.ArgumentParser(prog="sandbox", description="A generated AppWorld world.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("build", help="make a complete AppWorld root")
+    make.add_argument("--out", type=Path, required=True, help="folder to make; an older sandbox there is replaced")
+    make.add_argument("--seed", type=int, default=0, help="the same seed gives the same world")
+    make.add_argument("--users", type=int, default=DEFAULT_USERS, help="main users of the world")
+    make.add_argument("--scenarios", type=int, default=None, help="scenarios a split at most (default: a full world)")
+    make.add_argument("--force", action="store_true", help="build even if the same world is there")
+    check = commands.add_parser("verify", help="run every task: the reference passes, nothing and fatal faults fail")
+    check.add_argument("--root", type=Path, required=True, help="a folder made by build")
+    check.add_argument("--jobs", type=int, default=2, help="processes")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C: clean up first
+    try:
+        if options.command == "build":
+            build(options.out, options.seed, options.users, options.scenarios, options.force, _say)
+            return 0
+        from draco_ray.sandbox.world.verify import verify
+
+        failing = verify(options.root, options.jobs, _say)
+    except (DracoError, OSError) as error:
+        print(f"draco: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("draco: interrupted", file=sys.stderr)
+        return 130
+    _say("verify: all tasks are as they should be" if not failing else f"verify: {len(failing)} failing tasks")
+    return 1 if failing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,459 @@
+"""The sandbox's people and what they own, as plain rows: a function of the seed, without AppWorld.
+
+Task drafts compute their ground truth from these rows, never by calling an API, so a wrong API idiom in a reference
+solution cannot leak into its own evaluation. ``store`` turns the rows into AppWorld databases. Row ids are 1-based
+insertion order, which is also what SQLite assigns. A person has the same user id in every app.
+
+AppWorld's list APIs that do not sort return rows in the order SQLite finds them: by id, or by the unique key where one
+starts with the user. Such tables are filled in the order of that key, so that id order is API order everywhere and
+"the first page" of a table means the same here and there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from draco_ray.sandbox.world import words
+
+NOW = datetime(2023, 5, 18, 12, 0, 0)
+"""The frozen date and time of every sandbox task."""
+
+APPS = ("amazon", "file_system", "gmail", "phone", "simple_note", "splitwise", "spotify", "todoist", "venmo")
+RELATIONS = ("friend", "coworker", "sibling", "roommate")
+PAGE_LIMIT = 5
+"""AppWorld's default number of results a page."""
+MIN_USERS, MAX_USERS = 20, len(words.FIRST_NAMES)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Person:
+    """A main user: someone who can be a task's supervisor, and a contact of others."""
+
+    id: int
+    first_name: str
+    last_name: str
+    email: str
+    phone_number: str
+    birthday: str
+    sex: str
+    passwords: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """First and last name."""
+        return f"{self.first_name} {self.last_name}"
+
+
+@dataclass
+class World:
+    """Everyone and everything: ``tables["spotify.Song"][k]`` is the row with id k + 1."""
+
+    people: list[Person] = field(default_factory=list)
+    tables: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, table: str, **fields: Any) -> int:
+        """Append a row; returns its id."""
+        rows = self.tables[table]
+        rows.append({"id": len(rows) + 1, **fields})
+        return len(rows)
+
+    def get(self, table: str, row_id: int) -> Row:
+        """The row of that id."""
+        return self.tables[table][row_id - 1]
+
+    def where(self, table: str, **equal: Any) -> list[Row]:
+        """Rows whose fields equal the given values, in id order."""
+        return [row for row in self.tables[table] if all(row[key] == value for key, value in equal.items())]
+
+    def person(self, person_id: int) -> Person:
+        """The person of that id."""
+        return self.people[person_id - 1]
+
+
+def populate(seed: int, users: int) -> World:
+    """Make a world of so many users. Equal arguments give equal worlds, on any machine.
+
+    Raises: ValueError if ``users`` is outside [MIN_USERS, MAX_USERS].
+    """
+    if not MIN_USERS <= users <= MAX_USERS:
+        raise ValueError(f"--users is {users}, expected {MIN_USERS} to {MAX_USERS}")
+    world = World()
+    # A stream per part: rows added to one app do not move those of another.
+    streams = {part: random.Random(f"sandbox/{seed}/{part}") for part in ("people", *APPS)}
+    _add_people(world, users, streams["people"])
+    _add_phone(world, streams["phone"])
+    _add_spotify(world, streams["spotify"])
+    _add_venmo(world, streams["venmo"])
+    _add_simple_note(world, streams["simple_note"])
+    _add_todoist(world, streams["todoist"])
+    _add_file_system(world, streams["file_system"])
+    _add_gmail(world, streams["gmail"])
+    _add_amazon(world, streams["amazon"])
+    return world
+
+
+def _moment(rng: random.Random, days: int = 500) -> datetime:
+    """A second in the so many days before yesterday; unique enough that sorting by it has no ties."""
+    return NOW - timedelta(seconds=rng.randrange(86_400, days * 86_400))
+
+
+def _moments(rng: random.Random, count: int, days: int = 500) -> list[datetime]:
+    """Distinct moments in random order."""
+    return [NOW - timedelta(seconds=s) for s in rng.sample(range(86_400, days * 86_400), count)]
+
+
+def _products(left: Iterable[str], right: Iterable[str], rng: random.Random) -> list[str]:
+    """All two-word names, shuffled."""
+    names = [f"{a} {b}" for a, b in itertools.product(left, right)]
+    rng.shuffle(names)
+    return names
+
+
+def _add_people(world: World, users: int, rng: random.Random) -> None:
+    first_names = rng.sample(words.FIRST_NAMES, users)
+    last_names = [rng.choice(words.LAST_NAMES) for _ in range(users)]
+    phone_numbers = rng.sample(range(2_000_000_000, 9_999_999_999), users)
+    alphabet = string.ascii_letters + string.digits
+    for index, (first_name, last_name) in enumerate(zip(first_names, last_names, strict=True)):
+        born = datetime(1950, 1, 1) + timedelta(days=rng.randrange(50 * 365))
+        person = Person(
+            id=index + 1,
+            first_name=first_name,
+            last_name=last_name,
+            email=f"{first_name}.{last_name}@gmail.com".lower(),
+            phone_number=str(phone_numbers[index]),
+            birthday=born.date().isoformat(),
+            sex=rng.choice(["male", "female"]),
+            passwords={app: "".join(rng.choices(alphabet, k=8)) for app in APPS},
+        )
+        world.people.append(person)
+        world.add(
+            "admin.MainUser",
+            first_name=person.first_name,
+            last_name=person.last_name,
+            email=person.email,
+            phone_number=person.phone_number,
+            birthday=person.birthday,
+            sex=person.sex,
+        )
+        for app in APPS:
+            joined = NOW - timedelta(seconds=rng.randrange(600 * 86_400, 900 * 86_400))
+            account: Row = {
+                "first_name": person.first_name,
+                "last_name": person.last_name,
+                "password": person.passwords[app],
+                "created_at": joined,
+                "last_logged_in": joined,
+            }
+            if app == "phone":
+                account["phone_number"] = person.phone_number
+            else:
+                account["email"] = person.email
+            if app not in ("phone", "gmail"):
+                account["verified"] = True
+            if app == "venmo":
+                account["venmo_balance"] = 5000.0
+            world.add(f"{app}.User", **account)
+
+
+def _add_phone(world: World, rng: random.Random) -> None:
+    """Contacts with one relationship each, mutual, about 16 a person; alarms."""
+    pairs: dict[int, list[tuple[Person, str]]] = defaultdict(list)
+    for left, right in itertools.combinations(world.people, 2):
+        if rng.random() < 0.6:
+            relation = rng.choices(RELATIONS, weights=(5, 5, 3, 3))[0]
+            pairs[left.id].append((right, relation))
+            pairs[right.id].append((left, relation))
+    for person in world.people:
+        contacts = pairs[person.id]
+        rng.shuffle(contacts)
+        for (other, relation), moment in zip(contacts, _moments(rng, len(contacts)), strict=True):
+            world.add(
+                "phone.Contact",
+                user_id=person.id,
+                first_name=other.first_name,
+                last_name=other.last_name,
+                email=other.email,
+                phone_number=other.phone_number,
+                relationships=[relation],
+                birthday=other.birthday,
+                home_address=None,
+                work_address=None,
+                created_at=moment,
+            )
+        times = sorted(rng.sample(range(5 * 12, 22 * 12), rng.randint(9, 13)))
+        for slot, moment in zip(times, _moments(rng, len(times)), strict=True):
+            world.add(
+                "phone.Alarm",
+                user_id=person.id,
+                time=f"{slot // 12:02d}:{slot % 12 * 5:02d}",
+                repeat_days=sorted(rng.sample(words.DAYS, rng.randint(1, 3)), key=words.DAYS.index),
+                label=rng.choice(words.ALARM_LABELS),
+                enabled=rng.random() < 0.7,
+                snooze_minutes=rng.choice([0, 5, 10]),
+                vibration=rng.random() < 0.5,
+                created_at=moment,
+            )
+
+
+def _add_spotify(world: World, rng: random.Random) -> None:
+    """Artists, albums and songs; playlists, libraries, likes and followings of every user.
+
+    What a user likes is in none of her playlists nor her library, so that the data sources of tasks differ.
+    """
+    for name in _products(words.ARTIST_FIRST, words.ARTIST_LAST, rng)[:60]:
+        world.add("spotify.Artist", name=name, genre=rng.choice(words.GENRES), created_at=_moment(rng, 2000))
+    titles = _products(words.ADJECTIVES, words.NOUNS, rng)
+    for title in titles[:40]:
+        world.add(
+            "spotify.Album",
+            title=title,
+            artist_ids=[rng.randint(1, 60)],
+            release_date=_moment(rng, 3000),
+            genre=rng.choice(words.GENRES),
+            rating=rng.randint(20, 50) / 10,
+            like_count=0,
+            review_count=0,
+        )
+    durations = rng.sample(range(121, 480), 280)
+    for title, duration in zip(titles[40:320], durations, strict=True):
+        album_id = rng.randint(1, 40) if rng.random() < 0.7 else None
+        artist_ids = world.get("spotify.Album", album_id)["artist_ids"] if album_id else [rng.randint(1, 60)]
+        world.add(
+            "spotify.Song",
+            title=title,
+            artist_ids=list(artist_ids),
+            album_id=album_id,
+            duration=duration,
+            release_date=_moment(rng, 3000),
+            genre=rng.choice(words.GENRES),
+            play_count=rng.randrange(1000),
+            rating=rng.randint(10, 50) / 10,
+            like_count=0,
+            review_count=0,
+        )
+    songs = [song["id"] for song in world.tables["spotify.Song"]]
+    for person in world.people:
+        shuffled = rng.sample(songs, len(songs))
+        listed, liked_pool = shuffled[:200], shuffled[200:]
+        for title in rng.sample(words.PLAYLIST_TITLES, rng.randint(8, 11)):
+            playlist_id = world.add(
+                "spotify.Playlist",
+                title=title,
+                user_id=person.id,
+                created_at=_moment(rng),
+                is_public=rng.random() < 0.5,
+                rating=0.0,
+                like_count=0,
+                review_count=0,
+            )
+            for song_id in rng.sample(listed, rng.randint(8, 12)):
+                world.add("spotify.PlaylistSong", playlist_id=playlist_id, song_id=song_id, added_at=_moment(rng))
+        library = sorted(rng.sample(listed, rng.randint(13, 22)))
+        for song_id, moment in zip(library, _moments(rng, len(library)), strict=True):
+            world.add("spotify.UserLibrarySong", user_id=person.id, song_id=song_id, created_at=moment)
+        liked = sorted(rng.sample(liked_pool, rng.randint(11, 17)))
+        for song_id, moment in zip(liked, _moments(rng, len(liked)), strict=True):
+            world.add("spotify.SongLike", user_id=person.id, song_id=song_id, liked_at=moment)
+            world.get("spotify.Song", song_id)["like_count"] += 1
+        albums = sorted(rng.sample(range(1, 41), rng.randint(7, 12)))
+        for album_id, moment in zip(albums, _moments(rng, len(albums)), strict=True):
+            world.add("spotify.UserLibraryAlbum", user_id=person.id, album_id=album_id, created_at=moment)
+        artists = sorted(rng.sample(range(1, 61), rng.randint(12, 16)))
+        for artist_id, moment in zip(artists, _moments(rng, len(artists)), strict=True):
+            world.add("spotify.UserArtistFollowing", user_id=person.id, artist_id=artist_id, created_at=moment)
+
+
+def _add_venmo(world: World, rng: random.Random) -> None:
+    """Friendships, transactions and payment requests among all users."""
+    ids = [person.id for person in world.people]
+    for person in world.people:
+        others = [other for other in ids if other != person.id]
+        for friend_id in rng.sample(others, rng.randint(8, 11)):
+            world.add("venmo.Friendship", user_id=person.id, friend_id=friend_id, created_at=_moment(rng))
+        for _ in range(rng.randint(10, 14)):
+            moment = _moment(rng)
+            world.add(
+                "venmo.Transaction",
+                sender_id=person.id,
+                receiver_id=rng.choice(others),
+                amount=float(rng.randint(5, 150)),
+                description=rng.choice(words.PAYMENT_REASONS),
+                created_at=moment,
+                updated_at=moment,
+                private=rng.random() < 0.3,
+                receipt_download_count=0,
+                like_count=0,
+                payment_card_digits=None,
+            )
+        for _ in range(rng.randint(14, 18)):
+            moment = _moment(rng, 300)
+            status = rng.choices(["pending", "approved", "denied"], weights=(7, 2, 1))[0]
+            world.add(
+                "venmo.PaymentRequest",
+                sender_id=rng.choice(others),
+                receiver_id=person.id,
+                amount=float(rng.randint(5, 150)),
+                description=rng.choice(words.PAYMENT_REASONS),
+                created_at=moment,
+                updated_at=moment,
+                approved_at=moment + timedelta(hours=5) if status == "approved" else None,
+                denied_at=moment + timedelta(hours=5) if status == "denied" else None,
+                private=False,
+            )
+
+
+def _add_simple_note(world: World, rng: random.Random) -> None:
+    """Notes with tags and dates."""
+    for person in world.people:
+        titles = sorted(_products(words.NOTE_TOPICS, words.NOTE_KINDS, rng)[: rng.randint(13, 17)])
+        for title, moment in zip(titles, _moments(rng, len(titles)), strict=True):
+            world.add(
+                "simple_note.Note",
+                user_id=person.id,
+                title=title,
+                content=f"{rng.choice(words.SENTENCES)}\n{rng.choice(words.SENTENCES)}",
+                tags=sorted(rng.sample(words.NOTE_TAGS, rng.randint(1, 2))),
+                created_at=moment,
+                updated_at=moment + timedelta(hours=rng.randrange(1, 20)),
+                pinned=rng.random() < 0.15,
+            )
+
+
+def _add_todoist(world: World, rng: random.Random) -> None:
+    """Projects of their owner alone, with tasks that have due dates."""
+    for person in world.people:
+        for name in rng.sample(words.PROJECT_NAMES, rng.randint(8, 10)):
+            moment = _moment(rng)
+            project_id = world.add(
+                "todoist.Project",
+                user_id=person.id,
+                name=name,
+                color=rng.choice(words.COLORS),
+                is_inbox=False,
+                description="",
+                created_at=moment,
+            )
+            world.add(
+                "todoist.ProjectCollaboratorLink",
+                project_id=project_id,
+                user_id=person.id,
+                is_favorite=rng.random() < 0.3,
+                is_archived=False,
+                created_at=moment,
+            )
+            for order, title in enumerate(_products(words.TASK_VERBS, words.TASK_OBJECTS, rng)[: rng.randint(5, 8)]):
+                world.add(
+                    "todoist.Task",
+                    project_id=project_id,
+                    section_id=None,
+                    user_id=person.id,
+                    title=title,
+                    description="",
+                    due_date=NOW.replace(hour=0) + timedelta(days=rng.randrange(-120, 60)),
+                    priority=rng.choice(["high", "medium", "low"]),
+                    is_completed=rng.random() < 0.2,
+                    duration=None,
+                    duration_unit=None,
+                    order_index=order,
+                    assignee_id=None,
+                    assigner_id=None,
+                    created_at=moment,
+                )
+
+
+def _add_file_system(world: World, rng: random.Random) -> None:
+    """A home folder with downloads and documents, files of several extensions in both."""
+    for person in world.people:
+        home = f"/home/{person.first_name.lower()}/"
+        made = NOW - timedelta(days=rng.randrange(520, 590))
+        for path in ("/", "/home/", home, *(f"{home}{folder}/" for folder in words.FOLDERS)):
+            world.add("file_system.Directory", path=path, user_id=person.id, created_at=made, updated_at=made)
+        for folder in words.FOLDERS:
+            for stem in sorted(rng.sample(words.FILE_STEMS, rng.randint(8, 12))):
+                moment = _moment(rng)
+                world.add(
+                    "file_system.File",
+                    path=f"{home}{folder}/{stem}.{rng.choice(words.EXTENSIONS)}",
+                    user_id=person.id,
+                    content=rng.choice(words.SENTENCES),
+                    compressed_data=[],
+                    created_at=moment,
+                    updated_at=moment,
+                )
+
+
+def _add_gmail(world: World, rng: random.Random) -> None:
+    """Threads of one email each, from contacts and others."""
+    for person in world.people:
+        emails = {row["email"] for row in world.where("phone.Contact", user_id=person.id)}
+        known = [other for other in world.people if other.email in emails]
+        others = [other for other in world.people if other.id != person.id]
+        for _ in range(rng.randint(13, 17)):
+            sender = rng.choice(known if rng.random() < 0.7 else others)
+            moment = _moment(rng, 200)
+            email_id = world.add(
+                "gmail.Email",
+                sender_id=sender.id,
+                recipient_ids=[person.id],
+                subject=rng.choice(words.SUBJECTS),
+                body=rng.choice(words.MESSAGES),
+                response_to_email_id=None,
+                created_at=moment,
+            )
+            thread_id = world.add("gmail.GlobalEmailThread", email_ids=[email_id], created_at=moment, updated_at=moment)
+            for owner in (sender, person):
+                world.add(
+                    "gmail.UserEmailThread",
+                    global_email_thread_id=thread_id,
+                    user_id=owner.id,
+                    email_ids=[email_id],
+                    incoming=owner is person,
+                    outgoing=owner is sender,
+                    read=owner is sender or rng.random() < 0.5,
+                    starred=False,
+                    archived=False,
+                    spam=False,
+                    created_at=moment,
+                    updated_at=moment,
+                )
+
+
+def _add_amazon(world: World, rng: random.Random) -> None:
+    """Products, and wish lists with one to three of each product; carts are empty."""
+    for name in words.SELLERS:
+        world.add("amazon.Seller", name=name, rating=rng.randint(30, 50) / 10)
+    for name in _products(words.PRODUCT_STYLES, words.PRODUCT_TYPES, rng):
+        seller = rng.choice(world.tables["amazon.Seller"])
+        world.add(
+            "amazon.Product",
+            product_type=name.split()[1].lower(),
+            name=name,
+            description=f"{name}, made to last.",
+            seller_id=seller["id"],
+            price=rng.randint(500, 15_000) / 100,
+            delivery_days=rng.randint(1, 7),
+            inventory_quantity=rng.randint(20, 60),
+            weight=rng.randint(1, 50) / 10,
+            length=rng.randint(5, 60) / 1.0,
+            width=rng.randint(5, 60) / 1.0,
+            height=rng.randint(5, 60) / 1.0,
+            color=None,
+            relative_size=None,
+            rating=rng.randint(20, 50) / 10,
+            seller_rating=seller["rating"],
+            has_variations=False,
+        )
+    products = range(1, len(world.tables["amazon.Product"]) + 1)
+    for person in world.people:
+        for product_id in sorted(rng.sample(products, rng.randint(8, 12))):
+            world.add("amazon.WishListEntry", user_id=person.id, product_id=product_id, quantity=rng.randint(1, 3))

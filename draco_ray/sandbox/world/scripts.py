@@ -1,0 +1,213 @@
+"""Reference solutions of the sandbox's scenario families, and their faulty variants, as code cells.
+
+The demonstrations of the starter policy are made from these. So the cells of a family are the same text for all its
+tasks (they read the instruction and the accounts through the API), they are short, every cell opens with a comment
+that says what it does, and all families share their idioms: reading the accounts, logging in, fetching all pages,
+completing. Standard library only: both virtual environments import this module.
+
+>>> [cell.splitlines()[0] for cell in families()["longest_library_song"].script(frozenset({Fault.NO_COMPLETION}))]
+['# Read the task and the accounts.', '# Log in to spotify.', '# Fetch all pages of the song library.', \
+'# Find the longest song.', '# Report the result.']
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from draco_ray.sandbox.world.population import Person, World
+
+SPLITS = ("train", "dev", "test_normal", "test_challenge")
+
+
+class Fault(StrEnum):
+    """What a scripted rollout can do wrong."""
+
+    FIRST_PAGE_ONLY = "first_page_only"
+    """Reads the first page of a list and skips the later ones."""
+    WRONG_SOURCE = "wrong_source"
+    """Reads another list than the one the task is about."""
+    WRONG_FILTER = "wrong_filter"
+    """Selects by a wrong condition."""
+    NO_COMPLETION = "no_completion"
+    """Reports in a cell of its own that the work is done, and never calls complete_task."""
+    PRINT_SECRET = "print_secret"
+    """Prints a password; harmless to success."""
+    REPEAT_FAILING_CALL = "repeat_failing_call"
+    """Repeats a call without its access token, then recovers; harmless to success."""
+    CONTINUE_AFTER_COMPLETION = "continue_after_completion"
+    """Runs another cell after complete_task; harmless to success."""
+
+
+FATAL = frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_SOURCE, Fault.WRONG_FILTER, Fault.NO_COMPLETION})
+"""Faults with which a task must fail; the others are only bad conduct."""
+HARMLESS = frozenset(Fault) - FATAL
+
+Faults = frozenset[Fault]
+
+ACCOUNTS_CELL = """\
+# Read the task and the accounts.
+task = apis.supervisor.show_active_task()["instruction"]
+profile = apis.supervisor.show_profile()
+passwords = {a["account_name"]: a["password"] for a in apis.supervisor.show_account_passwords()}"""
+
+TITLE = "re.findall('\"(.+?)\"', task)[0]"
+"""Idioms that read a parameter from the instruction: the quoted text,"""
+DATE = 're.findall(r"\\d{4}-\\d\\d-\\d\\d", task)[0]'
+"""the date,"""
+NUMBER = 'int(re.findall(r"\\d+", task)[0])'
+"""the whole number,"""
+TIME = 're.findall(r"\\d\\d:\\d\\d", task)[0]'
+"""the time of day,"""
+RELATION = 're.findall("friend|coworker|sibling|roommate", task)[0]'
+"""the relationship."""
+
+
+def cell(comment: str, *lines: str) -> str:
+    """A code cell: its comment line, then its code."""
+    return "\n".join((f"# {comment}", *lines))
+
+
+def login_cell(app: str, *, secret: bool = False) -> str:
+    """Log in to an app, binding ``<app>_token``; ``secret`` prints the password too."""
+    user = "phone_number" if app == "phone" else "email"
+    login = f'{app}_token = apis.{app}.login(username=profile["{user}"], password=passwords["{app}"])["access_token"]'
+    return cell(f"Log in to {app}.", login, *([f'print(passwords["{app}"])'] if secret else []))
+
+
+def parameters_cell(**idioms: str) -> str:
+    """Read the parameters of the task from its instruction, and show them."""
+    names = list(idioms)
+    lines = [f"{name} = {idiom}" for name, idiom in idioms.items()]
+    return cell(f"Read the {' and the '.join(names)} from the task.", *lines, f"print({', '.join(names)})")
+
+
+def fetch_cells(what: str, api: str, faults: Faults, extra: str = "", paged: bool = True) -> list[str]:
+    """Read a list into ``rows``: all pages, or as the faults say.
+
+    Args:
+        what: the list's name in the comment.
+        api: ``<app>.<api>``.
+        faults: FIRST_PAGE_ONLY and REPEAT_FAILING_CALL change the cells, others do not.
+        extra: further arguments of the call, each followed by a comma and a space.
+        paged: False for an API that returns the whole list at once.
+    """
+    token = f"access_token={api.split('.')[0]}_token"
+    cells = []
+    if Fault.REPEAT_FAILING_CALL in faults:
+        cells += [cell(f"Fetch the {what}.", f"rows = apis.{api}({extra.removesuffix(', ')})", "print(len(rows))")] * 2
+    if not paged or Fault.FIRST_PAGE_ONLY in faults:
+        return [*cells, cell(f"Fetch the {what}.", f"rows = apis.{api}({extra}{token})", "print(len(rows))")]
+    loop = cell(
+        f"Fetch all pages of the {what}.",
+        "rows, page_index = [], 0",
+        "while True:",
+        f"    page = apis.{api}({extra}page_index=page_index, {token})",
+        "    if not page: break",
+        "    rows += page",
+        "    page_index += 1",
+        "print(len(rows))",
+    )
+    return [*cells, loop]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The rows of one model a task must change, and no others of that model.
+
+    Each row is the values of ``fields`` in the end state (for removed rows, the start state); a dotted field follows
+    a relation. ``updated`` rows are compared like the others, and only the fields in ``touched`` may differ in them.
+    """
+
+    model: str
+    fields: tuple[str, ...]
+    added: tuple[tuple[Any, ...], ...] = ()
+    updated: tuple[tuple[Any, ...], ...] = ()
+    removed: tuple[tuple[Any, ...], ...] = ()
+    touched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SideEffect:
+    """A model that AppWorld's own bookkeeping changes along the way: ``added`` rows or updates of ``touched``."""
+
+    model: str
+    added: bool = False
+    touched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One task of a scenario: what fills its instruction, and what must be true in the end."""
+
+    params: dict[str, str | int] = field(default_factory=dict)
+    answer: str | int | float | None = None
+    changes: tuple[Change, ...] = ()
+    side_effects: tuple[SideEffect, ...] = ()
+
+
+class Family(ABC):
+    """A kind of task: how it is said, what must come of it, and scripts that do it well or badly."""
+
+    name: ClassVar[str]
+    apps: ClassVar[tuple[str, ...]]
+    """Apps the reference solution logs in to, in that order; the supervisor app is not counted."""
+    difficulty: ClassVar[int]
+    """1, 2 or 3."""
+    splits: ClassVar[tuple[str, ...]] = ("train", "dev", "test_normal")
+    fatal: ClassVar[Faults]
+    """The fatal faults the family has."""
+    wordings: ClassVar[tuple[str, ...]]
+    """Instruction templates, one a scenario: two for train, then dev, then test_normal."""
+    answers: ClassVar[bool] = False
+    """Whether the task asks for an answer (bound to ``answer`` by the script)."""
+
+    @property
+    def faults(self) -> Faults:
+        """All faults the family's script can be given."""
+        return self.fatal | HARMLESS
+
+    @abstractmethod
+    def steps(self, faults: Faults) -> list[str]:
+        """The cells between logging in and completing."""
+
+    @abstractmethod
+    def draft(self, world: World, person: Person, rng: random.Random) -> Draft | None:
+        """Choose a task's parameters and compute its ground truth from the world's rows.
+
+        Returns None if this choice does not make a good task: a fatal fault would do no harm, or nothing is to do.
+        """
+
+    def script(self, faults: Faults = frozenset()) -> list[str]:
+        """The code cells of a rollout with the given faults; the reference solution without any.
+
+        NO_COMPLETION without other faults is the reference solution with a report in place of its last cell.
+        Raises: ValueError if the family does not have one of the faults.
+        """
+        if unknown := faults - self.faults:
+            raise ValueError(f"family {self.name} does not have {sorted(unknown)}, only {sorted(self.faults)}")
+        logins = [login_cell(app, secret=k == 0 and Fault.PRINT_SECRET in faults) for k, app in enumerate(self.apps)]
+        cells = [ACCOUNTS_CELL, *logins, *self.steps(faults)]
+        if Fault.NO_COMPLETION in faults:
+            # A cell, so that there is a step to blame: a turn without code is no step.
+            return [
+                *cells,
+                cell("Report the result.", "print(answer)" if self.answers else 'print("Everything is done.")'),
+            ]
+        answer = "answer" if self.answers else "None"
+        cells.append(cell("Complete the task.", f'apis.supervisor.complete_task(answer={answer}, status="success")'))
+        if Fault.CONTINUE_AFTER_COMPLETION in faults:
+            cells.append(cell("Check the result again.", "print(len(rows))"))
+        return cells
+
+
+def families() -> dict[str, Family]:
+    """All scenario families by name, in a fixed order."""
+    # Imported late: the families' modules are written in terms of this one.
+    from draco_ray.sandbox.world.families import challenge, phone, simple_note, spotify, venmo
+
+    modules = (spotify, venmo, phone, simple_note, challenge)
+    return {cls.name: cls() for module in modules for cls in module.FAMILIES}

@@ -1,0 +1,183 @@
+"""Runs a sandbox's tasks in AppWorld's own engine and evaluator. Needs AppWorld's own Python.
+
+The reference solution of every task must pass, also with each harmless fault; doing nothing, and every fatal fault of
+the task's family, must fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.sandbox.world.build import MANIFEST, read_manifest
+from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Family, Fault, families
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of one task: how many runs were evaluated, and what is wrong with them."""
+
+    task_id: str
+    family: str
+    runs: int
+    problems: tuple[str, ...]
+
+
+def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
+    """Check every task of a sandbox, ending with a table by family; returns one line for each task that is wrong.
+
+    Args:
+        root: a folder made by ``build``. Nothing in it is changed: the engine's outputs go to a temporary folder.
+        jobs: processes.
+    Raises: WorldError if ``root`` holds no sandbox; ConfigError if ``jobs`` is not positive.
+    """
+    if jobs < 1:
+        raise ConfigError(f"--jobs is {jobs}, expected at least 1")
+    root = root.absolute()
+    manifest = read_manifest(root)
+    if manifest is None:
+        raise WorldError(f"{root} holds no {MANIFEST}: expected a folder made by `draco sandbox build`")
+    entries = manifest["tasks"]
+    if strange := {entry["family"] for entry in entries.values()} - set(families()):
+        raise WorldError(f"{root} has tasks of unknown families ({', '.join(sorted(strange))}): build it again")
+    tasks = [(task_id, entry["family"]) for task_id, entry in entries.items()]
+    started = time.monotonic()
+    checked: list[Checked] = []
+    problems: list[str] = []
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="draco-verify-") as scratch,
+        context.Pool(jobs, _start_worker, (str(root), scratch)) as pool,
+    ):
+        for found in pool.imap_unordered(check_task, tasks):
+            checked.append(found)
+            if found.problems:
+                problems.append(f"verify: {found.task_id} ({found.family}): {'; '.join(found.problems)}")
+                progress(problems[-1])
+            if len(checked) % 20 == 0 or len(checked) == len(tasks):
+                progress(f"verify: {len(checked)}/{len(tasks)} tasks [{time.monotonic() - started:.0f} s]")
+    for line in table(checked, entries):
+        progress(line)
+    return problems
+
+
+def table(checked: Iterable[Checked], entries: dict[str, dict[str, Any]]) -> list[str]:
+    """One line a family: its apps, difficulty, tasks of each split, evaluated runs and failing tasks.
+
+    Args:
+        checked: the tasks' results.
+        entries: the manifest's entry of every task.
+    """
+    heads = ["family", "apps", "difficulty", *SPLITS, "runs", "failing"]
+    rows: list[list[str]] = []
+    total = [0] * (len(SPLITS) + 2)
+    for family in families().values():
+        results = [result for result in checked if result.family == family.name]
+        if not results:
+            continue
+        splits = [entries[result.task_id]["split"] for result in results]
+        counts = [splits.count(split) for split in SPLITS]
+        counts += [sum(result.runs for result in results), sum(bool(result.problems) for result in results)]
+        rows.append([family.name, "+".join(family.apps), str(family.difficulty), *map(str, counts)])
+        total = [sum(pair) for pair in zip(total, counts, strict=True)]
+    rows.append([f"{len(rows)} families", "", "", *map(str, total)])
+    widths = [max(len(row[k]) for row in [heads, *rows]) for k in range(len(heads))]
+    aligns = ["<"] * 2 + [">"] * (len(heads) - 2)
+    return [
+        "  ".join(f"{text:{align}{width}}" for text, align, width in zip(row, aligns, widths, strict=True))
+        for row in [heads, *rows]
+    ]
+
+
+def _start_worker(root: str, scratch: str) -> None:
+    """Give this process an AppWorld root of its own whose data is the sandbox's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends its workers
+    own = Path(scratch) / str(os.getpid())
+    own.mkdir(parents=True)
+    (own / "data").symlink_to(Path(root) / "data", target_is_directory=True)
+    sys.dont_write_bytecode = True  # evaluation.py is imported from the task's folder
+    os.environ["APPWORLD_ROOT"] = str(own)
+    from appworld.common.path_store import path_store
+
+    path_store.update_root(str(own))
+
+
+def check_task(task: tuple[str, str]) -> Checked:
+    """Run one (task id, family) in every way; a task that cannot even be run is a problem like others."""
+    task_id, name = task
+    check = _Check(task_id, families()[name])
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # the engine prints
+            check.idle_and_reference()
+            for fault in sorted(check.family.faults - {Fault.NO_COMPLETION, Fault.CONTINUE_AFTER_COMPLETION}):
+                check.faulty(fault)
+    except Exception as error:
+        check.problems.append(f"cannot be run: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}")
+    return Checked(task_id, name, check.runs, tuple(check.problems))
+
+
+class _Check:
+    """The runs of one task."""
+
+    def __init__(self, task_id: str, family: Family) -> None:
+        self.task_id, self.family = task_id, family
+        self.runs = 0
+        self.problems: list[str] = []
+
+    def idle_and_reference(self) -> None:
+        """Doing nothing; then the reference: with a report for its completion, with it, and with a cell too many."""
+        *before, completion = self.family.script()
+        after = self.family.script(frozenset({Fault.CONTINUE_AFTER_COMPLETION}))[-1]
+        report = self.family.script(frozenset({Fault.NO_COMPLETION}))[-1]
+        with self._open() as world:
+            tracker = self._evaluate(world)
+            if tracker.success:
+                self.problems.append("doing nothing passes")
+            wrong = [p["requirement"] for p in tracker.passes if p["label"] != "no_op_pass"]
+            wrong += [f["requirement"] for f in tracker.failures if f["label"] != "no_op_fail"]
+            self.problems += [f"mislabelled requirement: {requirement}" for requirement in wrong]
+            outputs = [world.execute(code) for code in before]
+            world.execute(report)
+            if self._evaluate(world).success:
+                self.problems.append(f"the fault {Fault.NO_COMPLETION} passes")
+            outputs.append(world.execute(completion))
+            raised = [output.strip().splitlines()[-1] for output in outputs if "Execution failed" in output]
+            self.problems += [f"the reference raises: {line}" for line in raised]
+            failures = self._evaluate(world).failures
+            for failure in failures:
+                why = " ".join(failure["trace"].split())[-300:]
+                self.problems.append(f"the reference fails: {failure['requirement']} {why}")
+            world.execute(after)
+            if not failures and not self._evaluate(world).success:
+                self.problems.append(f"the fault {Fault.CONTINUE_AFTER_COMPLETION} fails")
+
+    def faulty(self, fault: Fault) -> None:
+        """The script with one fault: it fails if the fault is fatal, and passes if not."""
+        with self._open() as world:
+            for code in self.family.script(frozenset({fault})):
+                world.execute(code)
+            success = self._evaluate(world).success
+        if success == (fault in FATAL):
+            self.problems.append(f"the fault {fault} {'passes' if success else 'fails'}")
+
+    def _open(self) -> Any:
+        from appworld.environment import AppWorld
+
+        return AppWorld(task_id=self.task_id, experiment_name="verify")
+
+    def _evaluate(self, world: Any) -> Any:
+        self.runs += 1
+        return world.evaluate()

@@ -1,0 +1,171 @@
+"""The Ray shell of `draco_ray.algorithm`: verdicts and citations in, training samples out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from draco_ray.algorithm.credit import quality_spread, unanimous_attributions
+from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
+from draco_ray.algorithm.reward import mixed_verdicts, random_rewards, rubric_rewards, surviving_criteria
+from draco_ray.config.schema import AlgorithmConfig
+from draco_ray.placement import beside_the_driver
+from draco_ray.records import (
+    Attribution,
+    Evaluation,
+    FloatArray,
+    GroupAdvantages,
+    Judged,
+    ScoredCriterion,
+    TrainingSample,
+    Trajectory,
+    Verdict,
+)
+from draco_ray.summaries import AdvantageSummary, RewardSummary
+
+Scores = Judged[tuple[ScoredCriterion, ...]]
+Attributions = Judged[tuple[Attribution, ...]]
+
+
+class AdvantageComputerActor:
+    """Holds nothing but the configuration."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+
+    async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
+        """Dropout and Eq. ``rubric-reward`` over the rollouts whose score call succeeded."""
+        scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
+        surviving_K = surviving_criteria(verdict_GK)
+        rewards_G = rubric_rewards(verdict_GK, surviving_K)
+        mixed_G = mixed_verdicts(verdict_GK, surviving_K)
+        unanimous = tuple(rollout for rollout, mixed in zip(scored, mixed_G, strict=True) if not mixed)
+        return RewardSummary(
+            criteria=verdict_GK.shape[1],
+            surviving=tuple(int(index) for index in np.flatnonzero(surviving_K)),
+            unanimous=unanimous,
+            scored=tuple(scored),
+            rewards=tuple(float(reward) for reward in rewards_G),
+            applicable=int((verdict_GK != Verdict.NOT_APPLICABLE).sum()),
+            passed=int((verdict_GK == Verdict.PASS).sum()),
+        )
+
+    @ray.method(num_returns=4)
+    async def from_verdicts(
+        self,
+        group: str,
+        rollouts: Sequence[int],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+        scores: Sequence[ray.ObjectRef[Scores]],
+        attributions: Sequence[ray.ObjectRef[Attributions] | None] | None,
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        """Step credit (Eq. ``credit``).
+
+        ``attributions`` None means that no credit call was worth making for the group; an entry None, that the
+        rollout's verdicts are unanimous and no call was made for it.
+        """
+        scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
+        played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        cited: dict[int, Sequence[Attribution] | None] = dict.fromkeys(rollouts, ())
+        if attributions is not None:
+            for rollout, ref in zip(rollouts, attributions, strict=True):
+                if ref is None:
+                    row = verdict_GK[scored.index(rollout)] * surviving_criteria(verdict_GK)
+                    cited[rollout] = unanimous_attributions(row) if played[rollout].steps else ()
+                else:
+                    judged = await ref
+                    cited[rollout] = judged.value if judged.ok else None
+        advantages = group_advantages(
+            group,
+            verdict_GK,
+            [cited[rollout] for rollout in scored],
+            [played[rollout].tokens_M for rollout in scored],
+            scored,
+            credit=self._config.credit,
+            std_epsilon=self._config.std_epsilon,
+        )
+        return self._finish(advantages, played)
+
+    @ray.method(num_returns=4)
+    async def from_evaluations(
+        self,
+        group: str,
+        rollouts: Sequence[int],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+        evaluations: Sequence[ray.ObjectRef[Evaluation]],
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        """The ``outcome`` setting: vanilla GRPO on AppWorld's binary verdict."""
+        reward_G = np.array([float((await ref).success) for ref in evaluations])
+        return await self._from_rewards(group, rollouts, trajectories, reward_G)
+
+    @ray.method(num_returns=4)
+    async def from_noise(
+        self, group: str, rollouts: Sequence[int], trajectories: Sequence[ray.ObjectRef[Trajectory]], key: Sequence[int]
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        """The ``random`` setting: vanilla GRPO on coin flips; ``key`` is this group's alone."""
+        return await self._from_rewards(group, rollouts, trajectories, random_rewards(key, len(rollouts)))
+
+    def probe(self, samples: Sequence[TrainingSample], most: int) -> list[int]:
+        """The first tokens of a sample, for the canary."""
+        return [int(token) for token in samples[0].token_ids_T[:most]] if samples else []
+
+    async def _from_rewards(
+        self,
+        group: str,
+        rollouts: Sequence[int],
+        trajectories: Sequence[ray.ObjectRef[Trajectory]],
+        reward_G: FloatArray,
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        advantages = group_advantages_from_rewards(
+            group,
+            reward_G,
+            [played[rollout].tokens_M for rollout in rollouts],
+            rollouts,
+            std_epsilon=self._config.std_epsilon,
+        )
+        return self._finish(advantages, played)
+
+    def _finish(
+        self, advantages: GroupAdvantages, played: dict[int, Trajectory]
+    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
+        shares = advantages.rollouts
+        samples = [training_sample(played[share.rollout], share, credit=self._config.credit) for share in shares]
+        spreads = [(share.inert, quality_spread(share.quality_M)) for share in shares if share.cited_M.any()]
+        summary = AdvantageSummary(
+            rollouts=tuple(share.rollout for share in shares),
+            rewards=tuple(float(share.reward) for share in shares),
+            inert=sum(share.inert for share in shares),
+            fallbacks=dict(Counter(share.fallback.value for share in shares)),
+            active_spreads=tuple(spread for inert, spread in spreads if not inert),
+            inert_spreads=tuple(spread for inert, spread in spreads if inert),
+            tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
+        )
+        tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}
+        return samples, advantages, tokens, summary
+
+
+def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
+    """The one advantage actor of a run."""
+    remote = ray.remote(AdvantageComputerActor)
+    return remote.options(
+        name=f"AdvantageComputer@{run_name}",
+        num_cpus=0,
+        scheduling_strategy=beside_the_driver(),
+        max_concurrency=64,
+        # It holds nothing: a new process answers the same.
+        max_restarts=-1,
+        max_task_retries=3,
+    ).remote(config)
+
+
+def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:
+    """The rollouts whose score call succeeded, and their verdicts as a (G, K) matrix."""
+    scored = [(rollout, judged.value) for rollout, judged in zip(rollouts, scores, strict=True) if judged.ok]
+    rows = [[int(score.verdict) for score in value or ()] for _, value in scored]
+    criteria = len(rows[0]) if rows else 0
+    return [rollout for rollout, _ in scored], np.asarray(rows, dtype=np.int8).reshape(len(rows), criteria)

@@ -1,0 +1,110 @@
+"""What watches a run from its driver: metrics, trackers and a log line for whatever changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.observability.catalogue import (
+    JUDGE_IN_FLIGHT,
+    JUDGE_WAITING,
+    JUDGE_WORKERS_UP,
+    JUDGE_WORKERS_WANTED,
+    ROLLOUTS_IN_FLIGHT,
+    ROLLOUTS_WAITING,
+)
+from draco_ray.observability.metrics import RunMetrics
+from draco_ray.observability.trackers import open_trackers, scalars
+from draco_ray.pipeline import Group
+from draco_ray.rollout.pools import JudgePool, RolloutPool
+
+log = logging.getLogger(__name__)
+
+SAMPLE_SECONDS = 2.0
+"""Between two readings of the queues; Prometheus scrapes Ray less often."""
+
+
+class RunObserver:
+    """Told of groups and steps, it records them; what goes wrong while recording never stops the run."""
+
+    def __init__(self, config: DracoConfig, run: Path) -> None:
+        """Needs a connected Ray.
+
+        Raises:
+            ConfigError: a tracker of ``run.trackers`` cannot be used.
+        """
+        self._trackers = open_trackers(config.run.trackers, run, config.model_dump(mode="json"))
+        self._metrics = RunMetrics(run.name)
+        self._sampling: asyncio.Task[None] | None = None
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Group -> its rollouts and phases that were taken in already."""
+        self._last_step: Mapping[str, Any] = {}
+        """Metrics line of the step that ended last."""
+
+    def group(self, group: Group) -> None:
+        """Take in what is new in a group since the last call."""
+        rollouts, phases = self._seen.get(group.name, (0, 0))
+        self._seen[group.name] = (len(group.rollouts), len(group.phases))
+        where = {"step": group.step, "task": group.task_id}
+        for rollout in group.rollouts[rollouts:]:
+            self._metrics.rollout(rollout)
+            seconds = rollout.ended_at - rollout.started_at
+            log.info(
+                "rollout %s after %d turns, %.1fs",
+                *(rollout.termination.value, rollout.turns, seconds),
+                extra=where | {"rollout": rollout.rollout},
+            )
+        for phase in group.phases[phases:]:
+            self._metrics.phase(phase)
+            if phase.error is not None:
+                log.warning(
+                    "judge phase %s failed: %s",
+                    *(phase.phase.value, phase.error),
+                    extra=where | {"rollout": phase.rollout},
+                )
+        if group.reason is not None:
+            log.warning("group dropped: %s", group.reason, extra=where)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Take in a finished step's metrics line."""
+        self._last_step = line
+        self._metrics.step(line)
+        self._seen.clear()
+        log.info("step finished in %.1fs, reward %s", line["seconds"], line["reward"], extra={"step": line["step"]})
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.step(line["step"], scalars(line))
+            except Exception:
+                log.exception("tracker %s failed and is left out from here on", name)
+                del self._trackers[name]
+
+    def watch_pools(self, rollouts: RolloutPool, judges: JudgePool) -> None:
+        """Read the pools' queues every few seconds until `close`; needs a running event loop.
+
+        Keeps the last step's gauges up as well: Ray forgets one that was not set again for two of its report intervals.
+        """
+        self._sampling = asyncio.create_task(self._sample(rollouts, judges))
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+        for tracker in self._trackers.values():
+            with contextlib.suppress(Exception):
+                tracker.close()
+
+    async def _sample(self, rollouts: RolloutPool, judges: JudgePool) -> None:
+        while True:
+            self._metrics.set(ROLLOUTS_WAITING, rollouts.waiting)
+            self._metrics.set(ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
+            self._metrics.set(JUDGE_IN_FLIGHT, judges.in_flight)
+            self._metrics.set(JUDGE_WAITING, judges.waiting)
+            self._metrics.set(JUDGE_WORKERS_UP, judges.up)
+            self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
+            self._metrics.step(self._last_step)
+            await asyncio.sleep(SAMPLE_SECONDS)
