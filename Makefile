@@ -11,7 +11,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-hashes world demo bench bench-overlap bench-learner gpu-check ablation chaos check format test test-fast fuzz-replies clean
+.PHONY: help setup lock lock-hashes world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation chaos check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -82,6 +82,10 @@ bench-overlap: world
 # One update of the learner against TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
 bench-learner: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/python jobs/bench_learner.py $(ARGS)
+
+# How often the 95 % intervals of evaluations hold the truth, by simulation, beside other methods (some minutes).
+bench-intervals: setup
+	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
 
 # Layers of the paper's models at real size on one GPU: agreement, speed, memory; says so where there is none.
 gpu-check: setup

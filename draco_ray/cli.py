@@ -73,7 +73,7 @@ def train(
             raise ConfigError("--allow-changed-config: only together with --resume DIR")
         from draco_ray.training.trainer import train as run_training
 
-        run_training(load_config(config, overrides, setting))
+        _say_how_sure(run_training(load_config(config, overrides, setting)))
         return
     if config is not None and "=" in config:
         # The first word names the configuration only where there is one to name.
@@ -81,7 +81,16 @@ def train(
         config = None
     from draco_ray.training.trainer import resume as resume_training
 
-    resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config)
+    _say_how_sure(resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config))
+
+
+def _say_how_sure(run: Path) -> None:
+    """Print the intervals of what a run gained, where it was evaluated before and after."""
+    from draco_ray.lab.evaluation.summary import gain_of
+    from draco_ray.runs.directory import RunDirectory
+
+    if (line := gain_of(RunDirectory.open(run))) is not None:
+        typer.echo(line)
 
 
 @app.command(name="config", epilog="Try:  draco config sandbox      draco config sandbox --setting static")

@@ -320,6 +320,10 @@ class Adapter:
     """PEFT's tensor names -> float32 arrays."""
 
 
+LOST = "the rollout was lost"
+"""Stands among the failures of an `Evaluation` that nobody could make."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """One evaluated rollout: AppWorld's own verdict. Never reaches training in an outcome-blind setting."""
@@ -333,3 +337,8 @@ class Evaluation:
     ended: EpisodeEnd
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
+
+    @property
+    def lost(self) -> bool:
+        """Whether every attempt crashed, by no doing of the policy: it counts as a failure, and is shown as lost."""
+        return LOST in self.failures

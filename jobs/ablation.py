@@ -5,9 +5,10 @@ python jobs/ablation.py [--steps 10] [--seeds 3] [--settings "draco no-credit"] 
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,9 @@ import yaml
 
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.client import price_of
+from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.evaluation.summary import Summary, difference, summarise
+from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.records import Evaluation
@@ -68,11 +70,34 @@ def percent(interval: Interval, sign: str = "") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def row(name: str, summary: Summary, first: Summary | None, cost: str) -> str:
-    """One line of the table; the last cell compares with ``first``."""
-    against = "" if first is None else percent(difference(summary, first), "+")
-    cells = [name, *map(percent, summary.tgc), *map(percent, summary.sgc), f"{summary.turns:.1f}", cost, against]
+def row(name: str, summary: Summary, cost: str) -> str:
+    """One line of the table of results."""
+    lost = f"{summary.lost} of {summary.rollouts}"
+    cells = [name, *map(percent, summary.tgc), *map(percent, summary.sgc), f"{summary.turns:.1f}", lost, cost]
     return f"| {' | '.join(cells)} |"
+
+
+def print_differences(first: str, summaries: Mapping[str, Summary]) -> None:
+    """Every other setting minus ``first``, in each measure, as Markdown."""
+    found = {name: differences(each, summaries[first]) for name, each in summaries.items() if name != first}
+    if not found:
+        return
+    adjusted = iter(holm([p_value for of_one in found.values() for _, p_value in of_one.values()]))
+    names = list(summaries[first].measures)
+    print(f"\n| Against {first} | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
+    for name, of_one in found.items():
+        cells = []
+        for measure, (interval, _) in of_one.items():
+            shown = turns(interval) if measure == "turns" else percent(interval, "+")
+            cells.append(f"{shown}, p {next(adjusted):.4f}")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def turns(interval: Interval) -> str:
+    """``-0.4 [-0.9, +0.1]``; the mean alone where nothing bounds it."""
+    if not math.isfinite(interval.low):
+        return f"{interval.mean:+.1f}"
+    return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
 
 
 def main(
@@ -103,21 +128,24 @@ def main(
             after[name].append(evaluations[last])
             costs[name].append(judge_cost(run, price))
 
-    summaries = {name: summarise(measured, runs_per_task) for name, measured in after.items()}
+    summaries = {name: summarise([[each] for each in measured], runs_per_task) for name, measured in after.items()}
     first = summaries[names[0]]
     ks = range(1, len(first.tgc) + 1)
-    print(f"## {steps} steps, {seeds} seeds, {len(first.task_success)} tasks of {split} x {runs_per_task} runs\n")
+    print(f"## {steps} steps, {seeds} seeds, {first.tasks} tasks of the sandbox's {split} x {runs_per_task} runs\n")
     columns = ["Setting", *(f"TGC p^{k}" for k in ks), *(f"SGC p^{k}" for k in ks)]
-    columns += ["Turns", "Judge tokens and cost a run", f"TGC p^1 - {names[0]}"]
+    columns += ["Turns", "Lost", "Judge tokens and cost a run"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    print(row("before training", summarise(base, runs_per_task), None, "-"))
+    print(row("before training", summarise([base], runs_per_task), "-"))
     for name in names:
         tokens = sum(tokens for tokens, _ in costs[name]) / seeds
         dollars = sum(dollars for _, dollars in costs[name]) / seeds
-        cost = f"{tokens / 1e6:.2f}M, ${dollars:.2f}"
-        print(row(name, summaries[name], None if name == names[0] else first, cost))
+        print(row(name, summaries[name], f"{tokens / 1e6:.2f}M, ${dollars:.2f}"))
+    print_differences(names[0], summaries)
+    over = "over training seeds and scenarios" if seeds > 1 else "over scenarios"
+    alone = "" if seeds > 1 else " One training seed: nothing here speaks of training again."
     print(
-        f"\nIn %, with 95 % bootstrap intervals over scenarios; means over seeds. The judge is the offline rule judge; "
+        f"\nIn % (turns apart), with 95 % intervals {over}; means over seeds; p after Holm's correction.{alone} Lost "
+        f"rollouts count as failures; intervals span what they would have been. The judge is the offline rule judge; "
         f"dollars are its tokens at {REFERENCE_JUDGE}'s reference prices."
     )
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import psutil
 import typer
 
+from draco_ray.lab.evaluation.summary import differences, summarise
 from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
@@ -27,13 +28,13 @@ SLOW_JUDGE_SECONDS = 2.0
 
 
 def run(root: Path, name: str, *arguments: str) -> tuple[RunDirectory, float, str]:
-    """Train the sandbox preset; returns the run, its seconds, and the last line it printed."""
+    """Train the sandbox preset; returns the run, its seconds, and what it printed."""
     began = time.monotonic()
     command = [sys.executable, "-m", "draco_ray.cli", "train", "sandbox", f"run.root={root}", f"run.name={name}"]
     process = subprocess.run([*command, *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if process.returncode:
         sys.exit(f"bench: {' '.join(command[3:])} {' '.join(arguments)} failed with exit code {process.returncode}")
-    return RunDirectory.open(root / name), time.monotonic() - began, process.stdout.strip().splitlines()[-1]
+    return RunDirectory.open(root / name), time.monotonic() - began, process.stdout
 
 
 def learning(root: Path, seeds: int) -> None:
@@ -41,20 +42,27 @@ def learning(root: Path, seeds: int) -> None:
     print(f"\n## Held-out TGC, {seeds} seeds (test_normal, {RUNS_PER_TASK} rollouts a task)\n")
     print("| seed | TGC before | TGC after | points | SGC before | SGC after | seconds | peak memory |")
     print("|---|---|---|---|---|---|---|---|")
-    gains = []
+    gains, firsts, lasts = [], [], []
     for seed in range(seeds):
-        directory, seconds, last = run(root, f"seed{seed}", f"seed={seed}", f"train.evaluation_runs={RUNS_PER_TASK}")
+        directory, seconds, printed = run(root, f"seed{seed}", f"seed={seed}", f"train.evaluation_runs={RUNS_PER_TASK}")
         evaluations = list(read_evaluations(directory).values())
         before, after = evaluations[0], evaluations[-1]
+        firsts.append([before])
+        lasts.append([after])
         first, final = task_goal_completion(before), task_goal_completion(after)
         gains.append(100 * (final - first))
-        memory = last.partition("peak memory ")[2].partition(" GiB")[0]
+        memory = printed.partition("peak memory ")[2].partition(" GiB")[0]
         print(
             f"| {seed} | {first:.1%} | {final:.1%} | {gains[-1]:+.1f} | {scenario_goal_completion(before):.1%} | "
             f"{scenario_goal_completion(after):.1%} | {seconds:.0f} | {memory} GiB |",
             flush=True,
         )
-    print(f"\nmean of {seeds} seeds: {sum(gains) / len(gains):+.1f} points")
+    gain, _ = differences(summarise(lasts, RUNS_PER_TASK), summarise(firsts, RUNS_PER_TASK))["TGC p^1"]
+    over = "seeds and scenarios" if seeds > 1 else "scenarios of one seed"
+    print(
+        f"\nmean of {seeds} seeds: {100 * gain.mean:+.1f} points, 95 % interval over {over} "
+        f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+    )
 
 
 def overlap(root: Path) -> None:

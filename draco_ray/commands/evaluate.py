@@ -17,6 +17,7 @@ from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Ta
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import Estimate, aggregate
 from draco_ray.lab.evaluation.tables import (
+    LOST,
     TABLES,
     compare,
     comparison_table,
@@ -26,6 +27,7 @@ from draco_ray.lab.evaluation.tables import (
     read_settings,
     split_title,
     termination_table,
+    what_was_played,
 )
 
 
@@ -79,7 +81,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         typer.echo(render(curve, TableFormat.TEXT, Shown.INTERVAL), nl=False)
         typer.echo(f"\n{out / 'curve.csv'}")
         return
-    settings = {result.label: {split_title(result): result}}
+    settings = {result.label: {split_title(result.plan): result}}
     for table in (main_table, difficulty_table, termination_table, cost_table):
         typer.echo(render(table(settings), TableFormat.TEXT, Shown.INTERVAL))
     typer.echo(f"turns: {result.turns.mean:.1f}; more with: draco tables {out}")
@@ -123,18 +125,23 @@ def curve_table(directory: EvaluationDirectory) -> Table:
         ConfigError: rollouts are missing.
     """
     plan = directory.plan
+    played = what_was_played([plan])
     rows = []
     for measurement, results in directory.complete_results().items():
         one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [results])
         step = measurement.removeprefix("step").lstrip("0") or "0"
-        rows.append((step, (_percent(one.tgc), _percent(one.sgc), Cell(one.turns.mean, one.turns.std))))
+        turns = Cell(one.turns.mean, one.turns.std, one.turns.low, one.turns.high)
+        rows.append((step, (_percent(one.tgc), _percent(one.sgc), turns, Cell(float(one.lost)))))
     return Table(
         name="train-curve",
-        title=f"{plan.label} on {plan.split}, by training step (p^1, %)",
+        title=f"{plan.label} on {plan.split}{f' ({played})' * bool(played)}, by training step (p^1, %)",
         row_header="Step",
-        columns=(Column(("TGC",)), Column(("SGC",)), Column(("Turns",))),
+        columns=(Column(("TGC",)), Column(("SGC",)), Column(("Turns",)), LOST),
         rows=tuple(rows),
-        notes=("Measured after the fact from checkpoints; training saw none of it. Step 0 is the untrained policy.",),
+        notes=(
+            "Measured after the fact from checkpoints; training saw none of it. Step 0 is the untrained policy.",
+            "One training seed. Lost: rollouts that count as failures; intervals span what they would have been.",
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation
 from draco_ray.rollout.pools import RolloutPool
 
 
@@ -35,7 +35,7 @@ async def evaluate_tasks(
                 total_tests=0,
                 turns=0,
                 ended=EpisodeEnd.SERVER_ERROR,
-                failures=("the rollout was lost",),
+                failures=(LOST,),
             )
         evaluation: Evaluation = await member.evaluation
         return evaluation

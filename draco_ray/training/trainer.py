@@ -458,10 +458,12 @@ class Trainer:
             self._progress.stop()
             await asyncio.gather(*(worker.stop.remote() for worker in workers))
         await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
+        lost = sum(evaluation.lost for evaluation in evaluations)
         moment = "before" if step == 0 else f"after step {step}"
         self._console.print(
             f"{moment}: TGC {task_goal_completion(evaluations):.1%} SGC {scenario_goal_completion(evaluations):.1%} "
             f"on {config.data.eval_split} ({len(tasks)} tasks x {runs})"
+            + (f"; {lost} rollouts were lost and count as failures" if lost else "")
         )
         return evaluations
 

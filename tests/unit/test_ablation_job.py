@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +12,7 @@ import yaml
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.records import EpisodeEnd, Evaluation, JudgeCall, Phase
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall, Phase
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -85,16 +87,39 @@ def test_the_table_of_finished_runs(job: ModuleType, tmp_path: Path, capsys: pyt
         finished_run(tmp_path, "random", seed, 0)
     job.main(steps=STEPS, seeds=2, settings="draco random", runs_per_task=RUNS, root=tmp_path, overrides=None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "## 2 steps, 2 seeds, 2 tasks of dev x 3 runs"
-    table = {line.split(" | ")[0].strip("| "): line.strip("|").split(" | ")[1:] for line in lines if line[:2] == "| "}
+    assert lines[0] == "## 2 steps, 2 seeds, 2 tasks of the sandbox's dev x 3 runs"
+    rows = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
+    table = {row[0]: row[1:] for row in rows[:4]}
     assert list(table) == ["Setting", "before training", "draco", "random"]
     # b_1 over the seeds: p^1 (3/3 + 2/3)/2, p^2 (1 + 1/3)/2, p^3 (1 + 0)/2; a_1 is 0 throughout.
     assert [cell.split()[0] for cell in table["draco"][:6]] == ["41.7", "33.3", "25.0"] * 2
-    assert table["draco"][0] == "41.7 [0.0, 83.3]"
+    mean, low, high = map(float, re.findall(r"[\d.]+", table["draco"][0]))
+    assert low < mean < high
+    assert high - low > 80  # two scenarios and two seeds tell little
     # 0.6M tokens in at $2.5 and 0.1M out at $15.
-    assert table["draco"][6:8] == ["4.0", "0.70M, $3.00"]
-    assert table["random"][-1].strip() == "-41.7 [-83.3, +0.0]"
+    assert table["draco"][6:9] == ["4.0", "0 of 12", "0.70M, $3.00"]
     assert [cell.split()[0] for cell in table["before training"][:6]] == ["0.0"] * 6
+    # Nothing was solved, of two scenarios: anything up to 84 % would have shown the same now and then.
+    assert table["before training"][0] == "0.0 [0.0, 84.2]"
+    against = dict(zip(rows[4], rows[5], strict=True))
+    assert list(against) == ["Against draco", "TGC p^1", "TGC p^3", "SGC p^1", "SGC p^3", "turns"]
+    assert against["Against draco"] == "random"
+    assert re.match(r"-41\.7 \[-\d+\.\d, \+\d+\.\d\], p 1\.0000", against["TGC p^1"])
+    assert against["turns"] == "+0.0, p 1.0000"
+    assert "over training seeds and scenarios" in lines[-1]
+
+
+def test_one_seed_is_said_to_be_one_and_lost_rollouts_are_counted(
+    job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = [replace(each, failures=(LOST,)) if each.run == 2 else each for each in evaluations(2)]
+    monkeypatch.setitem(globals(), "evaluations", lambda solved: gone)
+    finished_run(tmp_path, "draco", 0, 2)
+    job.main(steps=STEPS, seeds=1, settings="draco", runs_per_task=RUNS, root=tmp_path, overrides=None)
+    printed = capsys.readouterr().out
+    assert "One training seed: nothing here speaks of training again." in printed
+    assert "| 2 of 6 |" in printed
+    assert "Against" not in printed
 
 
 @pytest.mark.slow

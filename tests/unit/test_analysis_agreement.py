@@ -13,7 +13,7 @@ from draco_ray.lab.analysis.agreement import (
     agreement,
     agreement_intervals,
     auroc,
-    bootstrap,
+    clustered_interval,
     contingency,
 )
 
@@ -73,7 +73,7 @@ def test_coefficients_do_not_depend_on_who_is_the_reference() -> None:
     assert first.false_pass != second.false_pass
 
 
-def test_every_rate_has_an_interval_that_resamples_clusters() -> None:
+def test_every_rate_has_an_interval_over_clusters() -> None:
     rng = np.random.default_rng(1)
     pairs = [ratings(rng.integers(0, 9, (3, 3)).tolist()) for _ in range(12)]
     whole = agreement(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
@@ -81,10 +81,17 @@ def test_every_rate_has_an_interval_that_resamples_clusters() -> None:
     assert set(bounds) == set(RATES)
     for name, (low, high) in bounds.items():
         assert low <= getattr(whole, name) <= high, name
-    # The same as resampling the judgments themselves, a whole cluster at a time.
+    # The same as leaving out the judgments themselves, a whole cluster at a time; resampled, they spread as much.
     items = {str(number): list(zip(*pair, strict=True)) for number, pair in enumerate(pairs)}
-    drawn = bootstrap(items, lambda found: agreement(*np.array(found).T).kappa)
-    assert bounds["kappa"] == pytest.approx((drawn.low, drawn.high), abs=0.02)
+    same = clustered_interval(items, lambda found: agreement(*np.array(found).T).agreement)
+    assert bounds["agreement"] == pytest.approx((same.low, same.high))
+    tables = np.stack([contingency(*pair) for pair in pairs])
+    resampled = [
+        agreement(*ratings(tables[drawn].sum(axis=0)[:, :3].astype(int).tolist())).kappa
+        for drawn in rng.integers(0, 12, (2000, 12))
+    ]
+    low, high = bounds["kappa"]
+    assert high - low == pytest.approx(2 * 2.2 * np.std(resampled), rel=0.2)
     assert agreement_intervals([contingency(*pairs[0])])["kappa"] == (-math.inf, math.inf)
 
 
@@ -121,16 +128,34 @@ def test_ratings_out_of_range_are_refused() -> None:
         agreement(np.array([2]), np.array([1]))
 
 
-def test_bootstrap_resamples_whole_clusters() -> None:
-    clusters = {"a": [1.0] * 10, "b": [0.0] * 10}
+def test_judges_that_never_differed_may_yet_differ() -> None:
+    """Ten groups, all passes but one fail each, all repeated: no coefficient is sure to be 1, no slip sure to be 0."""
+    pairs = [ratings([[1, 0], [0, 4]]) for _ in range(10)]
+    bounds = agreement_intervals([contingency(*pair) for pair in pairs])
+    assert bounds["false_pass"] == pytest.approx((0.0, 1 - 0.025 ** (1 / 10)))
+    assert bounds["agreement"] == pytest.approx((0.025 ** (1 / 10), 1.0))
+    assert bounds["kappa"] == pytest.approx((2 * 0.025 ** (1 / 10) - 1, 1.0))
+    assert all(high - low > 0.1 for low, high in bounds.values())
+    # What has its denominator in one group only has no interval.
+    rare = [ratings([[1, 0], [0, 4]]), *(ratings([[0, 0], [0, 5]]) for _ in range(9))]
+    assert agreement_intervals([contingency(*pair) for pair in rare])["false_pass"] == (-math.inf, math.inf)
 
+
+def test_whole_clusters_are_left_out() -> None:
     def mean(items: list[float]) -> float:
         return float(np.mean(items))
 
-    found = bootstrap(clusters, mean)
-    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
-    alone = bootstrap({"a": [1.0]}, mean)
-    assert alone.low == -math.inf
+    items = np.random.default_rng(0).integers(0, 2, 40).astype(float)
+    apart = clustered_interval({str(number): [item] for number, item in enumerate(items)}, mean)
+    tenfold = clustered_interval({str(number): [item] * 10 for number, item in enumerate(items)}, mean)
+    assert (tenfold.low, tenfold.high) == pytest.approx((apart.low, apart.high))
+    assert apart.low < apart.mean == items.mean() < apart.high
+    # A group without items is no evidence.
+    padded = {str(number): [item] for number, item in enumerate(items)} | {"none": []}
+    assert clustered_interval(padded, mean) == apart
+    assert clustered_interval({"a": [1.0]}, mean).low == -math.inf
+    with pytest.raises(ValueError, match="no clusters"):
+        clustered_interval({}, mean)
 
 
 def test_auroc_of_nothing_is_undefined() -> None:

@@ -139,11 +139,11 @@ async def test_every_measure_of_two_groups_has_an_interval(run: RunDirectory) ->
     rows = (await replay(run, RuleComplete(), archived_calls(run, None, PHASES), "rules")).to_pylist()
     table = pa.Table.from_pylist([*rows, *({**row, "task_id": "another"} for row in rows)], schema=REPLAYED)
     overall = {row["phase"]: row for row in agreement_table(table).to_pylist() if row["training_step"] is None}
-    for name in WITH_INTERVAL:
-        # Twice the same group: no spread between groups.
-        assert overall["score"][f"{name}_low"] == overall["score"][f"{name}_high"] == overall["score"][name], name
-    overlap = overall["credit"]["citation_overlap"]
-    assert overlap == overall["credit"]["citation_overlap_low"] == overall["credit"]["citation_overlap_high"]
+    # Twice the same group: no spread between groups is seen, which is no proof that there is none.
+    for phase, name in (*(("score", name) for name in WITH_INTERVAL), ("credit", "citation_overlap")):
+        low, value, high = (overall[phase][f"{name}{part}"] for part in ("_low", "", "_high"))
+        assert low <= value <= high, name
+        assert high - low > 0.1, name
 
 
 @pytest.mark.parametrize("judge", [Scripted("I cannot say."), Scripted("", error="prompt too long")])

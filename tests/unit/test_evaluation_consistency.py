@@ -18,7 +18,6 @@ from draco_ray.lab.evaluation.consistency import (
     scenario_values,
     task_values,
 )
-from draco_ray.lab.evaluation.intervals import clustered_bootstrap
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
@@ -126,50 +125,3 @@ def test_measurements_of_several_seeds_are_averaged_by_task() -> None:
     assert mean_by_key([{"a": 1.0, "b": 0.0}, {"b": 1.0, "a": 1.0}]) == {"a": 1.0, "b": 0.5}
     with pytest.raises(ValueError, match="same tasks"):
         mean_by_key([{"a": 1.0}, {"b": 1.0}])
-
-
-def first_letter(key: str) -> str:
-    return key[0]
-
-
-@fuzz
-@given(st.dictionaries(st.text("abcde", min_size=2, max_size=3), st.floats(0, 1), min_size=1))
-def test_an_interval_holds_its_mean_and_stays_among_the_cluster_means(values: dict[str, float]) -> None:
-    interval = clustered_bootstrap(values, first_letter, resamples=2000)
-    assert interval.mean == pytest.approx(np.mean(list(values.values())))
-    clusters: dict[str, list[float]] = {}
-    for key, value in values.items():
-        clusters.setdefault(key[0], []).append(value)
-    if len(clusters) == 1:
-        assert (interval.low, interval.high) == (-np.inf, np.inf)
-        return
-    means = [np.mean(members) for members in clusters.values()]
-    assert min(means) - 1e-9 <= interval.low <= interval.high <= max(means) + 1e-9
-
-
-def test_two_clusters_can_be_enumerated() -> None:
-    # Drawn twice from {0 (one task), 1 (three tasks)}: means 0, 3/4, 3/4 and 1, each with chance 1/4.
-    values = {"a1": 0.0, "b1": 1.0, "b2": 1.0, "b3": 1.0}
-    wide = clustered_bootstrap(values, first_letter, level=0.6)
-    narrow = clustered_bootstrap(values, first_letter, level=0.4)
-    assert (wide.mean, wide.low, wide.high) == (0.75, 0.0, 1.0)
-    assert (narrow.low, narrow.high) == (0.75, 0.75)
-
-
-def test_equal_clusters_give_the_normal_interval_of_their_means() -> None:
-    random = np.random.default_rng(1)
-    means = random.random(60)
-    values = {f"{index}_{task}": float(mean) for index, mean in enumerate(means) for task in (1, 2, 3)}
-    interval = clustered_bootstrap(values, scenario_of)
-    error = means.std() / math.sqrt(len(means))
-    assert interval.low == pytest.approx(means.mean() - 1.96 * error, abs=0.1 * error)
-    assert interval.high == pytest.approx(means.mean() + 1.96 * error, abs=0.1 * error)
-    # As if the three tasks of a scenario were independent, the interval would be narrower by the root of three.
-    naive = clustered_bootstrap(values, str)
-    assert naive.high - naive.low == pytest.approx((interval.high - interval.low) / math.sqrt(3), rel=0.1)
-    assert clustered_bootstrap(values, scenario_of) == interval
-
-
-def test_no_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        clustered_bootstrap({}, str)

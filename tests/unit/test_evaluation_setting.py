@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from statistics import mean, stdev
 
 import pytest
 
 from draco_ray.lab.evaluation.results import RolloutResult
-from draco_ray.lab.evaluation.setting import aggregate
-from draco_ray.records import EpisodeEnd
+from draco_ray.lab.evaluation.setting import aggregate, aggregate_seeds
+from draco_ray.records import LOST, EpisodeEnd
 from tests.support.evaluations import SCENARIOS, TASKS, a_plan, a_result, measurement
 
 PLAN = a_plan(measurements=("step00005", "step00010", "step00015"))
@@ -101,7 +102,7 @@ def test_turns_leave_out_what_never_began_and_costs_are_of_one_pass() -> None:
     assert result.ended[EpisodeEnd.SERVER_ERROR] == pytest.approx(0.25)
     assert sum(result.ended.values()) == pytest.approx(1.0)
     assert list(result.difficulty) == [1]
-    assert result.task_success == {"a_1": 1.0, "a_2": 0.0}
+    assert result.measures["TGC p^1"].failed == ({"a_1": 1.0, "a_2": 0.0},)
 
 
 def test_a_benchmark_without_scenarios_has_a_rate_per_task_only() -> None:
@@ -109,7 +110,8 @@ def test_a_benchmark_without_scenarios_has_a_rate_per_task_only() -> None:
     result = aggregate(plan, [[a_result("task_1", 0, True), a_result("task_2", 0, False)]])
     assert result.sgc == ()
     assert result.tgc[0].mean == pytest.approx(0.5)
-    assert result.cluster("task_1") == "task_1"
+    assert result.clusters == 2
+    assert list(result.measures) == ["SR p^1", "turns"]
 
 
 def test_one_scenario_has_no_interval() -> None:
@@ -117,3 +119,41 @@ def test_one_scenario_has_no_interval() -> None:
     result = aggregate(plan, [[a_result("a_1", 0, True), a_result("a_2", 0, False)]])
     assert result.tgc[0].low is None
     assert result.tgc[0].high is None
+
+
+def test_several_seeds_are_averaged_with_the_spread_across_them() -> None:
+    seeds = [MEASURED, [measurement(PLAN, 10 + seed, 0.4) for seed in range(3)]]
+    result = aggregate_seeds(PLAN, seeds)
+    each = [mean(brute(results, EACH_TASK, 3, True) for results in seed) for seed in seeds]
+    assert result.tgc[2].mean == pytest.approx(mean(each))
+    assert result.tgc[2].std == pytest.approx(stdev(each))
+    assert (result.seeds, result.rollouts) == (2, 2 * 3 * 3 * len(TASKS))
+    one = aggregate(PLAN, MEASURED)
+    assert result.tgc[0].low is not None
+    assert one.tgc[0].low is not None
+    assert result.tgc[0].high is not None
+    assert one.tgc[0].high is not None
+    assert result.tgc[0].high - result.tgc[0].low > one.tgc[0].high - one.tgc[0].low
+    assert result.usage.dollars == pytest.approx(one.usage.dollars, rel=0.2)
+
+
+def test_lost_rollouts_are_counted_and_bound_every_rate() -> None:
+    def gone(result: RolloutResult) -> RolloutResult:
+        return replace(result, evaluation=replace(result.evaluation, success=False, failures=(LOST,)), error="crashed")
+
+    plan = a_plan()
+    whole = measurement(plan, 1, 0.9)
+    short = [gone(each) if number % 6 == 0 else each for number, each in enumerate(whole)]
+    result, hidden = (
+        aggregate(plan, [short]),
+        aggregate(plan, [[replace(each, evaluation=replace(each.evaluation, failures=())) for each in short]]),
+    )
+    assert (result.lost, result.rollouts, hidden.lost) == (12, 72, 0)
+    for rates, others in ((result.tgc, hidden.tgc), (result.sgc, hidden.sgc), (result.sgc_at, hidden.sgc_at)):
+        for rate, other in zip(rates, others, strict=True):
+            assert (rate.mean, rate.low) == (other.mean, other.low)
+            assert rate.high is not None
+            assert other.high is not None
+            assert rate.high >= other.high
+    assert result.tgc[0].high is not None
+    assert result.tgc[0].high > 0.95 > (hidden.tgc[0].high or 0)

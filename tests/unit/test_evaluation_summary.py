@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from draco_ray.lab.evaluation.summary import difference, summarise
-from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.config.load import dump_config
+from draco_ray.config.schema import DracoConfig
+from draco_ray.lab.evaluation.summary import before_and_after, differences, gain_of, summarise
+from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
 
 TASKS = [f"{scenario}_{number}" for scenario in "abcdef" for number in (1, 2)]
 RUNS = 3
@@ -31,7 +40,7 @@ def measurement(seed: int, chance: float) -> list[Evaluation]:
 
 def test_rates_are_means_over_seeds_and_intervals_hold_them() -> None:
     seeds = [measurement(seed, 0.7) for seed in range(4)]
-    summary = summarise(seeds, RUNS)
+    summary = summarise([[seed] for seed in seeds], RUNS)
     assert summary.tgc[0].mean == pytest.approx(np.mean([each.success for seed in seeds for each in seed]))
     all_three = [all(each.success for each in seed if each.task_id == task) for seed in seeds for task in TASKS]
     assert summary.tgc[2].mean == pytest.approx(np.mean(all_three))
@@ -46,22 +55,73 @@ def test_rates_are_means_over_seeds_and_intervals_hold_them() -> None:
 
 def test_no_more_trials_than_runs() -> None:
     one_run = [each for each in measurement(0, 0.5) if each.run == 0]
-    assert len(summarise([one_run], 1).tgc) == 1
-    assert len(summarise([measurement(0, 0.5)], RUNS, most=2).sgc) == 2
+    assert len(summarise([[one_run]], 1).tgc) == 1
+    assert len(summarise([[measurement(0, 0.5)]], RUNS, most=2).sgc) == 2
 
 
-def test_a_difference_is_paired_by_task() -> None:
-    better, worse = summarise([measurement(0, 1.0)], RUNS), summarise([measurement(1, 0.0)], RUNS)
-    assert difference(better, worse).low == difference(better, worse).high == 1.0
-    same = difference(summarise([measurement(2, 0.5)], RUNS), summarise([measurement(2, 0.5)], RUNS))
-    assert (same.low, same.mean, same.high) == (0, 0, 0)
+def test_a_difference_is_paired_by_task_in_every_measure() -> None:
+    better, worse = summarise([[measurement(0, 1.0)]], RUNS), summarise([[measurement(1, 0.0)]], RUNS)
+    found = differences(better, worse)
+    assert list(found) == ["TGC p^1", "TGC p^3", "SGC p^1", "SGC p^3", "turns"]
+    for name in list(found)[:4]:
+        interval, p_value = found[name]
+        assert (interval.mean, interval.high) == (1.0, 1.0)
+        # Six scenarios out of six cannot promise the next one.
+        assert 0 < interval.low < 0.8
+        assert p_value == pytest.approx(2 / 2**6)
+    assert found["turns"][0].mean == pytest.approx(better.turns - worse.turns)
+    same, p_value = differences(*[summarise([[measurement(2, 0.5)]], RUNS)] * 2)["TGC p^1"]
+    assert same.low < 0 == same.mean < same.high
+    assert p_value == 1.0
+
+
+def test_several_seeds_widen_the_interval() -> None:
+    seeds = [measurement(seed, chance) for seed, chance in enumerate((0.95, 0.5, 0.1))]
+    apart, pooled = summarise([[seed] for seed in seeds], RUNS), summarise([seeds], RUNS)
+    assert apart.tgc[0].mean == pytest.approx(pooled.tgc[0].mean)
+    assert apart.tgc[0].high - apart.tgc[0].low > 2 * (pooled.tgc[0].high - pooled.tgc[0].low)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     whole, part = measurement(0, 0.5), [each for each in measurement(0, 0.5) if each.task_id != "a_1"]
-    with pytest.raises(ValueError, match="same tasks"):
-        summarise([whole, part], RUNS)
-    with pytest.raises(ValueError, match="same tasks"):
-        difference(summarise([whole], RUNS), summarise([part], RUNS))
-    with pytest.raises(ValueError, match="nothing was evaluated"):
-        summarise([[]], RUNS)
+    for apart in ([[whole], [part]], [[whole, part]]):
+        with pytest.raises(ValueError, match="same tasks"):
+            summarise(apart, RUNS)
+    with pytest.raises(ValueError, match="1 tasks are in one of the two only"):
+        differences(summarise([[whole]], RUNS), summarise([[part]], RUNS))
+    for nothing in ([], [[]], [[[]]]):
+        with pytest.raises(ValueError, match="nothing was evaluated"):
+            summarise(nothing, RUNS)
+
+
+def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed() -> None:
+    before, after = measurement(0, 0.3), measurement(1, 0.8)
+    said = before_and_after(before, after, RUNS)
+    numbers = re.findall(r"\[(\S+), (\S+)\]", said)
+    assert len(numbers) == 3
+    low, high = map(float, numbers[2])
+    gain = summarise([[after]], RUNS).tgc[0].mean - summarise([[before]], RUNS).tgc[0].mean
+    assert 0 < low < 100 * gain < high
+    assert said.startswith("95 % intervals over 6 scenarios: ")
+    assert said.endswith("points; one training seed")
+    gone = [replace(each, success=False, failures=(LOST,)) if each.run == 2 else each for each in after]
+    with_losses = before_and_after(before, gone, RUNS)
+    assert "; 12 of 72 rollouts were lost: failures, and the intervals allow for it; one training seed" in with_losses
+    wide_low, wide_high = map(float, re.findall(r"\[(\S+), (\S+)\]", with_losses)[2])
+    assert wide_low < low
+    assert wide_high > wide_low + 33
+    alone = [each for each in before if each.task_id[0] == "a"]
+    assert before_and_after(alone, alone, RUNS) == "one scenario only: no interval"
+
+
+def test_a_run_says_its_gain_where_it_was_measured_before_and_after(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", dump_config(DracoConfig()))
+    store = RunStore(run)
+    assert gain_of(run) is None
+    before, after = measurement(0, 0.3), measurement(1, 0.8)
+    store.write("evaluations", 0, "dev", rows.evaluation_rows(0, "dev", before))
+    assert gain_of(run) is None
+    store.write("evaluations", 5, "dev", rows.evaluation_rows(5, "dev", after))
+    assert gain_of(run) == f"on dev, {before_and_after(before, after, RUNS)}"
+    store.write("evaluations", 6, "dev", rows.evaluation_rows(6, "dev", after[:-1]))
+    assert gain_of(run) is None

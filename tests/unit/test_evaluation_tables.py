@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,7 @@ from draco_ray.lab.evaluation.tables import (
     main_table,
     read_settings,
 )
+from draco_ray.records import LOST
 from tests.support.evaluations import TASKS, a_plan, write_evaluation
 
 SMALL = Table(
@@ -55,6 +59,10 @@ def directories(tmp_path: Path) -> list[str]:
     return [f"Base={base}", str(draco), str(write_evaluation(tmp_path / "bank", bank, 3, 0.3))]
 
 
+TN = "AppWorld TN (24 of 168 tasks)"
+BANK = "τ-bench (9 of 97 tasks)"
+
+
 def headers(table: Table) -> list[str]:
     return [" ".join(part for part in column.path if part) for column in table.columns]
 
@@ -63,13 +71,14 @@ def test_the_main_table_has_the_papers_columns_and_averages_whole_rows_only(dire
     settings = read_settings(directories)
     table = main_table(settings)
     assert headers(table) == [
-        *(f"AppWorld TN {metric} p^{k}" for metric in ("TGC", "SGC") for k in (1, 2, 3)),
-        *(f"τ-bench SR p^{k}" for k in (1, 2, 3)),
+        *(f"{TN} {metric} p^{k}" for metric in ("TGC", "SGC") for k in (1, 2, 3)),
+        *(f"{BANK} SR p^{k}" for k in (1, 2, 3)),
         *(f"Average p^{k}" for k in (1, 2, 3)),
+        "Lost",
     ]
     (base_label, base), (draco_label, draco) = table.rows
     assert (base_label, draco_label) == ("Base", "draco")
-    assert base[6:] == (None,) * 6
+    assert base[6:] == (*(None,) * 6, Cell(0.0))
     for k in range(3):
         columns = [draco[k], draco[3 + k], draco[6 + k]]
         average = draco[9 + k]
@@ -84,15 +93,15 @@ def test_the_main_table_has_the_papers_columns_and_averages_whole_rows_only(dire
 def test_the_other_tables_say_turns_difficulty_and_cost(directories: list[str]) -> None:
     settings = read_settings(directories)
     efficiency = efficiency_table(settings)
-    assert headers(efficiency) == ["AppWorld TN", "τ-bench", "Avg."]
-    assert efficiency.rows[0][1][1:] == (None, None)
+    assert headers(efficiency) == [TN, BANK, "Avg.", "Lost"]
+    assert efficiency.rows[0][1][1:3] == (None, None)
     difficulty = difficulty_table(settings)
     sizes = {level: sum(each == level for each in TASKS.values()) for level in (1, 2, 3)}
     assert headers(difficulty)[:4] == [
-        f"AppWorld TN Easy ({sizes[1]}) TGC",
-        f"AppWorld TN Easy ({sizes[1]}) SGC",
-        f"AppWorld TN Medium ({sizes[2]}) TGC",
-        f"AppWorld TN Medium ({sizes[2]}) SGC",
+        f"{TN} Easy ({sizes[1]}) TGC",
+        f"{TN} Easy ({sizes[1]}) SGC",
+        f"{TN} Medium ({sizes[2]}) TGC",
+        f"{TN} Medium ({sizes[2]}) SGC",
     ]
     frontier = frontier_table(settings)
     dollars, per_task = frontier.rows[0][1][2], frontier.rows[0][1][3]
@@ -116,7 +125,7 @@ def test_text_aligns_and_says_an_outer_header_once() -> None:
     assert len(lines[3]) == len(lines[5]) == len(lines[6])
     shown = render(SMALL, TableFormat.TEXT, Shown.INTERVAL)
     assert "61.2 [50.0, 70.2]" in shown
-    assert "bootstrap interval" in shown
+    assert "95 % interval over scenarios" in shown
 
 
 def test_markdown_marks_the_best_and_ties_are_both_best() -> None:
@@ -199,22 +208,20 @@ def test_each_block_is_compared_with_its_own_baseline(tmp_path: Path) -> None:
     ]
     settings = read_settings(directories)
     found = compare(settings, "Base")
-    assert [(each.one, each.other) for each in found] == [
-        ("small::DRACO", "small::Base"),
-        ("large::DRACO", "large::Base"),
+    assert [(each.one, each.other, each.measure) for each in found] == [
+        (f"{block}::DRACO", f"{block}::Base", measure) for block in ("small", "large") for measure in MEASURES
     ]
     small, large = (
         {label: settings[f"{block}::{label}"]["AppWorld TN"] for label in ("Base", "DRACO")}
         for block in ("small", "large")
     )
-    for each, of_block in zip(found, (small, large), strict=True):
+    for each, of_block in zip(found[:: len(MEASURES)], (small, large), strict=True):
         assert each.difference.mean == pytest.approx(of_block["DRACO"].tgc[0].mean - of_block["Base"].tgc[0].mean)
     assert [label for label, _ in comparison_table(found).rows] == [
-        "small::DRACO - Base on AppWorld TN",
-        "large::DRACO - Base on AppWorld TN",
+        f"{block}::DRACO - Base on AppWorld TN, {measure}" for block in ("small", "large") for measure in MEASURES
     ]
     across = compare(settings, "small::Base")
-    assert comparison_table(across).rows[2][0] == "large: DRACO - small: Base on AppWorld TN"
+    assert comparison_table(across).rows[-1][0] == "large: DRACO - small: Base on AppWorld TN, turns"
     del settings["large::Base"]
     with pytest.raises(ConfigError, match="--against 'Base': no such setting in block large"):
         compare(settings, "Base")
@@ -228,7 +235,7 @@ def test_rows_of_different_tasks_are_said_to_be_so(directories: list[str], tmp_p
     for name in ("main", "efficiency", "difficulty", "frontier", "consistency", "cost", "terminations"):
         assert warning in TABLES[name](settings).notes
         assert warning not in TABLES[name](read_settings(directories)).notes
-    assert "AppWorld TN Easy (3 or 9) TGC" in headers(difficulty_table(settings))
+    assert "AppWorld TN (24 of 168 tasks or 6 of 168 tasks) Easy (3 or 9) TGC" in headers(difficulty_table(settings))
 
 
 def test_other_limits_and_simulators_are_named(directories: list[str], tmp_path: Path) -> None:
@@ -240,8 +247,8 @@ def test_other_limits_and_simulators_are_named(directories: list[str], tmp_path:
     assert said in table.notes
     assert said.replace("_", r"\_") in render(table, TableFormat.LATEX)
     comparisons = comparison_table(compare(settings, "short"))
-    assert comparisons.notes[1] == (
-        "long - short on AppWorld TN: measured under different protocols (agent.max_turns 30 or 100)."
+    assert "long - short on AppWorld TN: measured under different protocols (agent.max_turns 30 or 100)." in (
+        comparisons.notes
     )
     assert not any("protocols" in note for note in TABLES["main"](read_settings(directories)).notes)
     simulators = [
@@ -260,29 +267,30 @@ def test_discovery_and_consistency_of_tasks_and_scenarios(directories: list[str]
     settings = read_settings(directories)
     table = TABLES["consistency"](settings)
     assert headers(table) == [
-        *(f"AppWorld TN {metric} pass{kind}{k}" for metric in ("TGC", "SGC") for kind in "^@" for k in (1, 2, 3)),
-        *(f"τ-bench SR pass{kind}{k}" for kind in "^@" for k in (1, 2, 3)),
+        *(f"{TN} {metric} pass{kind}{k}" for metric in ("TGC", "SGC") for kind in "^@" for k in (1, 2, 3)),
+        *(f"{BANK} SR pass{kind}{k}" for kind in "^@" for k in (1, 2, 3)),
+        "Lost",
     ]
     cells = dict(zip(headers(table), table.rows[1][1], strict=True))
     normal, bank = settings["draco"]["AppWorld TN"], settings["draco"]["τ-bench"]
     for name, rate in (
-        ("AppWorld TN TGC pass@3", normal.tgc_at[2]),
-        ("AppWorld TN SGC pass^2", normal.sgc[1]),
-        ("AppWorld TN SGC pass@2", normal.sgc_at[1]),
-        ("τ-bench SR pass@2", bank.tgc_at[1]),
+        (f"{TN} TGC pass@3", normal.tgc_at[2]),
+        (f"{TN} SGC pass^2", normal.sgc[1]),
+        (f"{TN} SGC pass@2", normal.sgc_at[1]),
+        (f"{BANK} SR pass@2", bank.tgc_at[1]),
     ):
         cell = cells[name]
         assert cell is not None
         assert cell.mean == pytest.approx(100 * rate.mean)
-    assert headers(frontier_table(settings))[4:] == ["τ-bench SR", "τ-bench Cost ($)", "τ-bench $/task"]
+    assert headers(frontier_table(settings))[4:] == [f"{BANK} SR", f"{BANK} Cost ($)", f"{BANK} $/task", "Lost"]
 
 
 def test_retention_is_what_all_runs_keep_of_one(directories: list[str]) -> None:
     settings = read_settings(directories)
     table = TABLES["retention"](settings)
-    assert headers(table) == ["AppWorld TN TGC", "AppWorld TN SGC", "τ-bench SR"]
+    assert headers(table) == [f"{TN} TGC", f"{TN} SGC", f"{BANK} SR", "Lost"]
     normal = settings["draco"]["AppWorld TN"]
-    task, scenario, _ = table.rows[1][1]
+    task, scenario, *_ = table.rows[1][1]
     assert task is not None
     assert scenario is not None
     assert task.mean == pytest.approx(100 * normal.tgc[2].mean / normal.tgc[0].mean)
@@ -292,22 +300,162 @@ def test_retention_is_what_all_runs_keep_of_one(directories: list[str]) -> None:
 
 def test_retention_of_nothing_is_not_zero(tmp_path: Path) -> None:
     none = write_evaluation(tmp_path / "none", a_plan(label="none"), 9, 0.0)
-    assert TABLES["retention"](read_settings([str(none)])).rows[0][1] == (None, None)
+    assert TABLES["retention"](read_settings([str(none)])).rows[0][1] == (None, None, Cell(0.0))
 
 
-def test_a_setting_is_compared_with_the_baseline_on_every_common_split(directories: list[str], tmp_path: Path) -> None:
+MEASURES = ("TGC p^1", "TGC p^3", "SGC p^1", "SGC p^3", "turns")
+
+
+def test_a_setting_is_compared_with_the_baseline_in_every_measure(directories: list[str], tmp_path: Path) -> None:
     third = write_evaluation(tmp_path / "third", a_plan(label="third"), 9, 0.65)
     settings = read_settings([*directories, str(third)])
     found = compare(settings, "Base")
-    assert [(each.one, each.other, each.split) for each in found] == [
-        ("draco", "Base", "AppWorld TN"),
-        ("third", "Base", "AppWorld TN"),
+    assert [(each.one, each.other, each.split, each.measure) for each in found] == [
+        (label, "Base", "AppWorld TN", measure) for label in ("draco", "third") for measure in MEASURES
     ]
     assert [each.adjusted_p for each in found] == pytest.approx(holm([each.p_value for each in found]))
     draco, base = settings["draco"]["AppWorld TN"], settings["Base"]["AppWorld TN"]
-    assert found[0].difference.mean == pytest.approx(draco.tgc[0].mean - base.tgc[0].mean)
+    assert [each.difference.mean for each in found[:4]] == pytest.approx(
+        [
+            (ours[k].mean - theirs[k].mean)
+            for ours, theirs in ((draco.tgc, base.tgc), (draco.sgc, base.sgc))
+            for k in (0, 2)
+        ]
+    )
+    assert found[4].difference.mean == pytest.approx(draco.turns.mean - base.turns.mean, abs=0.3)
     assert (found[0].tasks, found[0].clusters) == (24, 8)
-    assert len(comparison_table(found).rows) == 2
+    table = comparison_table(found)
+    points, turns = table.rows[0][1][0], table.rows[4][1][0]
+    assert points is not None
+    assert turns is not None
+    assert points.mean == pytest.approx(100 * found[0].difference.mean)
+    assert turns.mean == pytest.approx(found[4].difference.mean)
+    assert any(note.startswith("Where a setting has one training seed") for note in table.notes)
+    for each in found:
+        assert each.difference.low < each.difference.mean < each.difference.high
+
+
+def lossy(directory: Path, share: int) -> Path:
+    """Turn one in ``share`` rollouts of every measurement into a lost one."""
+    for file in (directory / "results").iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines[::share]:
+            line["evaluation"] |= {"success": False, "turns": 0, "ended": "server_error", "failures": [LOST]}
+            line["error"] = "the world crashed"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def test_every_table_says_what_a_row_lost(tmp_path: Path) -> None:
+    base = write_evaluation(tmp_path / "base", a_plan(label="Base"), 1, 0.7)
+    draco = lossy(write_evaluation(tmp_path / "draco", a_plan(), 2, 0.7), 5)
+    settings = read_settings([str(base), str(draco)])
+    result = settings["draco"]["AppWorld TN"]
+    assert (result.lost, result.rollouts) == (15, 72)
+    best = result.measures["TGC p^1"].at_best.mean
+    said = (
+        f"draco on AppWorld TN: 15 of 72 rollouts (20.8 %) were lost and count as failures; TGC p^1 is "
+        f"{100 * result.tgc[0].mean:.1f}, and {100 * best:.1f} had all of them been solved; intervals span both."
+    )
+    for make in TABLES.values():
+        table = make(settings)
+        assert table.columns[-1].path == ("Lost",)
+        assert [cells[-1] for _, cells in table.rows] == [Cell(0.0), Cell(15.0)]
+        assert said in table.notes
+        for form in TableFormat:
+            assert "Lost" in render(table, form)
+    assert result.tgc[0].high is not None
+    assert result.tgc[0].high > best
+
+
+def test_a_comparison_does_not_take_lost_rollouts_for_a_difference(tmp_path: Path) -> None:
+    """The case of a row with 18 % lost that was printed with p = 0.0001."""
+    tasks = {f"{scenario:03}_{number}": 1 for scenario in range(56) for number in (1, 2, 3)}
+    base = write_evaluation(tmp_path / "base", a_plan(label="Base", tasks=tasks), 1, 0.6)
+    draco = lossy(write_evaluation(tmp_path / "draco", a_plan(tasks=tasks), 2, 0.6), 5)
+    found = compare(read_settings([str(base), str(draco)]), "Base")
+    rate = found[0]
+    assert rate.difference.mean < -0.08
+    assert rate.lost == (pytest.approx(0.2, abs=0.01), 0.0)
+    assert (rate.p_value, rate.adjusted_p) == (1.0, 1.0)
+    assert rate.difference.low < rate.difference.mean < 0 < rate.difference.high
+    table = comparison_table(found)
+    assert any(note.startswith("draco - Base on AppWorld TN: 20.0 % and 0.0 % of the rollouts") for note in table.notes)
+    assert [cell.mean for cell in table.rows[0][1][-2:] if cell] == pytest.approx([20.0, 0.0], abs=0.1)
+
+
+def test_a_generated_world_and_a_part_of_a_split_are_in_the_title_and_in_the_header(tmp_path: Path) -> None:
+    whole = {f"{number // 3:07x}_{number % 3 + 1}": 1 for number in range(168)}
+    cases = (
+        ({"tasks": whole}, ""),
+        ({"tasks": whole, "split_size": 168}, ""),
+        ({"tasks": whole, "generated": True, "split_size": 168}, "generated world, 168 tasks"),
+        ({"generated": True, "split_size": 24}, "generated world, 24 tasks"),
+        ({"generated": True, "split_size": 45}, "generated world, 24 of 45 tasks"),
+        ({"split_size": 168}, "24 of 168 tasks"),
+        ({"benchmark": "another", "split": "part"}, "24 tasks"),
+    )
+    for number, (changes, played) in enumerate(cases):
+        plan = a_plan(**{"runs": 1, **changes})
+        settings = read_settings([str(write_evaluation(tmp_path / str(number), plan))])
+        [split] = settings["draco"]
+        for name, make in TABLES.items():
+            table = make(settings)
+            header = f"{split} ({played})" if played else split
+            assert table.columns[0].path[0] == header, (name, changes)
+            latex = render(table, TableFormat.LATEX)
+            assert header in latex.split(r"\midrule")[0]
+            assert (f"; {split}: {played}." in latex.split(r"\caption")[1]) == bool(played)
+            assert render(table, TableFormat.TEXT).splitlines()[0].endswith(f"; {split}: {played}") == bool(played)
+
+
+def seeded(tmp_path: Path, seed: int, chance: float, **changes: Any) -> Path:
+    plan = a_plan(settings={"engine.temperature": 1.0, "adapter fingerprint of starter": f"weights {seed}"}, **changes)
+    return write_evaluation(tmp_path / f"seed{seed}", plan, seed, chance)
+
+
+def test_directories_of_one_label_are_training_seeds(tmp_path: Path) -> None:
+    seeds = [seeded(tmp_path, seed, chance) for seed, chance in ((1, 0.9), (2, 0.6), (3, 0.3))]
+    base = write_evaluation(tmp_path / "base", a_plan(label="Base"), 7, 0.5)
+    settings = read_settings([*map(str, seeds), str(base)])
+    result = settings["draco"]["AppWorld TN"]
+    alone = [read_settings([str(seed)])["draco"]["AppWorld TN"] for seed in seeds]
+    assert result.seeds == 3
+    assert result.tgc[0].mean == pytest.approx(mean(each.tgc[0].mean for each in alone))
+    assert result.tgc[0].std == pytest.approx(stdev(each.tgc[0].mean for each in alone))
+    width, one_width = ((each.tgc[0].high or 0) - (each.tgc[0].low or 0) for each in (result, alone[1]))
+    assert width > 1.5 * one_width
+    notes = main_table(settings).notes
+    assert (
+        "Training seeds: draco 3, Base 1; intervals are over seeds and scenarios. Of one seed the interval does not "
+        "speak of training again." in notes
+    )
+    one_seed = (
+        "One training seed of every row: intervals and comparisons speak of the scenarios, not of training again."
+    )
+    assert one_seed in main_table(read_settings([str(seeds[0]), str(base)])).notes
+    found = compare(settings, "Base")
+    assert found[0].seeds == (3, 1)
+    assert any("3 and 1 training seeds" in note for note in comparison_table(found).notes)
+    lucky, many = compare(read_settings([str(seeds[0]), str(base)]), "Base")[0], found[0]
+    assert many.p_value > lucky.p_value
+
+
+def test_seeds_that_were_not_measured_alike_are_refused(tmp_path: Path) -> None:
+    first = str(seeded(tmp_path, 1, 0.5))
+    fewer = dict(list(TASKS.items())[:6])
+    for number, (changes, words) in enumerate(
+        (
+            ({"tasks": fewer}, "with other tasks"),
+            ({"world": "another"}, "with other tasks"),
+            ({"runs": 2}, "with other runs"),
+            ({"measurements": ("starter", "again")}, "with other checkpoints"),
+        )
+    ):
+        other = seeded(tmp_path, 2 + number, 0.5, **changes)
+        with pytest.raises(ConfigError, match=words) as refusal:
+            read_settings([first, str(other)])
+        assert "\n" not in str(refusal.value)
 
 
 def test_what_is_not_paired_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def _plan(config: DracoConfig, policies: Sequence[TauPolicy], tau2: Tau2, tasks:
         measurements=tuple(policy.name for policy in policies),
         tasks=dict.fromkeys(tasks),
         world=hashlib.sha256(" ".join((tau2.commit, *tasks)).encode()).hexdigest()[:16],
+        split_size=len(tau2.tasks),
         scenarios=False,
         settings=settings,
     )

@@ -20,7 +20,7 @@ from draco_ray.lab.evaluation.tables import (
     efficiency_table,
     main_table,
 )
-from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation
 
 ROLES = ("agent", "user", "judge")
 ENDS = {
@@ -34,6 +34,7 @@ ENDS = {
 
 def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
     """An episode as every benchmark's results are kept; ``price`` is the policy's."""
+    lost = episode.ended in (INFRASTRUCTURE, MISSING)
     return RolloutResult(
         evaluation=Evaluation(
             task_id=episode.task_id,
@@ -43,7 +44,7 @@ def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
             total_tests=1,
             turns=episode.turns,
             ended=ENDS.get(episode.ended, EpisodeEnd.SERVER_ERROR),
-            failures=() if episode.failure is None else (episode.failure,),
+            failures=(() if episode.failure is None else (episode.failure,)) + ((LOST,) if lost else ()),
         ),
         usage=Usage(
             calls=episode.turns,
@@ -53,6 +54,7 @@ def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
             dollars=_dollars(price, episode.agent),
         ),
         seconds=episode.seconds,
+        error=episode.failure if lost else None,
     )
 
 

@@ -15,13 +15,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from draco_ray.lab.evaluation.intervals import Interval
+from draco_ray.lab.evaluation.intervals import LEVEL, Interval, bounded_limits
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
 
 UNANSWERED = 2
 """Stands where the other grader gave no verdict."""
 RATINGS = (Verdict.FAIL.value, Verdict.NOT_APPLICABLE.value, Verdict.PASS.value)
-RESAMPLES = 1000
 _FAIL, _PASS = RATINGS.index(Verdict.FAIL.value), RATINGS.index(Verdict.PASS.value)
 
 ItemT = TypeVar("ItemT")
@@ -61,6 +60,8 @@ COUNTS = ("judgments", "passes", "fails")
 """Fields of `Agreement` that are numbers of judgments."""
 RATES = tuple(field.name for field in dataclasses.fields(Agreement) if field.name not in COUNTS)
 """The others."""
+COEFFICIENTS = ("kappa", "alpha", "ac1")
+"""Those that lie in [-1, 1] instead of [0, 1]."""
 
 
 def agreement(reference: IntArray, other: IntArray) -> Agreement:
@@ -97,71 +98,73 @@ def contingency(reference: IntArray, other: IntArray) -> FloatArray:
     )
 
 
-def agreement_intervals(
-    clusters: Sequence[FloatArray], *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
-) -> dict[str, tuple[float, float]]:
-    """Percentile intervals of every rate of `Agreement` under resampling of whole clusters, as `bootstrap` does.
+def agreement_intervals(clusters: Sequence[FloatArray], *, level: float = LEVEL) -> dict[str, tuple[float, float]]:
+    """Intervals of every rate of `Agreement` over the choice of clusters, as `clustered_interval` makes them.
 
     Args:
         clusters: a `contingency` each.
         level: coverage.
-        resamples: bootstrap samples.
-        seed: the same seed gives the same intervals.
-    Returns: (low, high) by name in `RATES`; infinite with one cluster, or where no resample has a value.
+    Returns: (low, high) by name in `RATES`; infinite where fewer than two clusters have a denominator.
 
     Raises:
         ValueError: there are no clusters.
     """
     if not clusters:
-        raise ValueError("nothing to resample")
-    tables = np.stack(clusters)
-    used = _used(tables.sum(axis=0))
-    names = len(tables)
-    found: dict[str, list[float]] = {name: [] for name in RATES}
-    for drawn in np.random.default_rng(seed).multinomial(names, np.full(names, 1 / names), resamples):
-        resampled = _compare(np.tensordot(drawn.astype(float), tables, 1), used)
-        for name in RATES:
-            found[name].append(getattr(resampled, name))
+        raise ValueError("no clusters to take an interval over")
+    table_C = np.stack(clusters)
+    total = table_C.sum(axis=0)
+    used = _used(total)
+    whole = _compare(total, used)
+    without = [_compare(total - table, used) for table in table_C]
+    judged_C = table_C.sum(axis=2)
+    counted = {"false_pass": judged_C[:, _FAIL], "false_fail": judged_C[:, _PASS]}
     bounds = {}
-    for name, values in found.items():
-        defined = np.array(values)[~np.isnan(values)]
-        if names < 2 or not len(defined):
-            bounds[name] = (-np.inf, np.inf)
-        else:
-            low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2])
-            bounds[name] = (float(low), float(high))
+    for name in RATES:
+        many_C = counted.get(name, judged_C.sum(axis=1))
+        bounds[name] = _limits(
+            getattr(whole, name),
+            [getattr(each, name) for each, many in zip(without, many_C, strict=True) if many],
+            trials=float(many_C.sum()),
+            bounds=(-1.0, 1.0) if name in COEFFICIENTS else (0.0, 1.0),
+            level=level,
+        )
     return bounds
 
 
-def bootstrap(
-    clusters: Mapping[str, Sequence[ItemT]],
-    statistic: Callable[[list[ItemT]], float],
-    *,
-    level: float = 0.95,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+def clustered_interval(
+    clusters: Mapping[str, Sequence[ItemT]], statistic: Callable[[list[ItemT]], float], *, level: float = LEVEL
 ) -> Interval:
-    """A statistic over all items, with a percentile interval under resampling of whole clusters.
+    """A statistic in [0, 1] over all items, with its interval over the choice of clusters.
 
-    Judgments on one task rise and fall together: resampling them one by one would promise too narrow an interval.
-    Resamples in which the statistic is undefined are left out; with one cluster the interval is the whole line.
+    Judgments on one task rise and fall together: taking them one by one would promise too narrow an interval. The
+    variance is the jackknife's, a cluster left out at a time; the limits are those of `bounded_limits`, so that an
+    interval has no zero width where every judgment agreed. With one cluster it is the whole line, and so it is where a
+    cluster left out leaves the statistic undefined.
 
     Raises:
         ValueError: there are no clusters.
     """
-    if not clusters:
-        raise ValueError("nothing to resample")
-    groups = list(clusters.values())
-    mean = statistic([item for group in groups for item in group])
-    if len(groups) < 2:
-        return Interval(mean, -np.inf, np.inf)
-    drawn = np.random.default_rng(seed).integers(0, len(groups), (resamples, len(groups)))
-    found = np.array([statistic([item for index in row for item in groups[index]]) for row in drawn])
-    found = found[~np.isnan(found)]
-    if not len(found):
-        return Interval(mean, -np.inf, np.inf)
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(mean, float(low), float(high))
+    groups = [list(items) for items in clusters.values()]
+    if not groups:
+        raise ValueError("no clusters to take an interval over")
+    items = [item for group in groups for item in group]
+    value = statistic(items)
+    places = np.cumsum([0, *(len(group) for group in groups)])
+    without = [
+        statistic(items[: places[index]] + items[places[index + 1] :]) for index, group in enumerate(groups) if group
+    ]
+    return Interval(value, *_limits(value, without, trials=float(len(items)), level=level))
+
+
+def _limits(
+    value: float, without: Sequence[float], *, trials: float, bounds: tuple[float, float] = (0.0, 1.0), level: float
+) -> tuple[float, float]:
+    """Of a statistic, given its values with a cluster left out each."""
+    many = len(without)
+    if many < 2 or not np.isfinite([value, *without]).all():
+        return -np.inf, np.inf
+    variance = (many - 1) * float(np.var(without))
+    return bounded_limits(value, variance, clusters=many, trials=trials, bounds=bounds, level=level)
 
 
 def auroc(positive: FloatArray, negative: FloatArray) -> float:

@@ -25,7 +25,7 @@ from draco_ray.lab.analysis.agreement import (
     UNANSWERED,
     agreement,
     agreement_intervals,
-    bootstrap,
+    clustered_interval,
     contingency,
 )
 from draco_ray.records import Criterion, IntArray, Message, Phase, Verdict
@@ -175,7 +175,7 @@ async def replay(run: RunDirectory, complete: Complete, calls: Sequence[Archived
 def agreement_table(replayed: pa.Table) -> pa.Table:
     """Agreement by phase: a row over all steps (null ``training_step``) with intervals, then a row a step.
 
-    Intervals are of 95 %, from resampling groups. ``always_pass`` is the agreement of a judge that passes everything.
+    Intervals are of 95 %, over groups. ``always_pass`` is the agreement of a judge that passes everything.
     ``citation_overlap`` is the mean Jaccard index of the cited steps, over criteria for which both cite some.
     """
     rows = []
@@ -258,7 +258,7 @@ def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     for row in rows:
         clusters[f"{row['training_step']}/{row['task_id']}"].append(row)
     bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
-    overlap = bootstrap({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
+    overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
     bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
     return {
         f"{name}_{side}": _number(bound)

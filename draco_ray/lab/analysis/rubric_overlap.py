@@ -34,7 +34,7 @@ from draco_ray.judging.complete import Complete, Request
 from draco_ray.judging.judge import CallContext, Judge, Rubric
 from draco_ray.judging.parsing import check_finish, parse_criteria
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.agreement import bootstrap
+from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
 from draco_ray.records import Criterion, Message, Phase, Trajectory
 from draco_ray.runs.directory import RunDirectory
@@ -219,7 +219,7 @@ def overlap_table(comparisons: pa.Table) -> pa.Table:
     ``comparisons`` are counted; ``unanswered`` is the share of them to which the judge gave no usable reply,
     ``unpaired`` the share without a pairing, which enters neither recall nor precision. ``reference_criteria`` and
     ``criteria`` are means per usable reply. ``discriminative`` is the share of the merged criteria that some rollout
-    of the group fails, ``differing`` that of those on which its verdicts differ. Intervals are of 95 %, from resampling
+    of the group fails, ``differing`` that of those on which its verdicts differ. Intervals are of 95 %, over
     groups.
     """
     parts: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -394,7 +394,7 @@ def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, statistic in (("recall", _recall), ("precision", _precision)):
         if clusters:
-            interval = bootstrap(clusters, lambda items, of=statistic: _or_nan(of(items)))  # type: ignore[misc]
+            interval = clustered_interval(clusters, lambda items, of=statistic: _or_nan(of(items)))  # type: ignore[misc]
             found |= {f"{name}_low": _finite(interval.low), f"{name}_high": _finite(interval.high)}
     return found
 

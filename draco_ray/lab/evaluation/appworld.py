@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutR
 from draco_ray.lab.evaluation.setting import SplitResult, read_split
 from draco_ray.lab.evaluation.worker import ApiPolicy, LocalPolicy, Played, PlayRequest, start_evaluation_workers
 from draco_ray.rollout.pools import SlotQueue
+from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.session import checked_model, plain_error
 
@@ -84,7 +85,8 @@ def evaluate_appworld(
     console = console or Console(highlight=False, soft_wrap=True)
     if policy.api_model is None:
         config = checked_model(config)
-    tasks = load_split(config.data.root, split)[: config.data.eval_tasks]
+    whole = load_split(config.data.root, split)
+    tasks = whole[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
     if policy.api_model is not None:
         check_budget(config.judge, policy.api_model)
@@ -98,6 +100,8 @@ def evaluate_appworld(
         measurements=tuple(checkpoint.name for checkpoint in policy.checkpoints),
         tasks={task: _difficulty(config.data.root, task) for task in tasks},
         world=_world_digest(config.data.root, tasks),
+        generated=(config.data.root / MANIFEST).is_file(),
+        split_size=len(whole),
         settings=settings,
     )
     directory = EvaluationDirectory.begin(out, plan)
@@ -121,7 +125,9 @@ def evaluate_appworld(
 
 def summary(result: SplitResult) -> dict[str, Any]:
     """``summary.json``: the numbers of the tables under plain names."""
-    numbers = asdict(result)
+    # What comparisons need is in the results themselves.
+    numbers = asdict(replace(result, measures={}))
+    del numbers["measures"]
     plan = result.plan
     numbers["plan"] = {
         "benchmark": plan.benchmark,
@@ -130,6 +136,8 @@ def summary(result: SplitResult) -> dict[str, Any]:
         "runs": plan.runs,
         "measurements": plan.measurements,
         "tasks": len(plan.tasks),
+        "split_size": plan.whole_split,
+        "generated": plan.generated,
     }
     numbers["ended"] = {mode.value: share for mode, share in result.ended.items()}
     numbers["dollars_per_task"] = result.dollars_per_task

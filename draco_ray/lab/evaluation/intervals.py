@@ -1,58 +1,256 @@
-"""Bootstrap intervals that resample whole clusters: tasks of one scenario share its difficulty."""
+"""Intervals of means over scenarios that keep their coverage with few of them, near 0 and near 1, and over seeds.
+
+Tasks of a scenario share its difficulty, so the scenario is what is drawn (a cluster). A rate's interval is that of
+Korn and Graubard (1998): Clopper and Pearson's, at the number of independent trials that would have the clustered
+variance. A difference of two rates takes the limits of both, less their correlation over scenarios (MOVER, Zou and
+Donner 2008). Means without bounds (turns) take Student's t. Several training seeds are a level of their own: the
+variance of a mean is that over scenarios plus that over seeds, with Satterthwaite's degrees of freedom.
+`make bench-intervals` prints how often such intervals hold the truth.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import betaincinv, ndtri, stdtr, stdtrit
 
-RESAMPLES = 10_000
+from draco_ray.records import FloatArray
+
+LEVEL = 0.95
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with the bounds of its percentile interval, in the units of the values."""
+    """An estimate with the bounds of its interval, in the units of the values; infinite where nothing bounds it."""
 
     mean: float
     low: float
     high: float
 
 
-def clustered_bootstrap(
-    values: Mapping[str, float],
-    cluster: Callable[[str], str],
-    *,
-    level: float = 0.95,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Interval:
-    """Mean over all values, and a percentile interval of that mean under resampling of clusters with replacement.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusteredMean:
+    """A mean of values that come in clusters, in one or several training seeds, and how sure it is."""
 
-    Clusters keep their size, so the resampled mean is a ratio of two sums. One cluster alone tells nothing of the
-    spread between clusters: its interval is the whole line.
+    mean: float
+    influence: Mapping[str, float]
+    """Cluster -> how much more than the mean it adds to it, in the units of the values: their mean is 0, and their
+    variance over the number of clusters is that of the mean."""
+    seed_variance: float
+    """Variance of the mean from the choice of seeds; 0 where there is one seed, which tells nothing of it."""
+    seeds: int
+    trials: float
+    """Observations behind the mean: it is worth no more independent ones."""
+
+    @property
+    def clusters(self) -> int:
+        """How many there are."""
+        return len(self.influence)
+
+    @property
+    def cluster_variance(self) -> float:
+        """Variance of the mean from the choice of clusters; infinite for one, which tells nothing of it."""
+        return _variance(list(self.influence.values())) / self.clusters if self.clusters > 1 else math.inf
+
+    @property
+    def variance(self) -> float:
+        """Variance of the mean. What seeds and clusters share is in both parts, so it errs upwards."""
+        return self.cluster_variance + self.seed_variance
+
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of ``variance``."""
+        parts = [(self.cluster_variance, self.clusters - 1), (self.seed_variance, self.seeds - 1)]
+        return satterthwaite(parts)
+
+
+def clustered_mean(
+    seeds: Sequence[Mapping[str, float]], cluster: Callable[[str], str], *, trials: float | None = None
+) -> ClusteredMean:
+    """Mean over all values and seeds.
 
     Args:
-        values: one per task (or scenario).
-        cluster: key of ``values`` -> its cluster.
-        level: coverage, between 0 and 1.
-        resamples: bootstrap samples.
-        seed: the same seed gives the same interval.
+        seeds: a value per task (or scenario) for each training seed, all of the same ones.
+        cluster: key of the values -> its cluster.
+        trials: observations behind the mean; None is one per value.
 
     Raises:
-        ValueError: there are no values.
+        ValueError: there are no values, or the seeds are not of the same keys.
     """
-    if not values:
+    if not seeds or not seeds[0]:
         raise ValueError("no values to take the mean of")
-    names = {name: index for index, name in enumerate(dict.fromkeys(map(cluster, values)))}
-    sum_C, size_C = np.zeros(len(names)), np.zeros(len(names))
-    for key, value in values.items():
-        sum_C[names[cluster(key)]] += value
-        size_C[names[cluster(key)]] += 1
-    mean = float(sum_C.sum() / size_C.sum())
+    keys = list(seeds[0])
+    if any(values.keys() != seeds[0].keys() for values in seeds):
+        raise ValueError("the seeds are not of the same tasks")
+    value_GK = np.array([[values[key] for key in keys] for values in seeds])
+    names = {name: index for index, name in enumerate(dict.fromkeys(map(cluster, keys)))}
+    place_K = np.array([names[cluster(key)] for key in keys])
+    sum_C = np.bincount(place_K, value_GK.mean(axis=0), len(names))
+    size_C = np.bincount(place_K, minlength=len(names))
+    mean_G = value_GK.mean(axis=1)
+    mean = float(mean_G.mean())
+    influence_C = (sum_C - mean * size_C) / size_C.mean()
+    return ClusteredMean(
+        mean=mean,
+        influence=dict(zip(names, influence_C.tolist(), strict=True)),
+        seed_variance=_variance(mean_G.tolist()) / len(seeds) if len(seeds) > 1 else 0.0,
+        seeds=len(seeds),
+        trials=float(value_GK.size if trials is None else trials),
+    )
+
+
+def rate_interval(rate: ClusteredMean, *, level: float = LEVEL) -> Interval:
+    """Korn and Graubard's interval of a mean of values in [0, 1]; the whole line for one cluster.
+
+    It has no zero width: where no value differs, as many clusters as there are independent trials were all alike.
+    """
+    if rate.clusters < 2:
+        return Interval(rate.mean, -math.inf, math.inf)
+    low, high = bounded_limits(
+        rate.mean, rate.variance, degrees=rate.degrees, clusters=rate.clusters, trials=rate.trials, level=level
+    )
+    return Interval(rate.mean, low, high)
+
+
+def rate_difference(one: ClusteredMean, other: ClusteredMean, *, level: float = LEVEL) -> Interval:
+    """MOVER's interval of the difference of two rates over the same clusters; the whole line for one cluster.
+
+    The correlation over clusters is taken for at most 1 - 2 / clusters: two settings that were alike on every
+    scenario seen need not be on the next.
+
+    Raises:
+        ValueError: they are not of the same clusters.
+    """
+    covariance = _covariance(one, other)
+    mean = one.mean - other.mean
+    if one.clusters < 2:
+        return Interval(mean, -math.inf, math.inf)
+    first, second = rate_interval(one, level=level), rate_interval(other, level=level)
+    spread = math.sqrt(one.variance * other.variance)
+    correlation = min(covariance / spread, 1 - 2 / one.clusters) if spread > _ROUNDING**2 else 0.0
+    return Interval(
+        mean,
+        max(-1.0, mean - _joined(first.mean - first.low, second.high - second.mean, correlation)),
+        min(1.0, mean + _joined(first.high - first.mean, second.mean - second.low, correlation)),
+    )
+
+
+def mean_interval(measured: ClusteredMean, *, level: float = LEVEL) -> Interval:
+    """Student's interval of a mean without bounds; the whole line where no two clusters differ."""
+    return _student(measured.mean, measured.variance, measured.degrees, level)
+
+
+def mean_difference(one: ClusteredMean, other: ClusteredMean, *, level: float = LEVEL) -> Interval:
+    """Student's interval of a paired difference of means without bounds.
+
+    Raises:
+        ValueError: they are not of the same clusters.
+    """
+    variance, degrees = paired_variance(one, other)
+    return _student(one.mean - other.mean, variance, degrees, level)
+
+
+def paired_variance(one: ClusteredMean, other: ClusteredMean) -> tuple[float, float]:
+    """Variance of the difference of two means over the same clusters, and its degrees of freedom.
+
+    Raises:
+        ValueError: they are not of the same clusters.
+    """
+    _check_paired(one, other)
+    differences = [one.influence[name] - other.influence[name] for name in one.influence]
+    clusters = one.clusters
+    parts = [
+        (_variance(differences) / clusters if clusters > 1 else math.inf, clusters - 1),
+        (one.seed_variance, one.seeds - 1),
+        (other.seed_variance, other.seeds - 1),
+    ]
+    return sum(variance for variance, _ in parts), satterthwaite(parts)
+
+
+def student_p_value(difference: float, variance: float, degrees: float) -> float:
+    """Two-sided p-value of Student's test that ``difference`` is 0; 1 where no variance was seen or is known."""
+    if variance <= _ROUNDING**2 or not math.isfinite(variance):
+        return 1.0
+    return float(2 * stdtr(degrees, -abs(difference) / math.sqrt(variance)))
+
+
+def bounded_limits(
+    estimate: float,
+    variance: float,
+    *,
+    clusters: int,
+    degrees: float | None = None,
+    trials: float = math.inf,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    level: float = LEVEL,
+) -> tuple[float, float]:
+    """Korn and Graubard's limits of an estimate that cannot leave ``bounds``.
+
+    Args:
+        estimate: within ``bounds``.
+        variance: of the estimate.
+        clusters: from which ``variance`` was estimated.
+        degrees: of freedom of ``variance``; None is one less than ``clusters``.
+        trials: what the estimate is worth at most.
+        bounds: least and largest value there can be.
+        level: coverage.
+    """
+    least, largest = bounds
+    share = min(1.0, max(0.0, (estimate - least) / (largest - least)))
+    room, variance = share * (1 - share), variance / (largest - least) ** 2
+    if room <= _ROUNDING:
+        # No spread can be seen at a bound: what is known is that so many clusters were all alike.
+        share, effective = float(round(share)), float(clusters)
+    else:
+        effective = min(room / variance if variance > _ROUNDING**2 else math.inf, max(trials, clusters))
+        effective = effective if math.isfinite(effective) else float(clusters)
+    tail = (1 - level) / 2
+    student = float(stdtrit(clusters - 1 if degrees is None else degrees, 1 - tail))
+    effective *= (float(ndtri(1 - tail)) / student) ** 2 if room > _ROUNDING else 1.0
+    events = share * effective
+    low = 0.0 if share == 0 else float(betaincinv(events, effective - events + 1, tail))
+    high = 1.0 if share == 1 else float(betaincinv(events + 1, effective - events, 1 - tail))
+    return least + low * (largest - least), least + high * (largest - least)
+
+
+def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
+    """Degrees of freedom of a sum of estimated variances, each with its own."""
+    total = sum(variance for variance, _ in parts)
+    weighed = sum(variance**2 / degrees for variance, degrees in parts if degrees > 0 and variance > 0)
+    if weighed <= 0 or not math.isfinite(total):
+        return max(1.0, parts[0][1])
+    return max(1.0, total**2 / weighed)
+
+
+def _student(mean: float, variance: float, degrees: float, level: float) -> Interval:
+    if variance <= _ROUNDING**2 or not math.isfinite(variance):
+        return Interval(mean, -math.inf, math.inf)
+    half = float(stdtrit(degrees, (1 + level) / 2)) * math.sqrt(variance)
+    return Interval(mean, mean - half, mean + half)
+
+
+def _joined(one: float, other: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, one**2 + other**2 - 2 * correlation * one * other))
+
+
+def _covariance(one: ClusteredMean, other: ClusteredMean) -> float:
+    """Of the two means, over the choice of clusters."""
+    _check_paired(one, other)
+    names = list(one.influence)
     if len(names) < 2:
-        return Interval(mean, -np.inf, np.inf)
-    drawn_BC = np.random.default_rng(seed).integers(0, len(names), (resamples, len(names)))
-    means_B = sum_C[drawn_BC].sum(axis=1) / size_C[drawn_BC].sum(axis=1)
-    low, high = np.quantile(means_B, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(mean, float(low), float(high))
+        return 0.0
+    pairs: FloatArray = np.array([[each.influence[name] for name in names] for each in (one, other)])
+    return float(np.cov(pairs)[0, 1]) / len(names)
+
+
+def _check_paired(one: ClusteredMean, other: ClusteredMean) -> None:
+    if one.influence.keys() != other.influence.keys():
+        raise ValueError("the two are not of the same scenarios")
+
+
+def _variance(values: Sequence[float]) -> float:
+    return float(np.var(values, ddof=1))

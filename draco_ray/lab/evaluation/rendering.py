@@ -45,8 +45,8 @@ class Shown(StrEnum):
 
 LEGENDS = {
     Shown.NOTHING: "",
-    Shown.STD: "±: sample standard deviation across checkpoints; across runs where there is one checkpoint.",
-    Shown.INTERVAL: "[low, high]: 95 % bootstrap interval over scenarios.",
+    Shown.STD: "±: sample standard deviation across seeds, else checkpoints, else runs, whichever is more than one.",
+    Shown.INTERVAL: "[low, high]: 95 % interval over scenarios, and over training seeds where there are several.",
 }
 
 

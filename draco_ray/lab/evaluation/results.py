@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from draco_ray.errors import ConfigError
-from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def lost_rollout(task_id: str, run: int, usage: Usage, *, seconds: float, attemp
         total_tests=0,
         turns=0,
         ended=EpisodeEnd.SERVER_ERROR,
-        failures=("the rollout was lost",),
+        failures=(LOST,),
     )
     return RolloutResult(evaluation=evaluation, usage=usage, seconds=seconds, attempts=attempts, error=error)
 
@@ -101,11 +101,36 @@ class Plan(BaseModel):
     """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
     world: str = ""
     """Digest of the tasks: the same ids in two generated worlds are different tasks."""
+    generated: bool = False
+    """Whether the world was made by `draco sandbox build`, and is none of AppWorld's."""
+    split_size: int | None = None
+    """Tasks of the whole split, of which ``tasks`` may be a part; None where that was not recorded."""
     scenarios: bool = True
     """Whether ``<scenario>_<number>`` names a scenario (SGC, clustered intervals)."""
     settings: dict[str, Any] = {}
     """Config keys, dotted, and fingerprints that decide the outcome."""
 
+    @property
+    def whole_split(self) -> int | None:
+        """Tasks of the whole split; those of AppWorld's own where it was not recorded; None where nobody knows."""
+        return self.split_size or OFFICIAL_TASKS.get((self.benchmark, self.split))
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Digests of what was trained: of the adapters, else of the model; empty for an API model."""
+        adapters = [key for key in self.settings if key.startswith(("adapter fingerprint of ", "weights."))]
+        keys = [key for key in adapters if self.settings[key]] or ["model fingerprint"]
+        return tuple(str(self.settings[key]) for key in sorted(keys) if self.settings.get(key))
+
+
+OFFICIAL_TASKS = {
+    ("appworld", "train"): 90,
+    ("appworld", "dev"): 57,
+    ("appworld", "test_normal"): 168,
+    ("appworld", "test_challenge"): 417,
+    ("tau-banking", "full"): 97,
+}
+"""Benchmark and split -> tasks of the split as published."""
 
 PROTOCOL = (
     *(f"agent.{name}" for name in ("max_turns", "max_response_length", "max_turn_tokens", "max_output_characters")),
@@ -260,7 +285,9 @@ def plan_difference(before: Plan, now: Plan) -> str | None:
     """The first thing in which two plans differ, as words for a message; None when they are the same."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     old_settings, new_settings = old.pop("settings"), new.pop("settings")
-    del old["policy"], new["policy"]
+    for described in ("policy", "generated", "split_size"):
+        # The fingerprints, the tasks and the world's digest say more.
+        del old[described], new[described]
     for name in old:
         if old[name] != new[name]:
             if name in ("tasks", "world"):

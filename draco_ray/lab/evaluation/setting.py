@@ -2,31 +2,26 @@
 
 Protocol (Section "Evaluation"): the mean over the measurements (the last three epoch checkpoints), with the sample
 standard deviation (n - 1) across them. A policy with one measurement has its spread across independent runs instead,
-and only where a single run has a value: p^1 and turns. Intervals are bootstrapped over scenarios.
+and only where a single run has a value: p^1 and turns. Several training seeds of a setting are averaged, with the
+standard deviation across seeds. Intervals are over scenarios, and over seeds where there are several
+(`draco_ray.lab.evaluation.measures`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import stdev
 
-from draco_ray.lab.evaluation.consistency import (
-    Estimator,
-    mean_by_key,
-    pass_at_k,
-    pass_hat_k,
-    scenario_of,
-    scenario_values,
-    task_values,
-)
-from draco_ray.lab.evaluation.intervals import clustered_bootstrap
+from draco_ray.lab.evaluation import measures
+from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k, scenario_of
+from draco_ray.lab.evaluation.measures import Measure
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage
 from draco_ray.records import EpisodeEnd, Evaluation
 
 MOST_K = 3
-Values = Callable[[Sequence[Evaluation], int, int, Estimator], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +30,7 @@ class Estimate:
 
     mean: float
     std: float | None = None
-    """Sample standard deviation across checkpoints, or across runs of a single one."""
+    """Sample standard deviation across seeds, checkpoints of a single seed, or runs of a single checkpoint."""
     low: float | None = None
     high: float | None = None
 
@@ -69,12 +64,20 @@ class SplitResult:
     """Share of rollouts by the way they ended."""
     usage: Usage
     """Per pass: one run over the split."""
-    task_success: Mapping[str, float]
-    """p^1 by task, mean over measurements, for paired comparisons."""
+    measures: Mapping[str, Measure]
+    """What settings are compared in, by name: ``TGC p^1``, ``TGC p^3``, ``SGC p^1``, ``SGC p^3``, ``turns``."""
+    rollouts: int
+    """All there should be, lost ones included."""
+    lost: int
+    """Rollouts whose every attempt crashed: they count as failures, and intervals allow for what they would have
+    been."""
+    seeds: int = 1
+    """Training seeds."""
 
-    def cluster(self, task_id: str) -> str:
-        """What a task is resampled with: its scenario, or itself where there are none."""
-        return scenario_of(task_id) if self.plan.scenarios else task_id
+    @property
+    def clusters(self) -> int:
+        """Scenarios, or tasks where there are none."""
+        return len({scenario_of(task) for task in self.plan.tasks} if self.plan.scenarios else self.plan.tasks)
 
     @property
     def dollars_per_task(self) -> float | None:
@@ -88,96 +91,123 @@ def read_split(directory: EvaluationDirectory, label: str | None = None) -> Spli
     Raises:
         ConfigError: rollouts are missing.
     """
-    return aggregate(directory.plan, list(directory.complete_results().values()), label)
+    return read_seeds([directory], label)
+
+
+def read_seeds(directories: Sequence[EvaluationDirectory], label: str | None = None) -> SplitResult:
+    """Aggregate the finished evaluations of one setting, each of another training seed, on the same tasks.
+
+    Raises:
+        ConfigError: rollouts are missing.
+    """
+    seeds = [list(directory.complete_results().values()) for directory in directories]
+    return aggregate_seeds(directories[0].plan, seeds, label)
 
 
 def aggregate(plan: Plan, measurements: Sequence[Sequence[RolloutResult]], label: str | None = None) -> SplitResult:
-    """Rates, spreads and costs of complete measurements.
+    """Rates, spreads and costs of complete measurements of one training seed; see `aggregate_seeds`."""
+    return aggregate_seeds(plan, [measurements], label)
+
+
+def aggregate_seeds(
+    plan: Plan, seeds: Sequence[Sequence[Sequence[RolloutResult]]], label: str | None = None
+) -> SplitResult:
+    """Rates, spreads and costs of a setting.
 
     Args:
-        plan: what was evaluated.
-        measurements: every rollout of each measurement.
+        plan: what was evaluated, the same for every seed.
+        seeds: every rollout of each measurement of each training seed.
         label: the row's name; None is the plan's.
     """
-    evaluations = [[result.evaluation for result in measurement] for measurement in measurements]
-    results = [result for measurement in measurements for result in measurement]
-    by_run = [
-        [each for measurement in evaluations for each in measurement if each.run == run] for run in range(plan.runs)
-    ]
-    passes = len(measurements) * plan.runs
+    evaluations = [[[result.evaluation for result in each] for each in seed] for seed in seeds]
+    results = [result for seed in seeds for measurement in seed for result in measurement]
+    passes = plan.runs * sum(len(seed) for seed in seeds)
     ended = Counter(result.evaluation.ended for result in results)
     strata = {}
     for level in sorted({level for level in plan.tasks.values() if level is not None}):
         tasks = {task for task, difficulty in plan.tasks.items() if difficulty == level}
-        inside = [[each for each in measurement if each.task_id in tasks] for measurement in evaluations]
+        inside = [[[each for each in part if each.task_id in tasks] for part in seed] for seed in evaluations]
         strata[level] = Stratum(
             tasks=len(tasks),
-            tgc=_rate(plan, inside, 1, task_values, scenario_of),
-            sgc=_rate(plan, inside, 1, scenario_values, str) if plan.scenarios else None,
+            tgc=_rate(plan, inside, 1),
+            sgc=_rate(plan, inside, 1, whole=True) if plan.scenarios else None,
         )
-    cluster = scenario_of if plan.scenarios else str
     ks = range(1, min(plan.runs, MOST_K) + 1)
     scenario_ks = ks if plan.scenarios else range(0)
     return SplitResult(
         label=label or plan.label,
         plan=plan,
-        tgc=tuple(_rate(plan, evaluations, k, task_values, cluster) for k in ks),
-        sgc=tuple(_rate(plan, evaluations, k, scenario_values, str) for k in scenario_ks),
-        tgc_at=tuple(_rate(plan, evaluations, k, task_values, cluster, pass_at_k) for k in ks),
-        sgc_at=tuple(_rate(plan, evaluations, k, scenario_values, str, pass_at_k) for k in scenario_ks),
-        turns=_turns(evaluations if len(evaluations) > 1 else by_run, evaluations),
+        tgc=tuple(_rate(plan, evaluations, k) for k in ks),
+        sgc=tuple(_rate(plan, evaluations, k, whole=True) for k in scenario_ks),
+        tgc_at=tuple(_rate(plan, evaluations, k, estimator=pass_at_k) for k in ks),
+        sgc_at=tuple(_rate(plan, evaluations, k, whole=True, estimator=pass_at_k) for k in scenario_ks),
+        turns=_turns(plan, evaluations),
         difficulty=strata,
         ended={mode: ended[mode] / len(results) for mode in EpisodeEnd},
         usage=_per_pass(sum((result.usage for result in results), start=Usage()), passes),
-        task_success=mean_by_key([task_values(measurement, plan.runs, 1) for measurement in evaluations]),
+        measures=compared_measures(evaluations, plan.runs, scenarios=plan.scenarios),
+        rollouts=len(results),
+        lost=measures.lost_rollouts(evaluations),
+        seeds=len(seeds),
     )
 
 
+def compared_measures(seeds: measures.Seeds, runs: int, *, scenarios: bool = True) -> dict[str, Measure]:
+    """What settings are compared in: rates at p^1 and at the largest k, and turns where any rollout was played."""
+    ks = dict.fromkeys((1, min(runs, MOST_K)))
+    task = "TGC" if scenarios else "SR"
+    found: dict[str, Measure | None] = {f"{task} p^{k}": measures.rate(seeds, runs, k, scenarios=scenarios) for k in ks}
+    if scenarios:
+        found |= {f"SGC p^{k}": measures.rate(seeds, runs, k, whole=True) for k in ks}
+    found["turns"] = measures.turns(seeds, scenarios=scenarios)
+    return {name: measure for name, measure in found.items() if measure is not None}
+
+
 def _rate(
-    plan: Plan,
-    measurements: Sequence[Sequence[Evaluation]],
-    k: int,
-    values: Values,
-    cluster: Callable[[str], str],
-    estimator: Estimator = pass_hat_k,
+    plan: Plan, seeds: measures.Seeds, k: int, *, whole: bool = False, estimator: Estimator = pass_hat_k
 ) -> Estimate:
-    each = [values(measurement, plan.runs, k, estimator) for measurement in measurements]
-    interval = clustered_bootstrap(mean_by_key(each), cluster)
-    bounded = interval.high != float("inf")
-    spread = each
-    if len(each) == 1:
+    def of(part: measures.Seeds, runs: int) -> Measure:
+        return measures.rate(part, runs, k, scenarios=plan.scenarios, whole=whole, estimator=estimator)
+
+    measure = of(seeds, plan.runs)
+    if len(_parts(seeds)) > 1:
+        spread = [of([part], plan.runs).mean for part in _parts(seeds)]
+    else:
         # pass^k for k >= 2 is a joint statistic of all runs: a single run has none.
-        runs = range(plan.runs if k == 1 else 0)
-        spread = [values(_one_run(measurements[0], run), 1, 1, estimator) for run in runs]
+        spread = [of([[each]], 1).mean for each in _single_runs(seeds[0][0], plan.runs)] if k == 1 else []
+    return _estimate(measure, spread)
+
+
+def _turns(plan: Plan, seeds: measures.Seeds) -> Estimate:
+    """Mean over the rollouts that began; the interval around it is as wide as that of the mean over tasks."""
+    parts = _parts(seeds) if len(_parts(seeds)) > 1 else [[each] for each in _single_runs(seeds[0][0], plan.runs)]
+    spread = [_mean([each.turns for measurement in part for each in measurement if each.turns]) for part in parts]
+    mean = _mean([each.turns for seed in seeds for part in seed for each in part if each.turns])
+    measure = measures.turns(seeds, scenarios=plan.scenarios)
+    if measure is None or not math.isfinite((interval := measure.interval()).high):
+        return Estimate(mean=mean, std=_std(spread))
+    half = (interval.high - interval.low) / 2
+    return Estimate(mean=mean, std=_std(spread), low=mean - half, high=mean + half)
+
+
+def _estimate(measure: Measure, spread: Sequence[float]) -> Estimate:
+    interval = measure.interval()
+    bounded = math.isfinite(interval.high)
     return Estimate(
         mean=interval.mean,
-        std=_std([sum(of_one.values()) / len(of_one) for of_one in spread]),
+        std=_std(spread),
         low=interval.low if bounded else None,
         high=interval.high if bounded else None,
     )
 
 
-def _one_run(measurement: Sequence[Evaluation], run: int) -> list[Evaluation]:
-    return [
-        Evaluation(
-            task_id=each.task_id,
-            run=0,
-            success=each.success,
-            passed_tests=each.passed_tests,
-            total_tests=each.total_tests,
-            turns=each.turns,
-            ended=each.ended,
-        )
-        for each in measurement
-        if each.run == run
-    ]
+def _parts(seeds: measures.Seeds) -> list[Sequence[Sequence[Evaluation]]]:
+    """What a spread is across: seeds, or the measurements of a single one."""
+    return list(seeds) if len(seeds) > 1 else [[measurement] for measurement in seeds[0]]
 
 
-def _turns(parts: Sequence[Sequence[Evaluation]], measurements: Sequence[Sequence[Evaluation]]) -> Estimate:
-    means = [_mean([each.turns for each in part if each.turns]) for part in parts]
-    return Estimate(
-        mean=_mean([each.turns for measurement in measurements for each in measurement if each.turns]), std=_std(means)
-    )
+def _single_runs(measurement: Sequence[Evaluation], runs: int) -> list[list[Evaluation]]:
+    return [[replace(each, run=0) for each in measurement if each.run == run] for run in range(runs)]
 
 
 def _per_pass(usage: Usage, passes: int) -> Usage:

@@ -5,16 +5,18 @@ A row is a setting (one label); its columns are the splits it was evaluated on. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.comparison import Comparison, holm, paired_difference
+from draco_ray.lab.evaluation.comparison import Comparison, holm
+from draco_ray.lab.evaluation.measures import difference
 from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
-from draco_ray.lab.evaluation.results import EvaluationDirectory, protocol_differences
-from draco_ray.lab.evaluation.setting import Estimate, SplitResult, read_split
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, protocol_differences
+from draco_ray.lab.evaluation.setting import Estimate, SplitResult, read_seeds
 from draco_ray.records import EpisodeEnd
 
 Settings = Mapping[str, Mapping[str, SplitResult]]
@@ -28,23 +30,42 @@ SPLITS = {
     ("tau-banking", "full"): "τ-bench",
 }
 DIFFICULTIES = {1: "Easy", 2: "Medium", 3: "Hard"}
+LOST = Column(("Lost",), digits=0)
+"""How many rollouts of a row were lost, in every table."""
+ONE_SEED = "Where a setting has one training seed, its figures speak of the choice of scenarios, not of training again."
 _PAIRED = "a comparison needs the same tasks in both settings"
 
 
-def split_title(result: SplitResult) -> str:
-    """How a benchmark's split is called in a header."""
-    plan = result.plan
-    return SPLITS.get((plan.benchmark, plan.split), f"{plan.benchmark} {plan.split}")
+def split_title(plan: Plan) -> str:
+    """How a benchmark's split is called, whatever part or world of it was played."""
+    split = "full" if plan.benchmark == "tau-banking" else plan.split
+    return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
+
+
+def what_was_played(plans: Iterable[Plan]) -> str:
+    """What is not the published split about the tasks of a column: ``generated world, 45 tasks``; empty for none."""
+    found: dict[str, None] = {}
+    for plan in plans:
+        part = plan.whole_split is not None and len(plan.tasks) != plan.whole_split
+        if plan.generated or part:
+            many = f"{len(plan.tasks)} of {plan.whole_split}" if part else str(len(plan.tasks))
+            found["generated world, " * plan.generated + f"{many} tasks"] = None
+        else:
+            found[f"{len(plan.tasks)} tasks"] = None
+    whole = all(not plan.generated and len(plan.tasks) == plan.whole_split for plan in plans)
+    return "" if whole else " or ".join(found)
 
 
 def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]:
     """Read evaluation directories, ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``; equal labels make one row.
 
+    Directories of one label and split are the training seeds of one setting, whose mean the row shows.
+
     Raises:
-        ConfigError: one is no finished evaluation, or a training curve, or a label has the same split twice.
+        ConfigError: one is no finished evaluation, or a training curve, or a label has the same split twice and they
+            are no two training seeds on the same tasks.
     """
-    settings: dict[str, dict[str, SplitResult]] = {}
-    sources: dict[tuple[str, str], Path] = {}
+    found: dict[str, dict[str, list[EvaluationDirectory]]] = {}
     for argument in arguments:
         label, separator, name = argument.partition("=")
         if not separator or Path(argument).is_dir():
@@ -55,20 +76,39 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
                 f"{name}: a training curve, whose checkpoints have no common mean; its figures are in curve.csv, and "
                 "`draco evaluate --run DIR --last-epochs 3` measures a setting"
             )
-        result = read_split(directory, label or None)
-        title = split_title(result)
-        if (result.label, title) in sources:
-            raise ConfigError(
-                f"{name}: {result.label} on {title} is in {sources[result.label, title]} already; "
-                "expected one evaluation a setting and split; give it another label with LABEL=DIR"
-            )
-        sources[result.label, title] = Path(name)
-        settings.setdefault(result.label, {})[title] = result
+        label, title = label or directory.plan.label, split_title(directory.plan)
+        others = found.setdefault(label, {}).setdefault(title, [])
+        for other in others:
+            _check_seeds(label, title, directory, other)
+        others.append(directory)
     order = {title: place for place, title in enumerate(SPLITS.values())}
     return {
-        label: dict(sorted(splits.items(), key=lambda item: order.get(item[0], len(order))))
-        for label, splits in settings.items()
+        label: {
+            title: read_seeds(splits[title], label)
+            for title in sorted(splits, key=lambda title: order.get(title, len(order)))
+        }
+        for label, splits in found.items()
     }
+
+
+def _check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
+    """Raises: ConfigError where two evaluations are not those of two training seeds of one setting."""
+    if one.plan.weights == other.plan.weights:
+        raise ConfigError(
+            f"{one.path}: {label} on {title} is in {other.path} already, of the same weights; "
+            "expected one evaluation a setting, split and training seed; give it another label with LABEL=DIR"
+        )
+    for name, mine, theirs in (
+        ("tasks", (set(one.plan.tasks), one.plan.world), (set(other.plan.tasks), other.plan.world)),
+        ("runs", one.plan.runs, other.plan.runs),
+        ("checkpoints", len(one.plan.measurements), len(other.plan.measurements)),
+        ("limits", protocol_differences((one.plan, other.plan)), []),
+    ):
+        if mine != theirs:
+            raise ConfigError(
+                f"{one.path}: {label} on {title} is in {other.path} as well, with other {name}; expected training "
+                "seeds of one setting to be measured alike; give it another label with LABEL=DIR"
+            )
 
 
 def main_table(settings: Settings, name: str = "main", title: str = "Task success and consistency (%)") -> Table:
@@ -88,13 +128,13 @@ def main_table(settings: Settings, name: str = "main", title: str = "Task succes
         averages = [_average(cells[k::ks]) for k in range(ks)]
         rows.append((label, (*cells, *averages)))
     columns += [Column(("Average", "", f"p^{k + 1}"), best="high") for k in range(ks)]
-    return Table(
+    return _table(
+        settings,
         name=name,
         title=title,
-        row_header="Setting",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=(*_notes(settings), "p^k: pass^k over the runs; Average: over the columns of that k."),
+        notes=("p^k: pass^k over the runs; Average: over the columns of that k.",),
     )
 
 
@@ -123,13 +163,12 @@ def consistency_table(settings: Settings) -> Table:
                 rates = hat if kind == "^" else at
             cells.append(_percent(rates[k]) if k < len(rates) else None)
         rows.append((label, tuple(cells)))
-    return Table(
+    return _table(
+        settings,
         name="consistency",
         title="Consistency and discovery: pass^k and pass@k (%)",
-        row_header="Setting",
         columns=tuple(Column((split, metric, f"pass{kind}{k + 1}"), best="high") for split, metric, kind, k in places),
         rows=tuple(rows),
-        notes=_notes(settings),
     )
 
 
@@ -144,13 +183,12 @@ def retention_table(settings: Settings) -> Table:
             one, every = (_rate_getter(split, metric, k)(splits) for k in (0, ks - 1))
             cells.append(Cell(100 * every.mean / one.mean) if one and every and one.mean else None)
         rows.append((label, tuple(cells)))
-    return Table(
+    return _table(
+        settings,
         name="retention",
         title=f"Retention: p^{ks} / p^1 (%)",
-        row_header="Setting",
         columns=tuple(Column((split, metric), best="high") for split, metric in places),
         rows=tuple(rows),
-        notes=_notes(settings),
     )
 
 
@@ -161,13 +199,12 @@ def efficiency_table(settings: Settings) -> Table:
     for label, splits in settings.items():
         cells = [_cell(splits[split].turns) if split in splits else None for split in titles]
         rows.append((label, (*cells, _average(cells))))
-    return Table(
+    return _table(
+        settings,
         name="efficiency",
         title="Average agent turns (lower is better)",
-        row_header="Setting",
         columns=(*(Column((split,), best="low") for split in titles), Column(("Avg.",), best="low")),
         rows=tuple(rows),
-        notes=_notes(settings),
     )
 
 
@@ -195,13 +232,12 @@ def difficulty_table(settings: Settings) -> Table:
             else:
                 cells.append(_percent(stratum.tgc if metric == "TGC" else stratum.sgc))
         rows.append((label, tuple(cells)))
-    return Table(
+    return _table(
+        settings,
         name="difficulty",
         title="Task success by difficulty (p^1, %)",
-        row_header="Setting",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=_notes(settings),
     )
 
 
@@ -221,16 +257,14 @@ def frontier_table(settings: Settings) -> Table:
             dollars = (None, None) if result is None else (result.usage.dollars, result.dollars_per_task)
             cells += [None if value is None else Cell(value) for value in dollars]
         rows.append((label, tuple(cells)))
-    return Table(
+    return _table(
+        settings,
         name="frontier",
         title="Success (p^1, %) against cost",
         row_header="Model",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=(
-            *_notes(settings),
-            "Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",
-        ),
+        notes=("Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",),
     )
 
 
@@ -250,13 +284,13 @@ def cost_table(settings: Settings) -> Table:
             numbers = (usage.calls, usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.dollars)
             cells += [None if number is None else Cell(float(number)) for number in numbers]
         rows.append((label, tuple(cells)))
-    return Table(
+    return _table(
+        settings,
         name="cost",
         title="Tokens and dollars of one pass over the split",
-        row_header="Setting",
         columns=columns,
         rows=tuple(rows),
-        notes=(*_notes(settings), "input: read again at every turn; cached: the part that stood in the turn before."),
+        notes=("input: read again at every turn; cached: the part that stood in the turn before.",),
     )
 
 
@@ -270,13 +304,12 @@ def termination_table(settings: Settings) -> Table:
         for split in titles:
             cells += [Cell(100 * splits[split].ended[mode]) if split in splits else None for mode in EpisodeEnd]
         rows.append((label, tuple(cells)))
-    return Table(
+    return _table(
+        settings,
         name="terminations",
         title="How rollouts ended (%)",
-        row_header="Setting",
         columns=columns,
         rows=tuple(rows),
-        notes=_notes(settings),
     )
 
 
@@ -295,7 +328,7 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
 
 
 def compare(settings: Settings, baseline: str) -> list[Comparison]:
-    """Every other setting minus ``baseline``, on every split that both have; p-values corrected together.
+    """Every other setting minus ``baseline``, in every measure on every split of both; p-values corrected together.
 
     Args:
         settings: rows, in blocks (``BLOCK::LABEL``) or not.
@@ -315,7 +348,7 @@ def compare(settings: Settings, baseline: str) -> list[Comparison]:
                 f"{label} and {reference} cannot be compared: no split in common ({', '.join(splits)} against "
                 f"{', '.join(settings[reference])}); {_PAIRED}"
             )
-        found += [_compare(splits[split], settings[reference][split], split) for split in common]
+        found += [each for split in common for each in _compare(splits[split], settings[reference][split], split)]
     adjusted = holm([comparison.p_value for comparison in found])
     return [replace(each, adjusted_p=p_value) for each, p_value in zip(found, adjusted, strict=True)]
 
@@ -335,42 +368,50 @@ def _baseline(settings: Settings, baseline: str, label: str) -> str:
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Differences in points with their intervals and p-values."""
-    names = ("difference", "low", "high", "p", "p (Holm)", "tasks", "clusters")
-    digits = (1, 1, 1, 4, 4, 0, 0)
-    rows = [
-        (
-            _comparison_label(each),
-            tuple(
-                Cell(number)
-                for number in (
-                    100 * each.difference.mean,
-                    100 * each.difference.low,
-                    100 * each.difference.high,
-                    each.p_value,
-                    each.adjusted_p,
-                    float(each.tasks),
-                    float(each.clusters),
-                )
-            ),
+    """Differences in points (of turns: in turns) with their intervals and p-values."""
+    names = ("difference", "low", "high", "p", "p (Holm)", "tasks", "clusters", "lost (%)", "of the other (%)")
+    digits = (1, 1, 1, 4, 4, 0, 0, 1, 1)
+    rows = []
+    for each in comparisons:
+        unit = 1.0 if each.measure == "turns" else 100.0
+        bounds = each.difference if math.isfinite(each.difference.low) else None
+        cells = (
+            Cell(unit * each.difference.mean),
+            None if bounds is None else Cell(unit * bounds.low),
+            None if bounds is None else Cell(unit * bounds.high),
+            *(Cell(number) for number in (each.p_value, each.adjusted_p, float(each.tasks), float(each.clusters))),
+            *(Cell(100 * share) for share in each.lost),
         )
-        for each in comparisons
-    ]
+        rows.append((f"{_comparison_label(each)}, {each.measure}", cells))
     return Table(
         name="comparison",
-        title="Paired differences of p^1 TGC (points), 95 % bootstrap interval and two-sided permutation test",
+        title="Paired differences (points of TGC, SGC and SR; turns), 95 % interval and two-sided test",
         row_header="Comparison",
         columns=tuple(Column((name,), digit) for name, digit in zip(names, digits, strict=True)),
         rows=tuple(rows),
         notes=(
-            f"Paired by task, exchanged and resampled by scenario; Holm's correction over {len(rows)} comparisons.",
-            *(
-                f"{_comparison_label(each)}: measured under different protocols ({', '.join(each.protocols)})."
-                for each in comparisons
-                if each.protocols
-            ),
+            "Paired by task, over scenarios; p: permutation test by scenario, and Student's over scenarios and seeds "
+            f"where there are several, the larger; Holm's correction over {len(rows)} comparisons.",
+            *([ONE_SEED] if any(each.seeds == (1, 1) for each in comparisons) else []),
+            *dict.fromkeys(note for each in comparisons for note in _comparison_notes(each)),
         ),
     )
+
+
+def _comparison_notes(each: Comparison) -> list[str]:
+    label = _comparison_label(each)
+    notes = []
+    if each.protocols:
+        notes.append(f"{label}: measured under different protocols ({', '.join(each.protocols)}).")
+    if any(each.lost):
+        one, other = (f"{100 * share:.1f} %" for share in each.lost)
+        notes.append(
+            f"{label}: {one} and {other} of the rollouts were lost; interval and p hold whatever they would have been "
+            "(turns: of the rollouts that were played)."
+        )
+    if 1 in each.seeds and each.seeds != (1, 1):
+        notes.append(f"{label}: {each.seeds[0]} and {each.seeds[1]} training seeds; of one the spread is not known.")
+    return notes
 
 
 def _comparison_label(each: Comparison) -> str:
@@ -380,8 +421,8 @@ def _comparison_label(each: Comparison) -> str:
     return f"{block}{BLOCK * bool(block)}{one} - {other} on {each.split}"
 
 
-def _compare(one: SplitResult, other: SplitResult, split: str) -> Comparison:
-    only_one, only_other = (len(a.task_success.keys() - b.task_success.keys()) for a, b in ((one, other), (other, one)))
+def _compare(one: SplitResult, other: SplitResult, split: str) -> list[Comparison]:
+    only_one, only_other = (len(a.plan.tasks.keys() - b.plan.tasks.keys()) for a, b in ((one, other), (other, one)))
     if only_one or only_other:
         raise ConfigError(
             f"{one.label} and {other.label} on {split} are not paired: {only_one} tasks only in the first, "
@@ -392,18 +433,26 @@ def _compare(one: SplitResult, other: SplitResult, split: str) -> Comparison:
             f"{one.label} and {other.label} on {split} are not paired: their task ids are the same, the tasks are not "
             f"(two generated worlds); {_PAIRED}; evaluate both on one data root"
         )
-    difference, p_value = paired_difference(one.task_success, other.task_success, one.cluster)
-    return Comparison(
-        one=one.label,
-        other=other.label,
-        split=split,
-        difference=difference,
-        p_value=p_value,
-        adjusted_p=p_value,
-        tasks=len(one.task_success),
-        clusters=len({one.cluster(task) for task in one.task_success}),
-        protocols=tuple(protocol_differences((one.plan, other.plan))),
-    )
+    found = []
+    for measure in [name for name in one.measures if name in other.measures]:
+        interval, p_value = difference(one.measures[measure], other.measures[measure])
+        found.append(
+            Comparison(
+                one=one.label,
+                other=other.label,
+                split=split,
+                measure=measure,
+                difference=interval,
+                p_value=p_value,
+                adjusted_p=p_value,
+                tasks=len(one.plan.tasks),
+                clusters=one.clusters,
+                seeds=(one.seeds, other.seeds),
+                lost=(one.lost / one.rollouts, other.lost / other.rollouts),
+                protocols=tuple(protocol_differences((one.plan, other.plan))),
+            )
+        )
+    return found
 
 
 def _titles(settings: Settings) -> list[str]:
@@ -448,9 +497,40 @@ def _average(cells: Iterable[Cell | None]) -> Cell | None:
     return Cell(sum(cell.mean for cell in known if cell is not None) / len(known))
 
 
+def _table(
+    settings: Settings,
+    *,
+    name: str,
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[tuple[str, tuple[Cell | None, ...]]],
+    notes: Sequence[str] = (),
+    row_header: str = "Setting",
+) -> Table:
+    """A table that says which tasks were played, how many rollouts each row lost, and under which protocol."""
+    played = {split: said for split in _titles(settings) if (said := what_was_played(_plans(settings, split)))}
+    headers = {split: f"{split} ({said})" for split, said in played.items()}
+    lost = {label: sum(result.lost for result in splits.values()) for label, splits in settings.items()}
+    return Table(
+        name=name,
+        title="; ".join([title, *(f"{split}: {said}" for split, said in played.items())]),
+        row_header=row_header,
+        columns=(
+            *(replace(each, path=(headers.get(each.path[0], each.path[0]), *each.path[1:])) for each in columns),
+            LOST,
+        ),
+        rows=tuple((label, (*cells, Cell(float(lost[label])))) for label, cells in rows),
+        notes=(*_notes(settings), *notes),
+    )
+
+
+def _plans(settings: Settings, split: str) -> list[Plan]:
+    return [splits[split].plan for splits in settings.values() if split in splits]
+
+
 def _notes(settings: Settings) -> tuple[str, ...]:
-    """The protocol, and a warning for every split of which the rows are not of the same tasks."""
-    notes = [_protocol(settings)]
+    """The protocol, training seeds, lost rollouts, and a warning for every split of which the rows do not compare."""
+    notes = [_protocol(settings), _seeds(settings), *_lost(settings)]
     for title in _titles(settings):
         results = [splits[title] for splits in settings.values() if title in splits]
         if len({(frozenset(result.plan.tasks), result.plan.world) for result in results}) > 1:
@@ -471,3 +551,33 @@ def _protocol(settings: Settings) -> str:
         for many, runs in sorted(shapes, reverse=True)
     )
     return f"Mean of {said}; crashed and unsolved tasks are failures."
+
+
+def _seeds(settings: Settings) -> str:
+    """How many training seeds stand behind each row."""
+    many = {label: sorted({result.seeds for result in splits.values()}) for label, splits in settings.items()}
+    if set().union(*many.values()) <= {1}:
+        return (
+            "One training seed of every row: intervals and comparisons speak of the scenarios, not of training again."
+        )
+    said = ", ".join(f"{label} {' or '.join(map(str, seeds))}" for label, seeds in many.items())
+    alone = (
+        " Of one seed the interval does not speak of training again."
+        if any(1 in each for each in many.values())
+        else ""
+    )
+    return f"Training seeds: {said.replace(BLOCK, ': ')}; intervals are over seeds and scenarios.{alone}"
+
+
+def _lost(settings: Settings) -> Iterator[str]:
+    """What each row lost, and within which bounds its first rate would have been without."""
+    for label, splits in settings.items():
+        for split, result in splits.items():
+            if result.lost:
+                name, measure = next(iter(result.measures.items()))
+                yield (
+                    f"{label.replace(BLOCK, ': ')} on {split}: {result.lost} of {result.rollouts} rollouts "
+                    f"({100 * result.lost / result.rollouts:.1f} %) were lost and count as failures; {name} is "
+                    f"{100 * measure.at_worst.mean:.1f}, and {100 * measure.at_best.mean:.1f} had all of them been "
+                    "solved; intervals span both."
+                )

@@ -39,7 +39,7 @@ from draco_ray.lab.analysis.agreement import (
     agreement,
     agreement_intervals,
     auroc,
-    bootstrap,
+    clustered_interval,
     contingency,
 )
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
@@ -89,7 +89,7 @@ _NONE = float("nan")
 
 
 def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
-    """Every measure over all rollouts, then by kind of fault; intervals of 95 % resample tasks."""
+    """Every measure over all rollouts, then by kind of fault; intervals of 95 % are over tasks."""
     rows = [*_verdict_rows("all", _judgments(judged, None))]
     rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.fault is not None])
     rows += [row for row in (_reward_row(judged), _blame_row(judged)) if row is not None]
@@ -309,7 +309,7 @@ def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
 def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> dict[str, Any]:
     observations = np.array([observation for found in clusters.values() for observation in found])
     values = {task_id: [value for value, _, _ in found] for task_id, found in clusters.items()}
-    interval = bootstrap(values, lambda items: float(np.mean(items)))
+    interval = clustered_interval(values, lambda items: float(np.mean(items)))
     _, chance, last = observations.mean(axis=0)
     return _row(scope, measure, len(observations), interval.mean, interval.low, interval.high, chance, last)
 
