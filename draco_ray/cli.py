@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -548,11 +549,11 @@ def rubric_author(
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:
-    from draco_ray.environments.appworld.interpreter import appworld_python
+    from draco_ray.environments.appworld.interpreter import appworld_python, link_package
 
-    project = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONUNBUFFERED": "1"}
-    result = subprocess.run([appworld_python(None), "-m", module, *arguments], env=environment, check=False)
+    with tempfile.TemporaryDirectory(prefix="draco-program-") as folder:
+        environment = {**os.environ, "PYTHONPATH": link_package(Path(folder, "program")), "PYTHONUNBUFFERED": "1"}
+        result = subprocess.run([appworld_python(None), "-P", "-m", module, *arguments], env=environment, check=False)
     if result.returncode:
         raise typer.Exit(result.returncode)
 

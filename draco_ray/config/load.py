@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from pydantic import ValidationError
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
 
-PRESETS = Path(str(resources.files("draco_ray.config"))) / "presets"
-PROJECT = Path(__file__).resolve().parents[2]
-"""Where `prompts/` lies in a checkout and in a Ray job's working directory."""
+PACKAGE = Path(__file__).resolve().parents[1]
+"""Where `prompts/` lies once the package is installed."""
+PROJECT = PACKAGE.parent
+"""Where it lies in a checkout, an editable install included."""
+PRESETS = PACKAGE / "config" / "presets"
 
 
 def load_config(source: str | None = None, overrides: Iterable[str] = (), setting: str | None = None) -> DracoConfig:
@@ -64,15 +65,15 @@ def dump_config(config: DracoConfig) -> str:
 
 
 def project_file(path: Path) -> Path:
-    """Find a file that ships with the project: in the working directory, else beside the package.
+    """Find a file that ships with the project: in the working directory, else where the project is installed.
 
     Raises:
         ConfigError: if it is in neither place.
     """
-    for candidate in (path, PROJECT / path):
+    for candidate in (path, PACKAGE / path, PROJECT / path):
         if candidate.exists():
             return candidate
-    raise ConfigError(f"{path}: no such file in {Path.cwd()} or {PROJECT}")
+    raise ConfigError(f"{path}: no such file in {Path.cwd()} or {PACKAGE}")
 
 
 def _read(source: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class AgentConfig(Tree):
     """The code agent (AppWorld's Simplified ReAct Code Agent loop)."""
 
     prompt: Path = Path("prompts/agent_think.txt")
-    """System prompt template; relative paths are looked up in the working directory, then beside the package."""
+    """Prompt template; a relative path is looked up in the working directory, then where the project is installed."""
     thinking: bool = True
     """Whether turns open with a <think> block: selects the chat template's thinking mode."""
     max_turns: int = Field(50, ge=1)

@@ -69,7 +69,7 @@ class Prompts:
 
 
 def load_prompts(folder: Path) -> Prompts:
-    """Read the prompt set in ``folder`` (looked up in the working directory, then beside the package).
+    """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Raises:
         ConfigError: a missing file, an unknown placeholder, or a missing one that the phase cannot do without.

@@ -21,7 +21,7 @@ class _Criterion(BaseModel):
 
 
 def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
-    """Read a YAML list of criteria, in its order (looked up in the working directory, then beside the package).
+    """Read a YAML list of criteria, in its order (found as `project_file` does).
 
     Raises:
         ConfigError: not such a list, a field missing, empty or unknown, no criterion, or a title twice.

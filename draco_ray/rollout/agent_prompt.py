@@ -7,9 +7,11 @@ Placeholders: ``{supervisor_first_name}``, ``{supervisor_last_name}``, ``{superv
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
+from draco_ray.configuration import project_file
 from draco_ray.errors import ConfigError
 from draco_ray.records import Message, Task
 
@@ -21,13 +23,14 @@ _PLACEHOLDER = re.compile(
 
 
 def find_prompt(path: Path) -> Path:
-    """A prompt path of the configuration: a relative one is sought in the working directory, then beside the package.
+    """The template file of a prompt path of the configuration, found as `project_file` does.
 
-    Raises: ConfigError when it is in neither place.
+    Raises: ConfigError when there is none.
     """
-    for candidate in (path, Path(__file__).resolve().parents[2] / path):
-        if candidate.is_file():
-            return candidate
+    with contextlib.suppress(ConfigError):
+        path = project_file(path)
+    if path.is_file():
+        return path
     raise ConfigError(
         f"no agent prompt at {str(path)!r}: agent.prompt names a template file such as prompts/agent_think.txt"
     )

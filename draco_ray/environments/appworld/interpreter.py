@@ -1,4 +1,8 @@
-"""Where AppWorld's own Python lives: its pins clash with everything else, so it has an environment of its own."""
+"""AppWorld's own Python: its pins clash with everything else, so it has a virtual environment of its own.
+
+It runs code of this package too. An installed package lies among all others, in the very versions that clash, so
+AppWorld's Python imports it through a folder that holds nothing but a link to it (`link_package`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 from draco_ray.errors import WorldError
 
 VARIABLE = "DRACO_APPWORLD_PYTHON"
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def appworld_python(configured: str | None) -> str:
@@ -24,8 +29,18 @@ def appworld_python(configured: str | None) -> str:
             raise WorldError(f"AppWorld's Python {named!r} is not an executable file: fix environment.appworld_python")
         # Not resolved: a virtual environment is known by the path of its own `python` link.
         return os.path.abspath(named)
-    for base in (Path.cwd(), Path(__file__).resolve().parents[3]):
+    for base in (Path.cwd(), PACKAGE.parent):
         candidate = base / ".venv-appworld" / "bin" / "python"
         if candidate.exists():
             return str(candidate)
     raise WorldError(f"AppWorld's Python was not found: run `make setup`, or set {VARIABLE} to its interpreter")
+
+
+def link_package(folder: Path) -> str:
+    """Make ``folder`` and link this package, alone, into it.
+
+    Returns: its path, for AppWorld's Python to take as PYTHONPATH.
+    """
+    folder.mkdir()
+    (folder / "draco_ray").symlink_to(PACKAGE)
+    return str(folder)

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from draco_ray.environments.appworld.interpreter import link_package
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import LEVELS, JailSpec
 from draco_ray.errors import EnvironmentCrashed
@@ -91,11 +92,11 @@ class TemplateProcess:
             scratch_mib=SCRATCH_MIB,
             output_bytes=key.output_bytes,
         )
-        package_parent = Path(__file__).resolve().parents[3]
+        program = link_package(Path(spec.program))
         with open(os.path.join(directory, "stderr"), "wb") as stderr:
             process = subprocess.Popen(
                 [key.python, "-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()],
-                env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(package_parent), "LANG": "C.UTF-8"},
+                env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"},
                 pass_fds=(their_control.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -84,6 +84,11 @@ class JailSpec:
     task_uids: tuple[int, int] | None = None
     """First and last user that tasks may become; None: they stay who the server is."""
 
+    @property
+    def program(self) -> str:
+        """Folder on the host through which AppWorld's Python imports this package."""
+        return os.path.join(self.directory, "program")
+
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))
@@ -228,7 +233,7 @@ def _in_place(spec: JailSpec) -> None:
     ):
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     world, home = make_world(spec.directory, spec.data)
-    _serve(replace(spec, world=world, task_uids=task_uids), home, os.path.dirname(_package()))
+    _serve(replace(spec, world=world, task_uids=task_uids), home, spec.program)
 
 
 def make_world(directory: str, data: str) -> tuple[str, str]:
