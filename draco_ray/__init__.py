@@ -1,5 +1,107 @@
 """DRACO (Distributing Rubric-based Advantage for Credit Optimization) as a distributed Ray pipeline.
 
-Importing this package imports nothing heavy: its configuration and records also serve the AppWorld environment,
-which lives in a virtual environment of its own.
+The public API; every name is imported when it is first used, so that ``import draco_ray`` itself imports nothing:
+the jail of model-written code and AppWorld's virtual environment import this package too.
+
+========================  ==========================================================================================
+`load_config`             a preset or a YAML file, a setting and ``key=value`` overrides, as a `DracoConfig`
+`train`, `resume`         run and continue a training run (``pip install "draco-ray[train]"`` and an engine)
+`RunDirectory`            what a run leaves: its metrics, its tables, its checkpoints
+`surviving_criteria`      criteria that apply to some rollout of a group and do not pass everywhere
+`rubric_rewards`          verdicts to a reward per rollout
+`group_advantages_G`      rewards to an advantage per rollout (GRPO)
+`step_quality`            cited steps to a quality per step
+`step_advantages`         an advantage per rollout to one per step: the paper's step credit
+`Verdict`, `Attribution`  what a judge says of a criterion, and which steps it holds responsible
+`DracoError`              base of every error this package raises on purpose
+========================  ==========================================================================================
+
+A configuration:
+
+    >>> import draco_ray
+    >>> config = draco_ray.load_config("sandbox", ["train.steps=3", "seed=1"], setting="no-credit")
+    >>> config.train.steps, config.algorithm.credit
+    (3, False)
+
+From the verdicts of a group to step advantages. The second of two rollouts fails two of three criteria; the judge holds
+its third step responsible for one of them, and its first step for the one that passes:
+
+    >>> import numpy as np
+    >>> from draco_ray import Attribution, Verdict
+    >>> verdict_GK = np.array([[1, 1, -1], [-1, -1, 1]])
+    >>> surviving_K = draco_ray.surviving_criteria(verdict_GK)
+    >>> advantage_G = draco_ray.group_advantages_G(draco_ray.rubric_rewards(verdict_GK, surviving_K))
+    >>> failed = Attribution(criterion=0, verdict=Verdict.FAIL, steps=(3,))
+    >>> passed = Attribution(criterion=2, verdict=Verdict.PASS, steps=(1,))
+    >>> quality = draco_ray.step_quality([failed, passed], surviving_K, steps=3)
+    >>> draco_ray.step_advantages(advantage_G[1], quality.quality_M, np.array([10, 10, 10])).round(2)
+    array([-0.  , -0.71, -1.41])
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draco_ray.algorithm.advantage import group_advantages_G
+    from draco_ray.algorithm.credit import step_advantages, step_quality
+    from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+    from draco_ray.config.load import load_config
+    from draco_ray.config.schema import DracoConfig
+    from draco_ray.errors import DracoError
+    from draco_ray.records import Attribution, Verdict
+    from draco_ray.runs.directory import RunDirectory
+    from draco_ray.training.trainer import resume, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attribution",
+    "DracoConfig",
+    "DracoError",
+    "RunDirectory",
+    "Verdict",
+    "group_advantages_G",
+    "load_config",
+    "resume",
+    "rubric_rewards",
+    "step_advantages",
+    "step_quality",
+    "surviving_criteria",
+    "train",
+]
+
+_MODULES = {
+    "Attribution": "records",
+    "DracoConfig": "config.schema",
+    "DracoError": "errors",
+    "RunDirectory": "runs.directory",
+    "Verdict": "records",
+    "group_advantages_G": "algorithm.advantage",
+    "load_config": "config.load",
+    "resume": "training.trainer",
+    "rubric_rewards": "algorithm.reward",
+    "step_advantages": "algorithm.credit",
+    "step_quality": "algorithm.credit",
+    "surviving_criteria": "algorithm.reward",
+    "train": "training.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name the first time it is used (PEP 562).
+
+    Raises: MissingExtra when it needs a package that the base install leaves out; AttributeError.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from draco_ray.extras import naming_extras
+
+    with naming_extras():
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -12,16 +12,17 @@ from typing import Annotated
 
 import typer
 
+from draco_ray import __version__
 from draco_ray.commands.tau import tau
 from draco_ray.config.load import dotted_keys, load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
+from draco_ray.extras import naming_extras
 from draco_ray.records import Phase
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train tool-using agents where nobody can write a checker (DRACO on Ray).",
 )
 sandbox = typer.Typer(no_args_is_help=True, help="The generated AppWorld world, for machines without AppWorld's data.")
 starter = typer.Typer(no_args_is_help=True, help="The starter policy, for machines without model weights.")
@@ -46,6 +47,21 @@ Setting = Annotated[
     str | None,
     typer.Option("--setting", "-s", help=f"What is trained: {', '.join(setting_names())}."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"draco-ray {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def draco(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train tool-using agents where nobody can write a checker (DRACO on Ray)."""
 
 
 @app.command(epilog="Try:  draco train sandbox train.steps=3      draco train sandbox --setting no-credit")
@@ -564,7 +580,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ``arguments`` are the words after ``draco``; None takes them from the command line.
     """
     try:
-        app(arguments, prog_name="draco")
+        with naming_extras():
+            app(arguments, prog_name="draco")
     except DracoError as error:
         from draco_ray.errors import ConfigError
 

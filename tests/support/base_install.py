@@ -1,0 +1,36 @@
+"""A process in which what only the extras bring cannot be imported, as after ``pip install draco-ray``.
+
+Run as ``python -m tests.support.base_install CODE``.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+
+LEFT_OUT = frozenset({"accelerate", "peft", "ray", "torch", "torchvision", "transformers", "vllm"})
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Finds nothing below the packages that are left out."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] in LEFT_OUT:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        return None
+
+
+def in_base_install(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in such a process, to its end."""
+    return subprocess.run([sys.executable, "-m", __name__, code], capture_output=True, text=True, timeout=250)
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Absent())
+    exec(compile(sys.argv[1], "<code>", "exec"), {"__name__": "__main__"})
