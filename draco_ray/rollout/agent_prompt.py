@@ -11,7 +11,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from draco_ray.configuration import project_file
+from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError
 from draco_ray.records import Message, Task
 

@@ -26,6 +26,18 @@ def test_without_a_gpu_it_says_so_and_ends_well(
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_the_environment_cannot_use_is_a_failure(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(SystemExit, match="nvidia-smi lists GPU 0: NVIDIA H200 .*`make setup-gpu`"):
+        gpu_check.main(out=tmp_path / "result.json")
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [({"models": "gpt"}, "unknown model 'gpt'"), ({"device": "cpu"}, "cpu together with --tiny")],

