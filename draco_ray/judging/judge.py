@@ -18,7 +18,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.parsing import Parsed, check_finish, parse_attributions, parse_criteria, parse_scores
-from draco_ray.judging.prompts import Prompts, load_prompts
+from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 from draco_ray.judging.structured import reply_schema
 from draco_ray.records import (
     Attribution,
@@ -247,7 +247,9 @@ def build_judge(config: JudgeConfig, leases: Leases | None = None) -> Judge:
     from draco_ray.judging.reply_cache import ReplyCache
 
     cache = None if config.cache is None else ReplyCache(config.cache)
-    return Judge(LiteLLMClient(config, cache, leases=leases), load_prompts(config.prompts), config)
+    return Judge(
+        LiteLLMClient(config, cache, leases=leases), load_prompts(config.prompts, evidence_key(config.cache)), config
+    )
 
 
 def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], model_path: str) -> Judge:
@@ -262,7 +264,7 @@ def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], mode
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{Path(model_path).name}")
-    return Judge(complete, load_prompts(config.prompts), config)
+    return Judge(complete, load_prompts(config.prompts, evidence_key(config.cache)), config)
 
 
 def combine_votes(votes: Sequence[Scores]) -> Scores:
@@ -286,39 +288,44 @@ def combine_votes(votes: Sequence[Scores]) -> Scores:
 
 def stage1_prompt(prompts: Prompts, prompt: Sequence[Message]) -> str:
     """What the judge sees in stage1."""
-    return prompts.fill(Phase.STAGE1, {"agent_prompt": render.agent_prompt(prompt), "task": render.task(prompt)})
+    # The same whenever the task comes again.
+    code = prompts.code(f"{Phase.STAGE1} {[(message.role, message.content) for message in prompt]}")
+    return prompts.fill(
+        Phase.STAGE1, {"agent_prompt": render.agent_prompt(prompt, code), "task": render.task(prompt, code)}
+    )
 
 
 def stage2_prompt(prompts: Prompts, trajectory: Trajectory, existing: Sequence[Criterion]) -> str:
     """What the judge sees in stage2."""
-    values = _trajectory_values(trajectory) | {"existing_rubrics": render.existing_rubrics(existing)}
+    values = _trajectory_values(prompts, trajectory) | {"existing_rubrics": render.existing_rubrics(existing)}
     return prompts.fill(Phase.STAGE2, values)
 
 
 def union_prompt(
     prompts: Prompts, prompt: Sequence[Message], candidates: Sequence[Criterion], trajectories: Sequence[Trajectory]
 ) -> str:
-    """What the judge sees in the merge."""
+    """What the judge sees in the merge of a group's ``trajectories``, at least one."""
+    code = prompts.code(trajectories[0].group)
     values = {
-        "agent_prompt": render.agent_prompt(prompt),
-        "task": render.task(prompt),
+        "agent_prompt": render.agent_prompt(prompt, code),
+        "task": render.task(prompt, code),
         "candidate_rubrics": render.candidate_rubrics(candidates),
-        "group_trajectories": render.group_trajectories(trajectories),
+        "group_trajectories": render.group_trajectories(trajectories, code),
     }
     return prompts.fill(Phase.UNION, values)
 
 
 def score_prompt(prompts: Prompts, trajectory: Trajectory, rubric: Sequence[Criterion]) -> str:
     """What the judge sees in scoring."""
-    return prompts.fill(Phase.SCORE, _trajectory_values(trajectory) | {"rubrics": render.rubrics(rubric)})
+    return prompts.fill(Phase.SCORE, _trajectory_values(prompts, trajectory) | {"rubrics": render.rubrics(rubric)})
 
 
 def credit_prompt(
     prompts: Prompts, trajectory: Trajectory, rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion]
 ) -> str:
     """What the judge sees in step attribution."""
-    values = _trajectory_values(trajectory) | {
-        "steps_summary": render.steps_summary(trajectory),
+    values = _trajectory_values(prompts, trajectory) | {
+        "steps_summary": render.steps_summary(trajectory, prompts.code(trajectory.group)),
         "num_steps": len(trajectory.steps),
         "num_rubrics": len(rubric),
         "rubric_scores": render.rubric_scores(rubric, scores),
@@ -326,11 +333,12 @@ def credit_prompt(
     return prompts.fill(Phase.CREDIT, values)
 
 
-def _trajectory_values(trajectory: Trajectory) -> dict[str, object]:
+def _trajectory_values(prompts: Prompts, trajectory: Trajectory) -> dict[str, object]:
+    code = prompts.code(trajectory.group)
     return {
-        "agent_prompt": render.agent_prompt(trajectory.prompt),
-        "task_input": render.task(trajectory.prompt),
-        "agent_trajectory": render.agent_trajectory(trajectory),
+        "agent_prompt": render.agent_prompt(trajectory.prompt, code),
+        "task_input": render.task(trajectory.prompt, code),
+        "agent_trajectory": render.agent_trajectory(trajectory, code),
     }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.config.load import project_file
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, StoreError
+from draco_ray.judging.render import evidence_code
 from draco_ray.records import Phase
 
 FILES = {
@@ -48,6 +52,7 @@ REQUIRED: dict[Phase, tuple[frozenset[str], ...]] = {
 }
 """What it must mention: at least one name of each group."""
 
+KEY_FILE = "evidence_key"
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
@@ -57,6 +62,13 @@ class Prompts:
 
     folder: Path
     templates: Mapping[Phase, str]
+    key: bytes = b""
+    """What the codes of evidence are derived from (`draco_ray.judging.render.evidence_code`): secret where anybody is
+    judged."""
+
+    def code(self, identity: str) -> str:
+        """The code of evidence about ``identity``: a group, so that its prompts share their beginnings."""
+        return evidence_code(self.key, identity)
 
     def fill(self, phase: Phase, values: Mapping[str, object]) -> str:
         """The prompt of ``phase``. A placeholder inside a value stays text: values are never looked into.
@@ -65,11 +77,49 @@ class Prompts:
             phase: whose template.
             values: placeholder name -> text, at least for every name the template mentions.
         """
-        return _PLACEHOLDER.sub(lambda match: str(values[match.group(1)]), self.templates[phase])
+
+        def value(match: re.Match[str]) -> str:
+            text = str(values[match[1]])
+            # A block begins on a line of its own, wherever somebody's template puts it.
+            before = match.string[: match.start()]
+            return f"\n{text}" if "\n" in text and before and not before.endswith("\n") else text
+
+        return _PLACEHOLDER.sub(value, self.templates[phase])
 
 
-def load_prompts(folder: Path) -> Prompts:
+def evidence_key(folder: Path | None) -> bytes:
+    """The secret behind the codes of evidence, kept beside the judge's replies: a resumed run asks the same again.
+
+    Args:
+        folder: the replies' (`draco_ray.config.schema.JudgeConfig.cache`); None: a secret that nobody keeps.
+
+    Raises:
+        StoreError: it can neither be read nor written.
+    """
+    new = secrets.token_hex(16)
+    if folder is None:
+        return new.encode()
+    path = folder / KEY_FILE
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            # Whole or not at all, and the first of several judge workers decides.
+            draft = folder / f"{KEY_FILE}.{new}"
+            draft.write_text(new, encoding="ascii")
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            draft.unlink()
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"the judge's evidence key cannot be kept in {path}: {error.strerror}") from None
+
+
+def load_prompts(folder: Path, key: bytes = b"") -> Prompts:
     """Read the prompt set in ``folder`` (found as `project_file` does).
+
+    Args:
+        folder: five templates under the paper's names.
+        key: `evidence_key`, wherever anybody is judged.
 
     Raises:
         ConfigError: a missing file, an unknown placeholder, or a missing one that the phase cannot do without.
@@ -91,4 +141,4 @@ def load_prompts(folder: Path) -> Prompts:
                 wanted = " or ".join(f"{{{{ {name} }}}}" for name in sorted(names))
                 raise ConfigError(f"prompt {path}: {wanted} is missing; without it the judge sees nothing to judge")
         templates[phase] = text
-    return Prompts(folder=folder, templates=templates)
+    return Prompts(folder=folder, templates=templates, key=key)

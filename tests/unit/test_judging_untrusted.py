@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draco_ray.errors import ReplyError
+from draco_ray.judging.escaping import TAGS
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import credit_prompt, score_prompt, stage2_prompt, union_prompt
 from draco_ray.judging.parsing import parse_criteria
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.render import TAGS
 from draco_ray.records import Phase, Trajectory, Turn
 from draco_ray.rollout.code_block import extract_code
 from draco_ray.sandbox.rule_judge.reading import read_prompt

@@ -51,7 +51,10 @@ def candidates(batch: Sequence[CriterionSet]) -> list[Criterion]:
 
 def reduction_prompt(batch: Sequence[CriterionSet], template: str) -> str:
     """What the judge sees of a merge across tasks; ``template`` is the text of `PROMPT`."""
-    tasks = [f"<task>\n{render.task(prompt)}\n</task>" for each in batch for prompt in each.prompts]
+    prompts = [prompt for each in batch for prompt in each.prompts]
+    # No policy wrote any of it: the code need only differ from what a task holds.
+    code = render.evidence_code(b"", repr(prompts))
+    tasks = [f"<task>\n{render.task(prompt, code)}\n</task>" for prompt in prompts]
     values = {"tasks": "\n\n".join(tasks), "candidate_rubrics": render.candidate_rubrics(candidates(batch))}
     # In one pass, so that a placeholder inside a draft stays text.
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)

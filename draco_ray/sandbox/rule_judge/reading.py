@@ -1,7 +1,9 @@
 """What a judge prompt says, read back: the inverse of `draco_ray.judging.render`.
 
-Blocks are found by our own delimiters at the start of a line; rendering has made every imitation of them inert. The
-same code reads any prompt set, because the placeholders' formats are the same in all of them.
+Blocks are found by our own delimiters at the start of a line, with the code that the first evidence block names;
+rendering has made every imitation of them inert. The same reading does for any prompt set, because the placeholders'
+formats are the same in all of them. A prompt without evidence blocks, as runs recorded before there were any hold them,
+has the same delimiters without a code.
 """
 
 from __future__ import annotations
@@ -11,18 +13,15 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draco_ray.judging.render import TAGS
+from draco_ray.judging.escaping import unescape
 from draco_ray.records import Phase
 from draco_ray.rollout.code_block import extract_code
 
-_BLOCK = re.compile(r"^\[(SYSTEM|USER|ASSISTANT|ENVIRONMENT|END)\][ ]?(.*)$", re.MULTILINE)
-_ROLLOUT = re.compile(r'^<rollout index="(\d+)">\n(.*?)\n</rollout>$', re.MULTILINE | re.DOTALL)
-_STEP = re.compile(r"^### (?:Step (\d+)|Closing turn \(no code\))$", re.MULTILINE)
-_SECTION = re.compile(r"^(Reasoning|Code|Output):$", re.MULTILINE)
-_ARRAY = re.compile(r"^\[(?=\s*[{\]])", re.MULTILINE)
-_ESCAPED_LINE = re.compile(r"^([ \t]*)\\(?=\[|##|(?:reasoning|code|output):)", re.MULTILINE | re.IGNORECASE)
-_ESCAPED_TAG = re.compile(rf"&lt;(?=\s*/?\s*(?:{'|'.join(TAGS)})\b)", re.IGNORECASE)
+_EVIDENCE = re.compile(r"^\[BEGIN EVIDENCE ([0-9a-f]{8})\]", re.MULTILINE)
+_ARRAY = re.compile(r"^\[(?=\s*+[{\]])", re.MULTILINE)
 _TASK = re.compile(r"^.*?\btask(?: for you)?(?: is)?:[ ]*(.+?)(?=\n\s*\n|\Z)", re.IGNORECASE | re.DOTALL)
+MOST_ARRAYS = 50
+"""Arrays of a prompt that are looked at, from its end, for those that the grader wrote."""
 TASK_MARK = "The task reads: "
 """Our criteria that depend on the task end with it, after these words: the credit prompt shows no task."""
 
@@ -70,28 +69,65 @@ class JudgePrompt:
     """Existing ones in stage2, candidates in union, the rubric in score and credit."""
 
 
+class _Marks:
+    """Patterns of the delimiters in one prompt: they carry its code, if it has one."""
+
+    def __init__(self, prompt: str) -> None:
+        found = _EVIDENCE.search(prompt)
+        code = found[1] if found else ""
+        word, bracketed, attribute = (f" {code}", rf" \[{code}\]", f' code="{code}"') if code else ("", "", "")
+        self.block = re.compile(
+            rf"^\[(SYSTEM|USER|ASSISTANT|ENVIRONMENT|END|END EVIDENCE){word}\][ ]?(.*)$", re.MULTILINE
+        )
+        self.rollout = re.compile(
+            rf'^<rollout index="(\d+)"{attribute}>\n(.*?)\n</rollout{attribute}>$', re.MULTILINE | re.DOTALL
+        )
+        self.step = re.compile(rf"^### (?:Step (\d+)|Closing turn \(no code\)){bracketed}$", re.MULTILINE)
+        self.section = re.compile(rf"^(Reasoning|Code|Output){bracketed}:$", re.MULTILINE)
+        # Without a block's end the next heading is the prompt's own: inside a step every imitation is escaped.
+        self.end = re.compile(rf"^\[END EVIDENCE{word}\]" if code else "^## ", re.MULTILINE)
+
+    def inside(self, text: str) -> str:
+        """``text`` without the lines that delimit evidence."""
+        begin = _EVIDENCE.match(text)
+        return self.end.split(text[text.find("\n") + 1 :], maxsplit=1)[0].rstrip("\n") if begin else text
+
+    def outside(self, prompt: str) -> str:
+        """``prompt`` without what is quoted in it."""
+        parts = []
+        position = 0
+        while begin := _EVIDENCE.search(prompt, position):
+            end = self.end.search(prompt, begin.end())
+            parts.append(prompt[position : begin.start()])
+            position = end.end() if end else len(prompt)
+        return "".join([*parts, prompt[position:]])
+
+
 def read_prompt(prompt: str) -> JudgePrompt | None:
     """Recognise a phase by what its prompt shows; None for any other text."""
-    task = instruction(_tagged(prompt, "task_input") or _tagged(prompt, "task") or _user_block(prompt))
-    if (candidates := _tagged(prompt, "candidate_rubrics")) is not None:
+    marks = _Marks(prompt)
+    ours = marks.outside(prompt)
+    told = _tagged(prompt, "task_input") or _tagged(prompt, "task")
+    task = instruction(marks.inside(told) if told else _user_block(prompt, marks))
+    if (candidates := _tagged(ours, "candidate_rubrics")) is not None:
         group = _tagged(prompt, "group_trajectories") or ""
-        runs = tuple(_conversation(match[2]) for match in _ROLLOUT.finditer(group))
+        runs = tuple(_conversation(match[2], marks) for match in marks.rollout.finditer(group))
         return JudgePrompt(phase=Phase.UNION, task=task, runs=runs, rubrics=_rubrics(candidates))
     transcript = _tagged(prompt, "agent_trajectory")
-    runs = () if transcript is None else (_conversation(transcript),)
-    if (listed := _tagged(prompt, "rubrics")) is not None:
+    runs = () if transcript is None else (_conversation(transcript, marks),)
+    if (listed := _tagged(ours, "rubrics")) is not None:
         return JudgePrompt(phase=Phase.SCORE, task=task, runs=runs, rubrics=_rubrics(listed))
-    if (existing := _tagged(prompt, "existing_rubrics")) is not None:
+    if (existing := _tagged(ours, "existing_rubrics")) is not None:
         return JudgePrompt(phase=Phase.STAGE2, task=task, runs=runs, rubrics=_rubrics(existing))
-    scores = _scores(prompt)
+    scores = _scores(ours)
     if scores is not None:
         if not runs:
-            runs = (_summary(prompt),)
-        elif _STEP.search(prompt):
+            runs = (_summary(prompt, marks),)
+        elif marks.step.search(prompt):
             # Both forms are there; the summary is what the numbers refer to, the transcript knows the end.
-            runs = (replace(_summary(prompt), ended=runs[0].ended),)
+            runs = (replace(_summary(prompt, marks), ended=runs[0].ended),)
         return JudgePrompt(phase=Phase.CREDIT, task=task, runs=runs, rubrics=scores)
-    if _tagged(prompt, "agent_prompt") is not None:
+    if _tagged(ours, "agent_prompt") is not None:
         return JudgePrompt(phase=Phase.STAGE1, task=task)
     return None
 
@@ -113,23 +149,14 @@ def instruction(user_text: str) -> str:
     return " ".join((match[1] if match else text).split())
 
 
-def unescape(text: str) -> str:
-    """Undo `draco_ray.judging.render.escape`, as far as code needs it.
-
-    >>> unescape("\\\\## a comment\\nx = 1 &lt;/task>")
-    '## a comment\\nx = 1 </task>'
-    """
-    return _ESCAPED_TAG.sub("<", _ESCAPED_LINE.sub(r"\1", text))
-
-
 def _tagged(prompt: str, tag: str) -> str | None:
     match = re.search(rf"^<{tag}>\n(.*?)\n?^</{tag}>$", prompt, re.MULTILINE | re.DOTALL)
     return match[1] if match else None
 
 
-def _user_block(prompt: str) -> str:
+def _user_block(prompt: str, marks: _Marks) -> str:
     """The first user message of whatever flattened conversation the prompt holds."""
-    blocks = list(_BLOCK.finditer(prompt))
+    blocks = list(marks.block.finditer(prompt))
     for index, block in enumerate(blocks):
         if block[1] == "USER":
             end = blocks[index + 1].start() if index + 1 < len(blocks) else len(prompt)
@@ -137,11 +164,11 @@ def _user_block(prompt: str) -> str:
     return ""
 
 
-def _conversation(text: str) -> Run:
+def _conversation(text: str, marks: _Marks) -> Run:
     codes: dict[int, str] = {}
     outputs: dict[int, str] = {}
     ended = None
-    blocks = list(_BLOCK.finditer(text))
+    blocks = list(marks.block.finditer(text))
     for index, block in enumerate(blocks):
         end = blocks[index + 1].start() if index + 1 < len(blocks) else len(text)
         body = unescape(text[block.end() : end].strip("\n"))
@@ -164,23 +191,22 @@ def _code(turn: str) -> str:
     return extract_code(turn, thinking=thinking) or ""
 
 
-def _summary(prompt: str) -> Run:
+def _summary(prompt: str, marks: _Marks) -> Run:
     steps = []
-    headings = list(_STEP.finditer(prompt))
+    headings = list(marks.step.finditer(prompt))
     for index, heading in enumerate(headings):
         if heading[1] is None:
             continue
         if index + 1 < len(headings):
             end = headings[index + 1].start()
         else:
-            # The next heading is the prompt's own: inside a step every imitation is escaped.
-            following = re.compile(r"^## ", re.MULTILINE).search(prompt, heading.end())
+            following = marks.end.search(prompt, heading.end())
             end = following.start() if following else len(prompt)
         sections: dict[str, str] = {}
         body = prompt[heading.end() : end]
-        marks = list(_SECTION.finditer(body))
-        for position, mark in enumerate(marks):
-            until = marks[position + 1].start() if position + 1 < len(marks) else len(body)
+        sections_at = list(marks.section.finditer(body))
+        for position, mark in enumerate(sections_at):
+            until = sections_at[position + 1].start() if position + 1 < len(sections_at) else len(body)
             sections[mark[1]] = unescape(body[mark.end() : until].strip("\n"))
         steps.append(Step(number=int(heading[1]), code=sections.get("Code", ""), output=sections.get("Output")))
     return Run(steps=tuple(steps))
@@ -197,7 +223,7 @@ def _rubrics(text: str) -> tuple[Rubric, ...]:
 def _scores(prompt: str) -> tuple[Rubric, ...] | None:
     """The last array of verdicts in the prompt; an earlier one may be something that the agent printed."""
     decoder = json.JSONDecoder()
-    for match in reversed(list(_ARRAY.finditer(prompt))):
+    for match in list(_ARRAY.finditer(prompt))[: -MOST_ARRAYS - 1 : -1]:
         try:
             entries, _ = decoder.raw_decode(prompt, match.start())
         except ValueError:
