@@ -20,8 +20,8 @@ A configuration:
 
     >>> import draco_ray
     >>> config = draco_ray.load_config("sandbox", ["train.steps=3", "seed=1"], setting="no-credit")
-    >>> config.train.steps, config.algorithm.credit
-    (3, False)
+    >>> config.train.steps, config.algorithm.rule
+    (3, 'grpo')
 
 From the verdicts of a group to step advantages. The second of two rollouts fails two of three criteria; the judge holds
 its third step responsible for one of them, and its first step for the one that passes:

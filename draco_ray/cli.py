@@ -272,14 +272,15 @@ def replay(
         str | None,
         typer.Option(
             help="Ask this LiteLLM model (or rules, the offline judge; own, the run's judge again; policy, the "
-            "checkpoint of the step before) instead of varying the algorithm."
+            "checkpoint of the step before) instead of running advantage rules."
         ),
     ] = None,
     step: Annotated[
         list[int] | None, typer.Option("--step", min=1, help="Only this training step; may be repeated.")
     ] = None,
-    variant: Annotated[
-        list[str] | None, typer.Option("--variant", help="Only this variant of the algorithm; may be repeated.")
+    rule: Annotated[
+        list[str] | None,
+        typer.Option("--rule", help="Only this advantage rule, as of algorithm.rule; may be repeated."),
     ] = None,
     phase: Annotated[
         list[Phase] | None,
@@ -305,28 +306,26 @@ def replay(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the tables; unless told, replay in the run.")] = None,
 ) -> None:
-    """Re-run variants of the algorithm over recorded verdicts, or send archived judge calls to another judge."""
+    """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
     from rich.console import Console
 
+    from draco_ray.algorithm.rules import RULES, find_rule
     from draco_ray.commands.analysis import replay_algorithm, replay_judge
     from draco_ray.errors import ConfigError
-    from draco_ray.lab.analysis.variants import Variant
 
     console = Console(highlight=False, soft_wrap=True, width=120)
-    if unknown := sorted(set(variant or ()) - set(Variant)):
-        raise ConfigError(f"--variant {unknown[0]!r}: expected one of {', '.join(Variant)}")
+    for name in rule or ():
+        find_rule(name)
     if judge is None and any(
         (phase, api_base, api_key_env, pairing, pairing_api_base, pairing_api_key_env, static_rubric)
     ):
         raise ConfigError(
             "--phase, --api-base, --api-key-env, --pairing... and --static-rubric: only together with --judge MODEL"
         )
-    if judge is not None and variant:
-        raise ConfigError("--variant: not together with --judge, which asks about verdicts only")
+    if judge is not None and rule:
+        raise ConfigError("--rule: not together with --judge, which asks about verdicts only")
     if judge is None:
-        written = replay_algorithm(
-            directory, variants=[Variant(name) for name in variant or Variant], steps=step, out=out, console=console
-        )
+        written = replay_algorithm(directory, rules=rule or list(RULES), steps=step, out=out, console=console)
     else:
         written = replay_judge(
             directory,

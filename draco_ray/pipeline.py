@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Criterion, Judged, Message
@@ -85,6 +86,7 @@ class Pipeline:
         watch: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self._config = config
+        self._cites = find_rule(config.rule).cites
         self._rollouts = rollouts
         self._judges = judges
         self._advantages = advantages
@@ -214,7 +216,7 @@ class Pipeline:
 
     def _credit_matters(self, reward: RewardSummary) -> bool:
         useless = not reward.has_spread or not reward.surviving
-        return self._config.credit and not (useless and self._config.skip_useless_credit_calls)
+        return self._cites and not (useless and self._config.skip_useless_credit_calls)
 
     async def _credited(
         self, group: Group, rubric: ray.ObjectRef[Any] | None, result: Sequence[ray.ObjectRef[Any]]

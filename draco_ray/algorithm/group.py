@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
 
-from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
-from draco_ray.algorithm.credit import credit_fallback, is_inert, step_advantages, step_quality
-from draco_ray.algorithm.reward import mixed_verdicts, rubric_rewards, surviving_criteria
+from draco_ray.algorithm.advantage import STD_EPSILON
+from draco_ray.algorithm.credit import credit_fallback, is_inert, step_quality, unanimous_attributions
+from draco_ray.algorithm.reward import mixed_verdicts
+from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.records import (
     GAP,
     Attribution,
@@ -24,14 +26,21 @@ from draco_ray.records import (
 )
 
 
+class Uncalled(Enum):
+    """Why a rollout's row has no credit call behind it."""
+
+    UNANIMOUS = "unanimous"
+    """Its surviving verdicts agree: whichever steps were named, each would receive the same total."""
+
+
 def group_advantages(
     group: str,
     verdict_GK: IntArray,
-    attributions: Sequence[Sequence[Attribution] | None],
+    attributions: Sequence[Sequence[Attribution] | Uncalled | None],
     tokens_GM: Sequence[IntArray],
     rollouts: Sequence[int],
     *,
-    credit: bool,
+    rule: AdvantageRule,
     std_epsilon: float = STD_EPSILON,
 ) -> GroupAdvantages:
     """Dropout, reward, group advantage and step credit of one group.
@@ -43,32 +52,49 @@ def group_advantages(
         group: identity of the group, for the record.
         verdict_GK: scoring verdicts of the scored rollouts, one row each.
         attributions: the credit call's result per row; None where it failed, which falls back to the uniform advantage;
-            empty where none was made, and whether the row is inert is then for its scoring verdicts to say. Ignored
-            without credit.
+            empty where none was made for the whole group, and whether the row is inert is then for its scoring verdicts
+            to say; `Uncalled.UNANIMOUS` where none was made for this rollout. Ignored by a rule that does not cite.
         tokens_GM: n_j per row, one entry per step.
         rollouts: index of each row's rollout in its group, ascending.
-        credit: whether to reallocate by steps; off is vanilla GRPO on the rubric's reward.
+        rule: what becomes of them.
         std_epsilon: added to the group's standard deviation.
     Raises: ValueError if the rows disagree in number, or on verdicts, citations or rollouts out of range.
     """
     _check_rows(group, rollouts, verdicts=len(verdict_GK), attributions=len(attributions), tokens=len(tokens_GM))
-    surviving_K = surviving_criteria(verdict_GK)
-    reward_G = rubric_rewards(verdict_GK, surviving_K)
-    advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
+    surviving_K = rule.surviving(verdict_GK)
+    reward_G = rule.rewards(verdict_GK, surviving_K)
+    advantage_G = rule.advantages(reward_G, std_epsilon=std_epsilon)
     mixed_G = mixed_verdicts(verdict_GK, surviving_K)
-    rows = zip(rollouts, reward_G, advantage_G, attributions, tokens_GM, mixed_G, strict=True)
     members = []
-    for rollout, reward, advantage, attributed, tokens_M, mixed in rows:
-        if not credit:
-            member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF)
-        elif attributed is None:
-            member = _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_CALL_FAILED)
+    for row, rollout in enumerate(rollouts):
+        reward, advantage, tokens_M = float(reward_G[row]), float(advantage_G[row]), tokens_GM[row]
+        given, fallback = attributions[row], CreditFallback.NONE
+        attributed: Sequence[Attribution] = ()
+        if not rule.cites:
+            fallback = CreditFallback.CREDIT_OFF
+        elif given is None:
+            fallback = CreditFallback.CREDIT_CALL_FAILED
+        elif given is Uncalled.UNANIMOUS:
+            attributed = unanimous_attributions(verdict_GK[row] * surviving_K) if len(tokens_M) else ()
         else:
-            mixed_scores = None if attributed else bool(mixed)
-            member = _credited(
-                rollout, float(reward), float(advantage), tokens_M, attributed, surviving_K, mixed_scores
+            attributed = rule.attributions(given, verdict_GK[row])
+        if fallback is not CreditFallback.NONE:
+            members.append(_uniform(rollout, reward, advantage, tokens_M, fallback, rule))
+            continue
+        quality = step_quality(attributed, surviving_K, len(tokens_M))
+        fallback = credit_fallback(advantage, quality.quality_M, tokens_M)
+        members.append(
+            RolloutAdvantage(
+                rollout=rollout,
+                reward=reward,
+                advantage=advantage,
+                quality_M=quality.quality_M,
+                step_advantage_M=rule.spread(advantage, quality.quality_M, tokens_M),
+                cited_M=quality.cited_M,
+                fallback=fallback,
+                inert=is_inert(quality, fallback, mixed_scores=None if attributed else bool(mixed_G[row])),
             )
-        members.append(member)
+        )
     return GroupAdvantages(group=group, surviving_K=surviving_K, rollouts=tuple(members))
 
 
@@ -78,19 +104,20 @@ def group_advantages_from_rewards(
     tokens_GM: Sequence[IntArray],
     rollouts: Sequence[int],
     *,
+    rule: AdvantageRule,
     std_epsilon: float = STD_EPSILON,
 ) -> GroupAdvantages:
-    """Vanilla GRPO on given rewards, without a rubric: the `outcome` and `random` settings.
+    """The rule's advantages of given rewards, without a rubric and so without citations: `outcome` and `random`.
 
     Args and errors as in `group_advantages`; the record's `surviving_K` is empty.
     """
     _check_rows(group, rollouts, rewards=len(reward_G), tokens=len(tokens_GM))
-    advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
+    advantage_G = rule.advantages(reward_G, std_epsilon=std_epsilon)
     return GroupAdvantages(
         group=group,
         surviving_K=np.zeros(0, dtype=np.bool_),
         rollouts=tuple(
-            _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF)
+            _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF, rule)
             for rollout, reward, advantage, tokens_M in zip(rollouts, reward_G, advantage_G, tokens_GM, strict=True)
         ),
     )
@@ -138,31 +165,8 @@ def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage,
     )
 
 
-def _credited(
-    rollout: int,
-    reward: float,
-    advantage: float,
-    tokens_M: IntArray,
-    attributed: Sequence[Attribution],
-    surviving_K: BoolArray,
-    mixed_scores: bool | None,
-) -> RolloutAdvantage:
-    quality = step_quality(attributed, surviving_K, len(tokens_M))
-    fallback = credit_fallback(advantage, quality.quality_M, tokens_M)
-    return RolloutAdvantage(
-        rollout=rollout,
-        reward=reward,
-        advantage=advantage,
-        quality_M=quality.quality_M,
-        step_advantage_M=step_advantages(advantage, quality.quality_M, tokens_M),
-        cited_M=quality.cited_M,
-        fallback=fallback,
-        inert=is_inert(quality, fallback, mixed_scores=mixed_scores),
-    )
-
-
 def _uniform(
-    rollout: int, reward: float, advantage: float, tokens_M: IntArray, fallback: CreditFallback
+    rollout: int, reward: float, advantage: float, tokens_M: IntArray, fallback: CreditFallback, rule: AdvantageRule
 ) -> RolloutAdvantage:
     unknown_M = np.full(len(tokens_M), np.nan)
     return RolloutAdvantage(
@@ -170,7 +174,7 @@ def _uniform(
         reward=reward,
         advantage=advantage,
         quality_M=unknown_M,
-        step_advantage_M=step_advantages(advantage, unknown_M, tokens_M),
+        step_advantage_M=rule.spread(advantage, unknown_M, tokens_M),
         cited_M=np.zeros(len(tokens_M), dtype=np.bool_),
         fallback=fallback,
         inert=True,

@@ -29,9 +29,9 @@ from draco_ray.lab.analysis.judges import POLICY, RULES, folder_name, judge_conf
 from draco_ray.lab.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
+from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.analysis.trend import trends
-from draco_ray.lab.analysis.variants import Variant, replay_variants
 from draco_ray.records import Phase
 from draco_ray.runs.directory import RunDirectory
 
@@ -42,19 +42,19 @@ FOLLOWED = ("agreement", "kappa", "ac1", "balanced_accuracy", "false_pass", "fal
 
 
 def replay_algorithm(
-    directory: Path, *, variants: Sequence[Variant], steps: Sequence[int] | None, out: Path | None, console: Console
+    directory: Path, *, rules: Sequence[str], steps: Sequence[int] | None, out: Path | None, console: Console
 ) -> list[Path]:
-    """Re-run variants of the algorithm over the recorded verdicts, and vary the members of groups; no call is made.
+    """Run advantage rules over the recorded verdicts, and vary the members of groups; no call is made.
 
     Raises:
         ConfigError: not a run, an unknown step, or nothing that could be replayed.
     """
     run = _open(directory, steps)
     std_epsilon = load_config(str(run.path)).algorithm.std_epsilon
-    table = replay_variants(run, variants, steps, std_epsilon=std_epsilon)
+    table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
     if not table.num_rows:
         raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
-    _print_means(console, "variants of the algorithm, means over steps", table, "variant", ("run", "training_step"))
+    _print_means(console, "advantage rules, means over steps", table, "rule", ("run", "training_step"))
     dropout = dropout_variance(run, steps, std_epsilon=std_epsilon)
     names = ("reward_deviation", "advantage_deviation", "advantage_deviation_fixed", "sign_flips")
     _print_means(console, "under resampled members, means over rollouts", dropout.select(["run", *names]), "run", ())
@@ -64,7 +64,7 @@ def replay_algorithm(
     folder = out or run.path / REPLAYS
     return [
         path
-        for name, found in (("variants", table), ("dropout", dropout), ("survival", survival))
+        for name, found in (("rules", table), ("dropout", dropout), ("survival", survival))
         for path in write_table(found, folder, name)
     ]
 

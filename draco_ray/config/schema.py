@@ -7,9 +7,19 @@ the configuration is known to be good. A part of the program receives its subtre
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _absolute(name: str) -> str:
+    """A part in a file under its absolute path: workers need not share this process's working directory."""
+    file, colon, attribute = name.rpartition(":")
+    return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
+
+
+Part = Annotated[str, AfterValidator(_absolute)]
+"""A part by name; see `draco_ray.registry`."""
 
 
 class Tree(BaseModel):
@@ -227,8 +237,9 @@ class AlgorithmConfig(Tree):
     reward: Literal["rubric", "outcome", "random"] = "rubric"
     rubric: Literal["dynamic", "static"] = "dynamic"
     static_rubric: Path = Path("prompts/static_rubric.yaml")
-    credit: bool = True
-    """Spread A_i over steps (Eq. credit); off is vanilla GRPO on the rubric's reward."""
+    rule: Part = "draco"
+    """How verdicts and citations become step advantages: draco, grpo (no step credit: vanilla GRPO on the reward),
+    no_dropout, mixed_only, no_std, score_verdicts, or one of your own, package.module:Class or folder/file.py:Class."""
     std_epsilon: float = Field(1e-6, ge=0)
     """Added to the group's standard deviation (verl)."""
     skip_useless_credit_calls: bool = True

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from draco_ray.algorithm.credit import quality_spread, unanimous_attributions
-from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
-from draco_ray.algorithm.reward import mixed_verdicts, random_rewards, rubric_rewards, surviving_criteria
+from draco_ray.algorithm.credit import quality_spread
+from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_sample
+from draco_ray.algorithm.reward import mixed_verdicts, random_rewards
+from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
@@ -36,12 +37,13 @@ class AdvantageComputerActor:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
+        self._rule = find_rule(config.rule)
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
         """Dropout and Eq. ``rubric-reward`` over the rollouts whose score call succeeded."""
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
-        surviving_K = surviving_criteria(verdict_GK)
-        rewards_G = rubric_rewards(verdict_GK, surviving_K)
+        surviving_K = self._rule.surviving(verdict_GK)
+        rewards_G = self._rule.rewards(verdict_GK, surviving_K)
         mixed_G = mixed_verdicts(verdict_GK, surviving_K)
         unanimous = tuple(rollout for rollout, mixed in zip(scored, mixed_G, strict=True) if not mixed)
         return RewardSummary(
@@ -70,25 +72,21 @@ class AdvantageComputerActor:
         """
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
-        cited: dict[int, Sequence[Attribution] | None] = dict.fromkeys(rollouts, ())
+        cited: dict[int, Sequence[Attribution] | Uncalled | None] = dict.fromkeys(rollouts, ())
         if attributions is not None:
             for rollout, ref in zip(rollouts, attributions, strict=True):
-                if ref is None:
-                    row = verdict_GK[scored.index(rollout)] * surviving_criteria(verdict_GK)
-                    cited[rollout] = unanimous_attributions(row) if played[rollout].steps else ()
-                else:
-                    judged = await ref
-                    cited[rollout] = judged.value if judged.ok else None
+                judged = None if ref is None else await ref
+                cited[rollout] = Uncalled.UNANIMOUS if judged is None else judged.value if judged.ok else None
         advantages = group_advantages(
             group,
             verdict_GK,
             [cited[rollout] for rollout in scored],
             [played[rollout].tokens_M for rollout in scored],
             scored,
-            credit=self._config.credit,
+            rule=self._rule,
             std_epsilon=self._config.std_epsilon,
         )
-        return self._finish(advantages, played)
+        return self._finish(advantages, played, credit=self._rule.cites)
 
     @ray.method(num_returns=4)
     async def from_evaluations(
@@ -126,15 +124,16 @@ class AdvantageComputerActor:
             reward_G,
             [played[rollout].tokens_M for rollout in rollouts],
             rollouts,
+            rule=self._rule,
             std_epsilon=self._config.std_epsilon,
         )
-        return self._finish(advantages, played)
+        return self._finish(advantages, played, credit=False)
 
     def _finish(
-        self, advantages: GroupAdvantages, played: dict[int, Trajectory]
+        self, advantages: GroupAdvantages, played: dict[int, Trajectory], *, credit: bool
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         shares = advantages.rollouts
-        samples = [training_sample(played[share.rollout], share, credit=self._config.credit) for share in shares]
+        samples = [training_sample(played[share.rollout], share, credit=credit) for share in shares]
         spreads = [(share.inert, quality_spread(share.quality_M)) for share in shares if share.cited_M.any()]
         summary = AdvantageSummary(
             rollouts=tuple(share.rollout for share in shares),

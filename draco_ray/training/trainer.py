@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ray
 from rich.console import Console
 
+from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import dump_config, load_config, project_file
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.engine.canary import run_canary
@@ -129,6 +130,7 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     load_split(config.data.root, config.data.train_split)
     if config.train.evaluate_before_after:
         load_split(config.data.root, config.data.eval_split)
+    find_rule(config.algorithm.rule)
     config = checked_model(config)
     prompts = usable_prompts(config, console)
     return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)

@@ -110,7 +110,7 @@ async def test_as_many_scores_as_rollouts_are_asked_for() -> None:
 
 
 async def test_without_credit_all_that_was_sampled_takes_the_advantage() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(credit=False))
+    actor = AdvantageComputerActor(AlgorithmConfig(rule="grpo"))
     cited = [credit((0, 1, (1,))), credit((0, -1, (2,)))]
     samples, advantages, _, summary = await actor.from_verdicts(
         "step1/example_1", range(2), trajectories(2), [scores(1), scores(-1)], cited
@@ -121,7 +121,7 @@ async def test_without_credit_all_that_was_sampled_takes_the_advantage() -> None
 
 
 async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(reward="outcome", credit=False, std_epsilon=0.0))
+    actor = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo", std_epsilon=0.0))
 
     def evaluation(success: bool, passed: int) -> Awaitable[Any]:
         return _now(
@@ -146,7 +146,7 @@ async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() ->
 
 
 async def test_every_group_draws_noise_of_its_own() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", credit=False))
+    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     drawn = []
     for key in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)):
         _, advantages, _, summary = await actor.from_noise("step1/example_1", range(16), trajectories(16), key)
@@ -158,7 +158,7 @@ async def test_every_group_draws_noise_of_its_own() -> None:
 
 
 async def test_the_probe_is_the_beginning_of_a_sample() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", credit=False))
+    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     samples, *_ = await actor.from_noise("step1/example_1", range(2), trajectories(2), (0, 1, 0))
     assert actor.probe(samples, 3) == samples[0].token_ids_T[:3].tolist()
     assert actor.probe([], 3) == []

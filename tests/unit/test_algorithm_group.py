@@ -19,11 +19,13 @@ from draco_ray.algorithm.advantage import group_advantages_G
 from draco_ray.algorithm.credit import unanimous_attributions
 from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
 from draco_ray.algorithm.reward import random_rewards, rubric_rewards, surviving_criteria
+from draco_ray.algorithm.rules import AdvantageRule, Grpo
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
 
 verdict_arrays = hnp.arrays(
     np.int8, st.tuples(st.integers(1, 8), st.integers(0, 24)), elements=st.sampled_from([-1, 0, 1])
 )
+DRACO, GRPO = AdvantageRule(), Grpo()
 
 
 @given(verdict_arrays)
@@ -50,7 +52,7 @@ def test_no_applicable_criterion_is_reward_zero() -> None:
 
 def test_all_dropped_is_reward_zero_and_advantage_zero() -> None:
     verdict_GK = np.array([[1, 0], [1, 1], [0, 1]])
-    result = group_advantages("g", verdict_GK, [()] * 3, [np.array([4])] * 3, [0, 1, 2], credit=True)
+    result = group_advantages("g", verdict_GK, [()] * 3, [np.array([4])] * 3, [0, 1, 2], rule=DRACO)
     assert not result.surviving_K.any()
     assert [member.reward for member in result.rollouts] == [0.0] * 3
     assert [member.advantage for member in result.rollouts] == [0.0] * 3
@@ -132,7 +134,7 @@ def test_a_group_from_verdicts_to_step_advantages() -> None:
         ],
         None,
     ]
-    result = group_advantages("step3/t_1", VERDICTS, attributions, TOKENS, [0, 2, 5], credit=True, std_epsilon=0.0)
+    result = group_advantages("step3/t_1", VERDICTS, attributions, TOKENS, [0, 2, 5], rule=DRACO, std_epsilon=0.0)
     assert result.group == "step3/t_1"
     assert result.surviving_K.tolist() == [True, True, True, False]
     winner, loser, failed = result.rollouts
@@ -143,7 +145,7 @@ def test_a_group_from_verdicts_to_step_advantages() -> None:
         [(1 + 1 / 9) / deviation, (-1 / 3 + 1 / 9) / deviation, (-1 + 1 / 9) / deviation]
     )
 
-    wider = group_advantages("g", VERDICTS, attributions, TOKENS, [0, 2, 5], credit=True, std_epsilon=1.0).rollouts
+    wider = group_advantages("g", VERDICTS, attributions, TOKENS, [0, 2, 5], rule=DRACO, std_epsilon=1.0).rollouts
     assert [member.advantage * (deviation + 1) for member in wider] == pytest.approx([10 / 9, -2 / 9, -8 / 9])
 
     # The credit call's own verdict counts: criterion 1 passed in scoring and fails here, so Q = (1/2, 1).
@@ -163,7 +165,7 @@ def test_a_group_from_verdicts_to_step_advantages() -> None:
 
 def test_without_credit_every_step_takes_the_advantage() -> None:
     cited = [[Attribution(criterion=1, verdict=Verdict.FAIL, steps=(1,))]] * 3
-    result = group_advantages("g", VERDICTS, cited, TOKENS, [0, 2, 5], credit=False)
+    result = group_advantages("g", VERDICTS, cited, TOKENS, [0, 2, 5], rule=GRPO)
     for member, tokens_M in zip(result.rollouts, TOKENS, strict=True):
         assert member.step_advantage_M.tolist() == [member.advantage] * len(tokens_M)
         assert member.fallback is CreditFallback.CREDIT_OFF
@@ -176,11 +178,15 @@ def test_without_credit_every_step_takes_the_advantage() -> None:
 
 
 def test_given_rewards_are_vanilla_grpo() -> None:
-    result = group_advantages_from_rewards("g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=0.0)
+    result = group_advantages_from_rewards(
+        "g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=0.0, rule=GRPO
+    )
     assert [member.advantage for member in result.rollouts] == pytest.approx(np.array([2, -1, -1]) / 3**0.5)
     assert [member.reward for member in result.rollouts] == [1.0, 0.0, 0.0]
     assert result.group == "g"
-    wider = group_advantages_from_rewards("g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=1.0).rollouts
+    wider = group_advantages_from_rewards(
+        "g", np.array([1.0, 0.0, 0.0]), TOKENS, [0, 2, 5], std_epsilon=1.0, rule=GRPO
+    ).rollouts
     assert wider[0].advantage == pytest.approx(2 / 3 / (3**-0.5 + 1))
     assert (result.surviving_K.shape, result.surviving_K.dtype) == ((0,), np.bool_)
     assert {member.fallback for member in result.rollouts} == {CreditFallback.CREDIT_OFF}
@@ -194,13 +200,13 @@ def test_rows_that_do_not_match_are_refused() -> None:
         (VERDICTS[:2], none[:2], TOKENS, "{'tokens': 3}"),
     ):
         with pytest.raises(ValueError, match=f"^group g: 2 rollouts but rows {re.escape(found)}$"):
-            group_advantages("g", verdict_GK, attributions, tokens_GM, [0, 1], credit=True)
+            group_advantages("g", verdict_GK, attributions, tokens_GM, [0, 1], rule=DRACO)
     for reward_G, tokens_GM, found in ((np.zeros(3), TOKENS[:2], "{'rewards': 3}"), (np.zeros(2), TOKENS, "{'tokens'")):
         with pytest.raises(ValueError, match=f"^group g: 2 rollouts but rows {re.escape(found)}"):
-            group_advantages_from_rewards("g", reward_G, tokens_GM, [0, 1])
+            group_advantages_from_rewards("g", reward_G, tokens_GM, [0, 1], rule=GRPO)
     for unordered in ([1, 0], [1, 1]):
         with pytest.raises(ValueError, match="^group g: rollout indices must ascend"):
-            group_advantages_from_rewards("g", np.zeros(2), TOKENS[:2], unordered)
+            group_advantages_from_rewards("g", np.zeros(2), TOKENS[:2], unordered, rule=GRPO)
 
 
 def trajectory() -> Trajectory:
@@ -240,7 +246,7 @@ def test_credit_reaches_step_tokens_and_leaves_gaps_alone() -> None:
         [],
     ]
     member = group_advantages(
-        "step0/t_1", np.array([[1, 1], [-1, -1]]), cited, [played.tokens_M, np.array([3])], [4, 5], credit=True
+        "step0/t_1", np.array([[1, 1], [-1, -1]]), cited, [played.tokens_M, np.array([3])], [4, 5], rule=DRACO
     ).rollouts[0]
     sample = training_sample(played, member, credit=True)
     first, second = member.step_advantage_M
@@ -258,7 +264,7 @@ def test_credit_reaches_step_tokens_and_leaves_gaps_alone() -> None:
 def test_a_uniform_fallback_under_credit_covers_step_tokens_only() -> None:
     played = trajectory()
     member = group_advantages(
-        "g", np.array([[1], [-1]]), [None, None], [played.tokens_M, np.array([3])], [4, 5], credit=True
+        "g", np.array([[1], [-1]]), [None, None], [played.tokens_M, np.array([3])], [4, 5], rule=DRACO
     ).rollouts[0]
     advantage_T = training_sample(played, member, credit=True).advantage_T
     assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
@@ -282,7 +288,7 @@ def test_a_rollout_without_a_step_takes_the_advantage_on_all_it_sampled(attribut
     played, idle = trajectory(), without_steps(5)
     cited = [[Attribution(criterion=0, verdict=Verdict.PASS, steps=(1,))], attributed]
     acted, idled = group_advantages(
-        "g", np.array([[1], [-1]]), cited, [played.tokens_M, idle.tokens_M], [4, 5], credit=True
+        "g", np.array([[1], [-1]]), cited, [played.tokens_M, idle.tokens_M], [4, 5], rule=DRACO
     ).rollouts
     if attributed is not None:
         assert (idled.fallback, idled.inert) == (CreditFallback.NO_STEP, True)
@@ -301,7 +307,7 @@ def test_a_turn_that_was_cut_before_its_code_takes_nothing_beside_steps() -> Non
         turns=(*played.turns[:2], replace(played.turns[2], text="<code>x = ")),
         ended=EpisodeEnd.RESPONSE_LIMIT,
     )
-    member = group_advantages("g", np.array([[-1], [1]]), [(), ()], [cut.tokens_M] * 2, [4, 5], credit=True).rollouts[0]
+    member = group_advantages("g", np.array([[-1], [1]]), [(), ()], [cut.tokens_M] * 2, [4, 5], rule=DRACO).rollouts[0]
     sample = training_sample(cut, member, credit=True)
     assert sample.advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
     assert sample.loss_mask_T[-1]
@@ -309,7 +315,9 @@ def test_a_turn_that_was_cut_before_its_code_takes_nothing_beside_steps() -> Non
 
 def test_vanilla_grpo_covers_every_sampled_token() -> None:
     played = trajectory()
-    member = group_advantages_from_rewards("g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5]).rollouts[0]
+    member = group_advantages_from_rewards(
+        "g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5], rule=GRPO
+    ).rollouts[0]
     advantage_T = training_sample(played, member, credit=False).advantage_T
     assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 1]))
 
@@ -317,7 +325,7 @@ def test_vanilla_grpo_covers_every_sampled_token() -> None:
 def test_advantages_of_another_rollout_are_refused() -> None:
     played = trajectory()
     members = group_advantages_from_rewards(
-        "g", np.array([1.0, 0.0]), [played.tokens_M, np.array([3])], [4, 5]
+        "g", np.array([1.0, 0.0]), [played.tokens_M, np.array([3])], [4, 5], rule=GRPO
     ).rollouts
     with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: given the advantages of rollout 5"):
         training_sample(played, members[1], credit=True)
@@ -334,7 +342,9 @@ def test_advantages_of_another_rollout_are_refused() -> None:
 
 def test_a_step_token_that_was_not_sampled_is_refused() -> None:
     played = replace(trajectory(), step_T=np.array([-1, -1, 0, 0, 0, 1, -1, -1]))
-    member = group_advantages_from_rewards("g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5]).rollouts[0]
+    member = group_advantages_from_rewards(
+        "g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5], rule=GRPO
+    ).rollouts[0]
     with pytest.raises(ValueError, match="a step holds a token that was not sampled"):
         training_sample(played, member, credit=True)
 
@@ -369,7 +379,7 @@ def test_unanimous_verdicts_need_no_citations() -> None:
     ]
     replaced = [unanimous_attributions(np.array([1, 1, 0])), *called[1:]]
     first, second = (
-        group_advantages("g", verdict_GK, cited, tokens, [0, 1, 2], credit=True).rollouts[0]
+        group_advantages("g", verdict_GK, cited, tokens, [0, 1, 2], rule=DRACO).rollouts[0]
         for cited in (called, replaced)
     )
     assert first.advantage != 0
@@ -385,6 +395,6 @@ def test_unanimous_verdicts_need_no_citations() -> None:
 def test_without_a_credit_call_the_scoring_verdicts_say_what_is_inert() -> None:
     """Nobody is better than the other, so no call is made; the verdicts of both are mixed all the same."""
     verdict_GK = np.array([[1, -1, 1], [-1, 1, 0], [0, 0, 1]])
-    members = group_advantages("g", verdict_GK, [(), (), ()], TOKENS, [0, 1, 2], credit=True).rollouts
+    members = group_advantages("g", verdict_GK, [(), (), ()], TOKENS, [0, 1, 2], rule=DRACO).rollouts
     assert [member.advantage for member in members] == [0, 0, 0]
     assert [member.inert for member in members] == [False, False, True]

@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.algorithm.group import group_advantages
+from draco_ray.algorithm.group import Uncalled, group_advantages
+from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.cli import main
 from draco_ray.lab.analysis.dropout import dropout_variance, resampled, survival, survival_by_group_size
 from draco_ray.lab.analysis.recorded import RecordedGroup, recorded_groups
-from draco_ray.lab.analysis.variants import Variant, replay_variants, variant_advantages
+from draco_ray.lab.analysis.rules import replay_rules, replayed
 from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -38,7 +39,7 @@ TOKENS = [np.array([2, 4, 6])] * 4
 
 
 def write(store: RunStore, step: int, task: str, uncalled: tuple[int, ...] = ()) -> None:
-    share = group_advantages(f"step{step}/{task}", VERDICTS, CITED, TOKENS, range(4), credit=True)
+    share = group_advantages(f"step{step}/{task}", VERDICTS, CITED, TOKENS, range(4), rule=AdvantageRule())
     rubric = [Criterion(title=title, description="d", evaluator_instruction="i") for title in ("All", "Some", "Nobody")]
     store.write("criteria", step, task, rows.criterion_rows(step, task, rubric, share))
     store.write("advantages", step, task, rows.advantage_rows(step, task, share, dict.fromkeys(range(4), (2, 4, 6))))
@@ -71,7 +72,7 @@ def test_a_group_reads_back_as_it_was(group: RecordedGroup) -> None:
 
 
 def test_the_method_itself_recomputes_the_record_exactly(run: RunDirectory) -> None:
-    table = replay_variants(run, [Variant.DRACO]).to_pylist()
+    table = replay_rules(run, ["draco"]).to_pylist()
     assert [row["training_step"] for row in table] == [1, 2]
     for row in table:
         assert (row["reward_shift"], row["advantage_shift"], row["sign_flips"], row["push_moved"]) == (0, 0, 0, 0)
@@ -79,31 +80,31 @@ def test_the_method_itself_recomputes_the_record_exactly(run: RunDirectory) -> N
 
 
 def test_without_dropout_a_criterion_all_pass_lifts_every_reward(group: RecordedGroup) -> None:
-    rewards = [share.reward for share in variant_advantages(group, Variant.NO_DROPOUT).rollouts]
+    rewards = [share.reward for share in replayed(group, "no_dropout").rollouts]
     assert rewards == pytest.approx([1 / 3, -1 / 3, 1 / 3, 0.0])
     assert group.reward_G.tolist() == [0.0, -1.0, 0.0, -1.0]
 
 
 def test_a_criterion_all_fail_survives_unless_both_verdicts_are_asked_for(group: RecordedGroup) -> None:
-    mixed = variant_advantages(group, Variant.MIXED_ONLY)
+    mixed = replayed(group, "mixed_only")
     assert mixed.surviving_K.tolist() == [False, True, False]
     assert [share.reward for share in mixed.rollouts] == [1.0, -1.0, 1.0, 0.0]
 
 
 def test_no_std_keeps_the_scale_of_rewards(group: RecordedGroup) -> None:
-    shares = variant_advantages(group, Variant.NO_STD).rollouts
+    shares = replayed(group, "no_std").rollouts
     assert [share.advantage for share in shares] == [0.5, -0.5, 0.5, -0.5]
 
 
 def test_no_credit_pushes_every_step_alike(group: RecordedGroup) -> None:
-    for share in variant_advantages(group, Variant.NO_CREDIT).rollouts:
+    for share in replayed(group, "grpo").rollouts:
         assert share.step_advantage_M.tolist() == [share.advantage] * 3
         assert share.fallback is CreditFallback.CREDIT_OFF
 
 
 def test_the_credit_calls_overruling_can_be_undone(group: RecordedGroup) -> None:
-    overruled = variant_advantages(group, Variant.DRACO).rollouts[1]
-    scored = variant_advantages(group, Variant.SCORE_VERDICTS).rollouts[1]
+    overruled = replayed(group, "draco").rollouts[1]
+    scored = replayed(group, "score_verdicts").rollouts[1]
     assert overruled.quality_M.tolist() == [1.0, 1.0, 1.0]
     assert scored.quality_M.tolist() == [0.0, 0.0, 0.0]
 
@@ -112,8 +113,8 @@ def test_unanimous_rollouts_credited_without_a_call_are_recomputed(tmp_path: Pat
     store = RunStore(RunDirectory.create(tmp_path / "skipped", "seed: 0\n"))
     write(store, 1, "task_1", uncalled=(3,))
     recorded = next(recorded_groups(store.directory))
-    assert recorded.attributions[3] == (Attribution(criterion=2, verdict=FAIL, steps=(1,)),)
-    (row,) = replay_variants(store.directory, [Variant.DRACO]).to_pylist()
+    assert recorded.attributions[3] is Uncalled.UNANIMOUS
+    (row,) = replay_rules(store.directory, ["draco"]).to_pylist()
     assert (row["push_moved"], row["no_citation"]) == (0.0, 0)
 
 
@@ -151,11 +152,11 @@ def test_the_command_prints_and_writes_the_tables(
 ) -> None:
     folder = tmp_path / "out"
     with pytest.raises(SystemExit) as ended:
-        main(["replay", str(run.path), "--variant", "draco", "--variant", "no_credit", "--out", str(folder)])
+        main(["replay", str(run.path), "--rule", "draco", "--rule", "grpo", "--out", str(folder)])
     assert ended.value.code == 0
-    assert "no_credit" in capsys.readouterr().out
-    variants = pq.read_table(folder / "variants.parquet").to_pylist()
-    assert [row["variant"] for row in variants] == ["draco", "no_credit"] * 2
+    assert "grpo" in capsys.readouterr().out
+    variants = pq.read_table(folder / "rules.parquet").to_pylist()
+    assert [row["rule"] for row in variants] == ["draco", "grpo"] * 2
     assert {path.suffix for path in folder.iterdir()} == {".parquet", ".csv"}
     assert not (run.path / "replay").exists()
 
@@ -163,7 +164,7 @@ def test_the_command_prints_and_writes_the_tables(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--variant", "bigger"], "expected one of draco, no_dropout"),
+        (["--rule", "bigger"], "unknown; expected draco, grpo"),
         (["--step", "9"], "no training step 9"),
         (["--phase", "score"], "only together with --judge"),
         (["--judge", "rules", "--phase", "union"], "name it with --pairing"),

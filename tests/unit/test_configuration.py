@@ -17,11 +17,11 @@ def test_the_defaults_are_a_valid_configuration() -> None:
 
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("learner: {learning_rate: 0.1, lora_rank: 4}\nalgorithm: {credit: true}\n")
+    file.write_text("learner: {learning_rate: 0.1, lora_rank: 4}\nalgorithm: {rule: draco}\n")
     config = load_config(str(file), ["learner.learning_rate=5e-5"], "no-credit")
     assert config.learner.learning_rate == 5e-5, "YAML 1.1 would read 5e-5 as text"
     assert config.learner.lora_rank == 4
-    assert config.algorithm.credit is False
+    assert config.algorithm.rule == "grpo"
     assert config.setting == "no-credit"
 
 

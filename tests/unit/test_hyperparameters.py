@@ -42,7 +42,7 @@ PAPER: dict[str, Any] = {
     "judge.max_stage1_criteria": 15,
     "judge.max_stage2_criteria": 10,
     "judge.max_union_criteria": 24,
-    "algorithm.credit": True,
+    "algorithm.rule": "draco",
     "algorithm.reward": "rubric",
     "algorithm.rubric": "dynamic",
 }
@@ -90,17 +90,17 @@ def test_the_reference_prices_ship(model: str, input_price: float, output_price:
 
 
 @pytest.mark.parametrize(
-    ("setting", "reward", "rubric", "credit"),
+    ("setting", "reward", "rubric", "rule"),
     [
-        ("draco", "rubric", "dynamic", True),
-        ("no-credit", "rubric", "dynamic", False),
-        ("static-credit", "rubric", "static", True),
-        ("static", "rubric", "static", False),
-        ("outcome", "outcome", None, False),
-        ("random", "random", None, False),
+        ("draco", "rubric", "dynamic", "draco"),
+        ("no-credit", "rubric", "dynamic", "grpo"),
+        ("static-credit", "rubric", "static", "draco"),
+        ("static", "rubric", "static", "grpo"),
+        ("outcome", "outcome", None, "grpo"),
+        ("random", "random", None, "grpo"),
     ],
 )
-def test_a_setting_is_one_word(setting: str, reward: str, rubric: str | None, credit: bool) -> None:
+def test_a_setting_is_one_word(setting: str, reward: str, rubric: str | None, rule: str) -> None:
     algorithm = load_config(None, [], setting).algorithm
-    assert (algorithm.reward, algorithm.credit) == (reward, credit)
+    assert (algorithm.reward, algorithm.rule) == (reward, rule)
     assert rubric is None or algorithm.rubric == rubric

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.algorithm.credit import unanimous_attributions
-from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.algorithm.group import Uncalled
 from draco_ray.records import Attribution, CreditFallback, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory
 
@@ -26,8 +25,9 @@ class RecordedGroup:
     """Of the K criteria."""
     verdict_GK: IntArray
     """Scoring verdicts, +1, -1 or 0."""
-    attributions: tuple[tuple[Attribution, ...] | None, ...]
-    """The credit call's citations; None where that call failed, empty where none was made or nothing was cited."""
+    attributions: tuple[tuple[Attribution, ...] | Uncalled | None, ...]
+    """The credit call's citations; None where that call failed, `Uncalled` where none was made for this rollout, empty
+    where none was made for the group or nothing was cited."""
     tokens_GM: tuple[IntArray, ...]
     """n_j, tokens of each step."""
     reward_G: FloatArray
@@ -74,7 +74,6 @@ def _group(
     for verdict in verdicts:
         if verdict["rollout"] in row:
             verdict_GK[row[verdict["rollout"]], verdict["criterion"]] = verdict["verdict"]
-    surviving_K = surviving_criteria(verdict_GK)
     return RecordedGroup(
         training_step=step,
         task_id=task_id,
@@ -85,9 +84,8 @@ def _group(
             _attributions(
                 member,
                 [citation for citation in citations if citation["rollout"] == member["rollout"]],
-                verdict_GK[index] * surviving_K,
             )
-            for index, member in enumerate(members)
+            for member in members
         ),
         tokens_GM=tuple(np.array(member["step_tokens"], dtype=np.int64) for member in members),
         reward_G=np.array([member["reward"] for member in members], dtype=float),
@@ -96,14 +94,12 @@ def _group(
     )
 
 
-def _attributions(
-    member: dict[str, Any], citations: list[dict[str, Any]], verdict_K: IntArray
-) -> tuple[Attribution, ...] | None:
+def _attributions(member: dict[str, Any], citations: list[dict[str, Any]]) -> tuple[Attribution, ...] | Uncalled | None:
     if member["fallback"] == CreditFallback.CREDIT_CALL_FAILED:
         return None
     if not citations:
         # With algorithm.skip_inert_credit_calls, unanimous verdicts are credited without a call.
-        return unanimous_attributions(verdict_K) if True in (member["cited"] or ()) else ()
+        return Uncalled.UNANIMOUS if True in (member["cited"] or ()) else ()
     steps: dict[tuple[int, int], list[int]] = defaultdict(list)
     for citation in citations:
         cited = steps[citation["criterion"], citation["verdict"]]

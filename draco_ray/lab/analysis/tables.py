@@ -15,7 +15,7 @@ from draco_ray.lab.analysis.evaluations import consistency, evaluations
 from draco_ray.lab.analysis.progress import judge_cost, stage_seconds, success, terminations
 from draco_ray.lab.analysis.rescoring import rubric_rates
 from draco_ray.lab.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
-from draco_ray.lab.analysis.variants import replay_variants
+from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.runs.directory import RunDirectory
 
 TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
@@ -33,7 +33,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "stage_seconds": stage_seconds,
     "evaluations": evaluations,
     "consistency": consistency,
-    "variants": replay_variants,
+    "rules": replay_rules,
     "dropout": dropout_variance,
     "survival": survival_by_group_size,
 }

@@ -12,6 +12,7 @@ import numpy as np
 
 from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout
@@ -98,7 +99,7 @@ async def _judge_group(
         [credit.value for credit in credited],
         [played[index].tokens_M for index in rows],
         rows,
-        credit=True,
+        rule=AdvantageRule(),
     )
     row_of = {index: row for row, index in enumerate(rows)}
     found = []

@@ -1,0 +1,122 @@
+"""Advantage rules: how a group's verdicts and citations become step advantages (``algorithm.rule``).
+
+Training and `draco replay` call the same object: what can be trained can be replayed over recorded verdicts.
+
+To add one, subclass `AdvantageRule` and override the part of the chain that differs, then name it as
+``algorithm.rule=my_rules.py:MyRule``; docs/extending/advantage_rule.md shows one.
+
+=================  =====================================================================================================
+``draco``          the method of the paper
+``grpo``           A_i on every sampled token: vanilla GRPO on the rubric's reward; no credit call is made
+``no_dropout``     every criterion counts, also one that all members pass
+``mixed_only``     a criterion counts only if some member passes it and another fails it
+``no_std``         A = R - mean(R), not divided by the standard deviation
+``score_verdicts`` step quality from the scoring verdicts, with the credit call's citations but not its overrulings
+=================  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
+from draco_ray.algorithm.credit import step_advantages
+from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.errors import ConfigError
+from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
+from draco_ray.registry import find
+
+RULES = {
+    "draco": "draco_ray.algorithm.rules:AdvantageRule",
+    "grpo": "draco_ray.algorithm.rules:Grpo",
+    "no_dropout": "draco_ray.algorithm.rules:NoDropout",
+    "mixed_only": "draco_ray.algorithm.rules:MixedOnly",
+    "no_std": "draco_ray.algorithm.rules:NoStd",
+    "score_verdicts": "draco_ray.algorithm.rules:ScoreVerdicts",
+}
+"""Rules that ship, by name."""
+
+
+class AdvantageRule:
+    """DRACO's rule, in parts that a subclass may replace; `draco_ray.algorithm.group.group_advantages` chains them."""
+
+    cites: ClassVar[bool] = True
+    """Whether it spreads A_i over steps: without, no credit call is made and every sampled token receives A_i."""
+
+    def surviving(self, verdict_GK: IntArray) -> BoolArray:
+        """The criteria that count, a (K,) mask: those that some member failed (discriminative dropout)."""
+        return surviving_criteria(verdict_GK)
+
+    def rewards(self, verdict_GK: IntArray, surviving_K: BoolArray) -> FloatArray:
+        """R_i in [-1, 1] (Eq. ``rubric-reward``)."""
+        return rubric_rewards(verdict_GK, surviving_K)
+
+    def advantages(self, reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
+        """A_i (Eq. ``grpo-adv``), also of rewards that come from no rubric."""
+        return group_advantages_G(reward_G, std_epsilon=std_epsilon)
+
+    def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
+        """What step quality is made of: the credit call's verdicts and citations. ``verdict_K``: the scoring ones."""
+        return attributed
+
+    def spread(self, advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> FloatArray:
+        """a_j, what every token of step j receives (Eqs. ``stepw`` and ``credit``)."""
+        return step_advantages(advantage, quality_M, tokens_M)
+
+
+class Grpo(AdvantageRule):
+    """Vanilla GRPO on the reward."""
+
+    cites = False
+
+
+class NoDropout(AdvantageRule):
+    """Every criterion counts."""
+
+    def surviving(self, verdict_GK: IntArray) -> BoolArray:
+        """All of them."""
+        return np.ones(verdict_GK.shape[1], dtype=np.bool_)
+
+
+class MixedOnly(AdvantageRule):
+    """A criterion counts where members differ."""
+
+    def surviving(self, verdict_GK: IntArray) -> BoolArray:
+        """Those that some member failed and another passed."""
+        return surviving_criteria(verdict_GK) & np.any(verdict_GK == Verdict.PASS, axis=0)
+
+
+class NoStd(AdvantageRule):
+    """Rewards keep their scale."""
+
+    def advantages(self, reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
+        """R_i - mean(R); exactly 0 without spread."""
+        # Compared as they are: a mean rounded in its last digit would leave a tiny spread.
+        return np.zeros(len(reward_G)) if np.ptp(reward_G) == 0.0 else np.asarray(reward_G - reward_G.mean())
+
+
+class ScoreVerdicts(AdvantageRule):
+    """The credit call names steps, and overrules no verdict."""
+
+    def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
+        """Its citations under the scoring verdicts."""
+        return tuple(replace(each, verdict=Verdict(int(verdict_K[each.criterion]))) for each in attributed)
+
+
+def find_rule(name: str) -> AdvantageRule:
+    """The rule of that name (see `draco_ray.registry.find`).
+
+    Raises:
+        ConfigError: there is none, or it is no subclass of `AdvantageRule`.
+    """
+    rule = find("algorithm.rule", name, RULES)
+    if not (isinstance(rule, type) and issubclass(rule, AdvantageRule)):
+        raise ConfigError(
+            f"algorithm.rule={name!r} is no advantage rule: expected a subclass of "
+            "draco_ray.algorithm.rules.AdvantageRule"
+        )
+    return rule()

@@ -1,0 +1,141 @@
+"""Advantage rules over recorded verdicts: what each would have made of a run, without asking the judge again.
+
+A credit call is asked only about what its run needed: a rule under which further criteria survive, or under which a
+group has spread that it did not have, finds no citations there. The column ``no_citation`` counts such rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from draco_ray.algorithm.advantage import STD_EPSILON
+from draco_ray.algorithm.credit import quality_spread
+from draco_ray.algorithm.group import group_advantages
+from draco_ray.algorithm.rules import RULES, find_rule
+from draco_ray.lab.analysis.credit import push_shares, signs
+from draco_ray.lab.analysis.recorded import RecordedGroup, recorded_groups
+from draco_ray.records import (
+    CreditFallback,
+    GroupAdvantages,
+)
+from draco_ray.runs.directory import RunDirectory
+
+RULE_TABLE = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("rule", pa.string()),
+        ("groups", pa.int64()),
+        ("groups_with_signal", pa.int64()),
+        ("rollouts", pa.int64()),
+        ("criteria", pa.int64()),
+        ("surviving", pa.int64()),
+        ("reward", pa.float64()),
+        ("inert_share", pa.float64()),
+        ("no_citation", pa.int64()),
+        ("quality_spread", pa.float64()),
+        ("reward_shift", pa.float64()),
+        ("advantage_shift", pa.float64()),
+        ("sign_flips", pa.float64()),
+        ("push_moved", pa.float64()),
+    ]
+)
+
+
+def replayed(group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILON) -> GroupAdvantages:
+    """R, A and a_j of a recorded group under a rule, by the code that trains with it.
+
+    Args:
+        group: its verdicts and citations.
+        rule: as of ``algorithm.rule``.
+        std_epsilon: added to the group's standard deviation.
+    """
+    return group_advantages(
+        group.name,
+        group.verdict_GK,
+        group.attributions,
+        group.tokens_GM,
+        group.rollouts,
+        rule=find_rule(rule),
+        std_epsilon=std_epsilon,
+    )
+
+
+def replay_rules(
+    run: RunDirectory,
+    rules: Sequence[str] = tuple(RULES),
+    steps: Sequence[int] | None = None,
+    *,
+    std_epsilon: float = STD_EPSILON,
+) -> pa.Table:
+    """One row per training step and rule, compared with what the run recorded.
+
+    ``reward_shift`` and ``advantage_shift`` are mean absolute differences of R and A; ``sign_flips`` the share of
+    rollouts whose A changes between negative, zero and positive; ``push_moved`` the share of a trajectory's push,
+    |a_j| n_j, that lands on other steps than recorded (0 none, 1 all), a mean over the rollouts pushed both times.
+    """
+    rows = []
+    for step in run.steps() if steps is None else steps:
+        groups = list(recorded_groups(run, [step]))
+        if groups:
+            rows += [
+                {"run": run.path.name, "training_step": step, **_compare(groups, rule, std_epsilon)} for rule in rules
+            ]
+    return pa.Table.from_pylist(rows, schema=RULE_TABLE)
+
+
+def moved_push(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> float | None:
+    """The share of a trajectory's push that lands on other steps, 0 .. 1; None where nothing is pushed.
+
+    >>> moved_push([1.0, 0.0], [0.0, 1.0], [2, 2])
+    1.0
+    """
+    old, new = push_shares(before, tokens), push_shares(after, tokens)
+    if not any(old) or not any(new):
+        return None
+    return 0.5 * math.fsum(abs(a - b) for a, b in zip(old, new, strict=True))
+
+
+def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float) -> dict[str, Any]:
+    results = [replayed(group, rule, std_epsilon=std_epsilon) for group in groups]
+    shares = [share for result in results for share in result.rollouts]
+    reward = np.concatenate([group.reward_G for group in groups])
+    advantage = np.concatenate([group.advantage_G for group in groups])
+    new_reward = np.array([share.reward for share in shares])
+    new_advantage = np.array([share.advantage for share in shares])
+    recorded = [
+        (list(group.step_advantage_GM[index]), group.tokens_GM[index].tolist())
+        for group in groups
+        for index in range(len(group.rollouts))
+    ]
+    moved = [
+        moved_push(before, share.step_advantage_M.tolist(), tokens)
+        for share, (before, tokens) in zip(shares, recorded, strict=True)
+    ]
+    spreads = [quality_spread(share.quality_M) for share in shares]
+    return {
+        "rule": rule,
+        "groups": len(groups),
+        "groups_with_signal": sum(any(share.advantage for share in result.rollouts) for result in results),
+        "rollouts": len(shares),
+        "criteria": sum(len(group.titles) for group in groups),
+        "surviving": sum(int(result.surviving_K.sum()) for result in results),
+        "reward": float(new_reward.mean()),
+        "inert_share": float(np.mean([share.inert for share in shares])),
+        "no_citation": sum(share.fallback is CreditFallback.NO_CITATION and share.advantage != 0.0 for share in shares),
+        "quality_spread": _mean(spread for spread in spreads if not math.isnan(spread)),
+        "reward_shift": float(np.abs(new_reward - reward).mean()),
+        "advantage_shift": float(np.abs(new_advantage - advantage).mean()),
+        "sign_flips": float((signs(new_advantage) != signs(advantage)).mean()),
+        "push_moved": _mean(share for share in moved if share is not None),
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    kept = list(values)
+    return math.fsum(kept) / len(kept) if kept else None

@@ -1,0 +1,77 @@
+"""Parts by name: what a configuration key such as ``algorithm.rule`` may say, and how the part is found.
+
+A name is one of the built-in ones, ``package.module:attribute``, or ``folder/file.py:attribute`` for a file that is not
+installed. Built-in parts are registered as such paths too, so nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from draco_ray.errors import ConfigError
+
+
+def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
+    """The part that ``name`` stands for.
+
+    Args:
+        key: the configuration key, for messages.
+        name: a built-in name, ``package.module:attribute``, or ``folder/file.py:attribute``.
+        built_in: names of the parts that ship, and where each is.
+
+    Raises:
+        ConfigError: there is no such part, or its module cannot be imported.
+
+    >>> find("algorithm.rule", "statistics:mean", {})([1, 3])
+    2
+    """
+    path = built_in.get(name, name)
+    module_name, colon, attribute = path.rpartition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, built_in, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(
+            f"{key}={name!r}: unknown{hint}; expected {', '.join(sorted(built_in))}, or a part of your own as "
+            "package.module:attribute or folder/file.py:attribute"
+        )
+    try:
+        module = _file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key}={name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{key}={name!r}: {module_name} has no {attribute!r}") from None
+
+
+def _file(path: Path) -> ModuleType:
+    """A module from a file, under a name that is the same in every process."""
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    name = f"draco_part_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

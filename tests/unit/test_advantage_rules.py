@@ -1,0 +1,93 @@
+"""Advantage rules by name, and one of a user's own: what trains is what replays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draco_ray.algorithm.group import Uncalled, group_advantages
+from draco_ray.algorithm.rules import RULES, AdvantageRule, find_rule
+from draco_ray.config.load import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.records import Attribution, CreditFallback, Verdict
+
+VERDICTS = np.array([[1, 1], [1, -1], [-1, -1]])
+PASS, FAIL = Verdict.PASS, Verdict.FAIL
+CITED = (
+    (Attribution(criterion=0, verdict=PASS, steps=(1,)), Attribution(criterion=1, verdict=PASS, steps=(2,))),
+    (Attribution(criterion=0, verdict=PASS, steps=(1,)), Attribution(criterion=1, verdict=FAIL, steps=(2,))),
+    Uncalled.UNANIMOUS,
+)
+TOKENS = [np.array([2, 4])] * 3
+
+OWN = """
+import numpy as np
+from draco_ray.algorithm.rules import AdvantageRule
+
+class LastStep(AdvantageRule):
+    def spread(self, advantage, quality_M, tokens_M):
+        last_M = np.arange(len(tokens_M)) == len(tokens_M) - 1
+        return np.where(last_M, advantage * tokens_M.sum() / np.maximum(tokens_M, 1), 0.0)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path / 'own.py'}:LastStep"
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_every_rule_keeps_the_total_push(name: str) -> None:
+    rule = find_rule(name)
+    for share in group_advantages("g", VERDICTS, CITED, TOKENS, range(3), rule=rule).rollouts:
+        assert share.step_advantage_M @ TOKENS[0] == pytest.approx(share.advantage * 6)
+        assert (share.fallback is CreditFallback.CREDIT_OFF) == (not rule.cites)
+
+
+def test_a_rule_of_ones_own_is_named_by_its_file(own: str) -> None:
+    for share in group_advantages("g", VERDICTS, CITED, TOKENS, range(3), rule=find_rule(own)).rollouts:
+        assert share.step_advantage_M == pytest.approx([0.0, share.advantage * 6 / 4])
+
+
+def test_a_relative_file_is_the_same_one_in_a_worker(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = load_config(None, ["algorithm.rule=own.py:LastStep"]).algorithm.rule
+    assert name == own
+    code = f"from draco_ray.algorithm.rules import find_rule; print(type(find_rule({name!r})).__name__)"
+    told = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "LastStep"
+
+
+def test_unanimous_verdicts_without_a_call_give_equal_totals() -> None:
+    share = group_advantages("g", VERDICTS, CITED, TOKENS, range(3), rule=AdvantageRule()).rollouts[2]
+    totals = share.step_advantage_M * TOKENS[2]
+    assert totals[0] == pytest.approx(totals[1])
+    assert share.inert
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dracos", "algorithm.rule='dracos': unknown (did you mean 'draco'?); expected draco, grpo"),
+        ("json:loads", "is no advantage rule: expected a subclass of"),
+        ("json:nothing", "json has no 'nothing'"),
+        ("no_such_module:X", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("nowhere.py:X", "cannot be imported: FileNotFoundError: no file"),
+    ],
+)
+def test_a_rule_that_is_none(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        find_rule(name)
+    assert message in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_a_file_that_breaks_says_so(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import numpy as np\n1 / 0\n")
+    with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ZeroDivisionError: division by zero"):
+        find_rule(f"{tmp_path / 'broken.py'}:Rule")
