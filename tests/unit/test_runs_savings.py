@@ -43,7 +43,7 @@ def written(folder: Path, tables: dict[str, list[dict[str, Any]]], **algorithm: 
     """A run directory of step 1."""
     default = {
         "reward": "rubric",
-        "credit": True,
+        "rule": "draco",
         "skip_useless_credit_calls": True,
         "skip_inert_credit_calls": True,
         "credit_surviving_only": True,
@@ -118,4 +118,4 @@ def test_nothing_is_claimed_for_a_switch_that_is_off(tmp_path: Path) -> None:
 
 def test_settings_without_rubric_or_credit_have_nothing_to_save(tmp_path: Path) -> None:
     assert savings(written(tmp_path / "a", {}, reward="outcome"), []) == []
-    assert len(savings(written(tmp_path / "b", {"advantages": ADVANTAGES}, credit=False), CALLS[:2])) == 2
+    assert len(savings(written(tmp_path / "b", {"advantages": ADVANTAGES}, rule="grpo"), CALLS[:2])) == 2

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import yaml
 
+from draco_ray.algorithm.rules import find_rule
 from draco_ray.records import JudgeCall, Phase
 from draco_ray.runs.directory import RunDirectory
 
@@ -65,7 +66,7 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
             others,
         ),
     ]
-    if algorithm["credit"]:
+    if find_rule(algorithm["rule"]).cites:
         found += _credit(run, [(step, call) for step, call in calls if call.phase is Phase.CREDIT])
     return found
 
