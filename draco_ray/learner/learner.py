@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,9 @@ from draco_ray.learner.model import Policy
 from draco_ray.learner.packing import pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
 
+ADAPTER, OPTIMIZER, COUNTERS = "adapter_model.safetensors", "optimizer.safetensors", "learner.json"
+"""Files of a checkpoint beside ``adapter_config.json``: none of them can hold code, since they are read from run
+directories that others may have made."""
 SUMS = (
     "samples",
     "valid_tokens",
@@ -257,12 +261,12 @@ class Learner:
         adapter = self.adapter(self.updates)
         save_file(
             self.policy.saved_tensors(),
-            unfinished / "adapter_model.safetensors",
+            unfinished / ADAPTER,
             metadata={"format": "pt"},
         )
         (unfinished / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2), encoding="utf-8")
-        torch.save(self._optimizer.state_dict(), unfinished / "optimizer.pt")
-        (unfinished / "learner.json").write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
+        save_file(self._optimizer_tensors(), unfinished / OPTIMIZER)
+        (unfinished / COUNTERS).write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
         if directory.exists():
             replaced = directory.with_name(f".{directory.name}.replaced")
             shutil.rmtree(replaced, ignore_errors=True)
@@ -273,21 +277,43 @@ class Learner:
             os.replace(unfinished, directory)
 
     def load(self, directory: Path) -> None:
-        """Continue from a checkpoint written by `save`, exactly.
+        """Continue from a checkpoint written by `save`, exactly; rates and the like are the configuration's.
 
         Raises: LearnerError if it is not one, or belongs to another model or rank.
         """
-        try:
-            tensors = load_file(directory / "adapter_model.safetensors")
-            optimizer = torch.load(directory / "optimizer.pt", map_location=self._device, weights_only=True)
-            counters = json.loads((directory / "learner.json").read_text(encoding="utf-8"))
-        except OSError as error:
-            raise LearnerError(f"checkpoint {directory}: cannot be read ({error}); resume from another one") from error
+        tensors, moments, updates = _read_checkpoint(directory)
         self.policy.load_adapter(tensors, str(directory))
-        self._optimizer.load_state_dict(optimizer)
+        state = self._optimizer_state(moments, directory)
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
         self._optimizer.zero_grad(set_to_none=True)
         self._sums = dict.fromkeys(SUMS, 0.0)
-        self.updates = int(counters["updates"])
+        self.updates = updates
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        """AdamW's moments and step counts as ``<parameter's index>.<name>``; nothing before the first update."""
+        state = self._optimizer.state_dict()["state"]
+        return {f"{index}.{name}": value.contiguous() for index, mine in state.items() for name, value in mine.items()}
+
+    def _optimizer_state(self, moments: dict[str, Tensor], directory: Path) -> dict[int, dict[str, Tensor]]:
+        """`_optimizer_tensors` read back.
+
+        Raises: LearnerError if they do not belong to these parameters.
+        """
+        shapes = {
+            f"{index}.{name}": parameter.shape if name != "step" else torch.Size()
+            for index, parameter in enumerate(self._parameters)
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        }
+        if moments and {name: value.shape for name, value in moments.items()} != shapes:
+            raise LearnerError(
+                f"checkpoint {directory}: {OPTIMIZER} is of other parameters than this model's adapter; expected the "
+                "model and lora_rank it was made with"
+            )
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            index, name = key.split(".")
+            state.setdefault(int(index), {})[name] = value
+        return state
 
     def _summed_over_workers(self) -> Tensor:
         """The sums, then all gradients, as one vector: one collective an update."""
@@ -337,6 +363,27 @@ class Learner:
             engine_logprob_V=of_valid_tokens([samples[row].logprob_T for row in rows]),
             old_logprob_V=old_V,
         )
+
+
+def _read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """The adapter's tensors, the optimizer's, and the number of updates.
+
+    Raises: LearnerError, one line that names the file that cannot be read.
+    """
+    read: list[Any] = []
+    for name in (ADAPTER, OPTIMIZER, COUNTERS):
+        path = directory / name
+        try:
+            if not path.is_file():
+                raise OSError("no such file")
+            if name == COUNTERS:
+                read.append(int(json.loads(path.read_text(encoding="utf-8"))["updates"]))
+            else:
+                read.append(load_file(path))
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+            problem = " ".join(f"{type(error).__name__} {error}".split())
+            raise LearnerError(f"checkpoint file {path}: cannot be read ({problem}); resume from another one") from None
+    return read[0], read[1], read[2]
 
 
 def trained_length(sample: TrainingSample) -> int:

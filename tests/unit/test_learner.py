@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -451,6 +453,71 @@ def test_a_checkpoint_of_another_rank_or_none_at_all_is_refused(model: ModelConf
         make_learner(model).load(tmp_path / "nowhere")
 
 
+def damaged(folder: Path, name: str, damage: str) -> None:
+    """Harm one file of a checkpoint."""
+    path = folder / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage == "loop":
+        path.symlink_to(path.name)
+    elif damage == "queue":
+        os.mkfifo(path)
+    elif damage != "missing":
+        pickled = pickle.dumps(Opened(str(folder / "harm")))
+        parts = {"truncated": content[: len(content) // 2], "empty": b"", "garbage": b"\x93\x00garbage\xff" * 9}
+        path.write_bytes({**parts, "pickle": pickled, "json": b'["step"]'}[damage])
+
+
+class Opened:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "garbage", "pickle", "json", "missing", "directory", "loop", "queue"]
+)
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors", "learner.json"])
+def test_a_damaged_checkpoint_is_one_line_that_names_the_file(
+    model: ModelConfig, tmp_path: Path, name: str, damage: str
+) -> None:
+    learner = make_learner(model)
+    learner.accumulate(make_samples())
+    learner.step()
+    learner.save(tmp_path / "step00001")
+    damaged(tmp_path / "step00001", name, damage)
+    with pytest.raises(LearnerError) as caught:
+        learner.load(tmp_path / "step00001")
+    assert str(tmp_path / "step00001" / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "step00001" / "harm").exists()
+
+
+def test_no_file_of_a_checkpoint_can_hold_code(model: ModelConfig, tmp_path: Path) -> None:
+    learner = make_learner(model)
+    learner.accumulate(make_samples())
+    learner.step()
+    learner.save(tmp_path / "step00001")
+    assert {path.suffix for path in (tmp_path / "step00001").iterdir()} == {".json", ".safetensors"}
+
+
+def test_an_optimizer_of_another_adapter_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    for rank in (2, 4):
+        learner = make_learner(model, lora_rank=rank)
+        learner.accumulate(make_samples())
+        learner.step()
+        learner.save(tmp_path / f"rank{rank}")
+    (tmp_path / "rank2" / "optimizer.safetensors").replace(tmp_path / "rank4" / "optimizer.safetensors")
+    with pytest.raises(LearnerError, match=r"rank4: optimizer\.safetensors is of other parameters"):
+        make_learner(model, lora_rank=4).load(tmp_path / "rank4")
+
+
 def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
         Learner(ModelConfig(path=str(tmp_path)), CONFIG, seed=0)
@@ -591,5 +658,5 @@ def test_rank_zero_speaks_for_all(model: ModelConfig, tmp_path: Path) -> None:
         adapter = worker.execute(Publish(version=3))
         worker.execute(SaveCheckpoint(directory=str(tmp_path / f"rank{rank}")))
         assert (canary is None, adapter is None) == (rank == 1, rank == 1)
-    assert (tmp_path / "rank0" / "optimizer.pt").exists()
+    assert (tmp_path / "rank0" / "optimizer.safetensors").exists()
     assert not (tmp_path / "rank1").exists()

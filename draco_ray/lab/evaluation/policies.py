@@ -183,7 +183,7 @@ def fingerprint(folder: Path) -> str:
     for file in sorted(path for path in folder.iterdir() if path.is_file()):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
-        if size <= _SMALL_BYTES and file.name != "optimizer.pt":
+        if size <= _SMALL_BYTES and file.name != "optimizer.safetensors":
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
