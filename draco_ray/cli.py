@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -43,6 +44,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the config, e.g. learner.learning_rate=1e-4."),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Take programs, endpoints, isolation and places to write from a run directory that others made, too.",
+    ),
+]
 Setting = Annotated[
     str | None,
     typer.Option("--setting", "-s", help=f"What is trained: {', '.join(setting_names())}."),
@@ -78,6 +86,7 @@ def train(
     allow_changed_config: Annotated[
         bool, typer.Option("--allow-changed-config", help="With --resume: although the configuration has changed.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Train a policy; everything it makes is in the run directory it names at the end."""
     from draco_ray.errors import ConfigError
@@ -90,7 +99,7 @@ def train(
             raise ConfigError("--allow-changed-config: only together with --resume DIR")
         from draco_ray.training.trainer import train as run_training
 
-        _say_how_sure(run_training(load_config(config, overrides, setting)))
+        _say_how_sure(run_training(load_config(config, overrides, setting, trust=trust)))
         return
     if config is not None and "=" in config:
         # The first word names the configuration only where there is one to name.
@@ -98,7 +107,7 @@ def train(
         config = None
     from draco_ray.training.trainer import resume as resume_training
 
-    _say_how_sure(resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config))
+    _say_how_sure(resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
 
 
 def _say_how_sure(run: Path) -> None:
@@ -120,7 +129,7 @@ def show_config(
     """Print the configuration a run would use."""
     from draco_ray.config.load import dump_config
 
-    resolved = load_config(config, overrides or [], setting)
+    resolved = load_config(config, overrides or [], setting, trust=True)
     typer.echo("\n".join(dotted_keys()) if keys else dump_config(resolved), nl=keys)
 
 
@@ -142,7 +151,7 @@ def plan(
     from draco_ray.lab.planning.step_time import assumptions
 
     print_plan(
-        load_config(config, overrides or [], setting),
+        load_config(config, overrides or [], setting, trust=True),
         gpu_memory_gib=gpu_memory_gib,
         model_config=model_config,
         given=assumptions(assume or []),
@@ -305,6 +314,7 @@ def replay(
         typer.Option(help="With --judge: score the recorded rollouts against this rubric, and no --phase unless told."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the tables; unless told, replay in the run.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
     from rich.console import Console
@@ -340,6 +350,7 @@ def replay(
             static_rubric=static_rubric,
             out=out,
             console=console,
+            trust=trust,
         )
     for path in written:
         typer.echo(path)
@@ -378,6 +389,7 @@ def attribution_bench(
     out: Annotated[
         Path, typer.Option(help="Folder of the tables; executed rollouts that are there are used again.")
     ] = Path("attribution"),
+    trust: Trust = False,
 ) -> None:
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
     from rich.console import Console
@@ -398,6 +410,7 @@ def attribution_bench(
         processes=processes,
         out=out,
         console=Console(highlight=False, soft_wrap=True, width=120),
+        trust=trust,
     )
     for path in written:
         typer.echo(path)
@@ -446,6 +459,7 @@ def evaluate(
             "--retry-errors", help="Play again what was lost: crashed worlds, an endpoint that did not answer."
         ),
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Measure a policy by the benchmark's own evaluator; the same command again goes on where it was interrupted."""
     from draco_ray.commands.evaluate import EvaluateOptions
@@ -470,6 +484,7 @@ def evaluate(
         api_key_env=api_key_env,
         api_temperature=api_temperature,
         retry_errors=retry_errors,
+        trust=trust,
     )
     if benchmark == "tau-banking":
         from draco_ray.commands.tau import evaluate as run_tau_bench
@@ -553,6 +568,7 @@ def rubric_author(
     min_discrimination: Annotated[
         float, typer.Option(min=0, max=1, help="Share of tasks whose rollouts a criterion must tell apart.")
     ] = 0.02,
+    trust: Trust = False,
 ) -> None:
     """Author a static rubric from rollouts of the untrained policy: propose, reduce, measure, prune."""
     from draco_ray.lab.rubric_authoring.author import AuthoringSettings, author_rubric
@@ -560,7 +576,7 @@ def rubric_author(
     settings = AuthoringSettings(
         rollouts=rollouts, tasks=tasks, min_applicability=min_applicability, min_discrimination=min_discrimination
     )
-    author_rubric(load_config(config, overrides or []), out, settings)
+    author_rubric(load_config(config, overrides or [], trust=trust), out, settings)
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:
@@ -578,6 +594,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     ``arguments`` are the words after ``draco``; None takes them from the command line.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal of ASCII or Latin-1 shows a question mark for what it lacks.
+            stream.reconfigure(errors="replace")
     try:
         with naming_extras():
             app(arguments, prog_name="draco")

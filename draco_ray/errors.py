@@ -13,6 +13,7 @@
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
+    ├── DamagedRun           a file of a run directory that is not what a run wrote; the message names it
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
     └── TauBenchError        τ-bench cannot be run, or its results cannot be read
 
@@ -70,6 +71,10 @@ class ClusterError(DracoError):
 
 class StoreError(DracoError):
     """The run directory cannot be written: a full disk, or no permission."""
+
+
+class DamagedRun(DracoError):
+    """A file of a run directory cannot be read, or does not hold what a run writes there."""
 
 
 class CanaryFailed(DracoError):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import JudgeConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.complete import Complete
 from draco_ray.judging.judge import Judge
@@ -25,7 +25,7 @@ from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.recorded import recorded_groups
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
 from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
-from draco_ray.lab.analysis.judges import POLICY, RULES, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.judges import OWN, POLICY, RULES, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
@@ -50,7 +50,7 @@ def replay_algorithm(
         ConfigError: not a run, an unknown step, or nothing that could be replayed.
     """
     run = _open(directory, steps)
-    std_epsilon = load_config(str(run.path)).algorithm.std_epsilon
+    std_epsilon = run.setting("algorithm.std_epsilon")
     table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
     if not table.num_rows:
         raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
@@ -83,6 +83,7 @@ def replay_judge(
     static_rubric: Path | None,
     out: Path | None,
     console: Console,
+    trust: bool = False,
 ) -> list[Path]:
     """Send archived judge calls to another judge and print how far it agrees; ``pairing`` compares written criteria.
 
@@ -112,7 +113,7 @@ def replay_judge(
         )
     if pairing is not None and not writing:
         raise ConfigError("--pairing: only verdicts were asked about; add --phase stage1, stage2 or union")
-    own = load_config(str(run.path)).judge
+    own = _config(str(run.path), (judge, pairing), api_base, api_key_env, trust=trust).judge
     calls = archived_calls(run, steps, verdicts)
     written = rubric_overlap.writing_calls(run, steps, writing, own)
     rubric = None if static_rubric is None else load_static_rubric(static_rubric)
@@ -208,6 +209,7 @@ def attribution_bench(
     processes: int,
     out: Path,
     console: Console,
+    trust: bool = False,
 ) -> list[Path]:
     """Plant faults in solutions, let a judge find them, print how well it and credit do.
 
@@ -225,6 +227,7 @@ def attribution_bench(
         processes: AppWorld processes side by side.
         out: folder of the tables.
         console: where figures are printed.
+        trust: as of `draco_ray.config.load.load_config`.
 
     Raises:
         ConfigError: an unknown split or step, not a run, or a configuration that cannot be used.
@@ -234,7 +237,7 @@ def attribution_bench(
     recorded = None if run is None else _open(run, steps)
     source = config if config is not None or recorded is None else str(recorded.path)
     settings = judge_config(
-        load_config(source).judge,
+        _config(source, (judge,), api_base, api_key_env, trust=trust).judge,
         judge,
         api_base=api_base,
         api_key_env=api_key_env,
@@ -247,7 +250,7 @@ def attribution_bench(
         if not groups:
             raise WorldError(f"{world}: no reference of split {split} passes; check it with `draco sandbox verify`")
     else:
-        of_run = load_config(str(recorded.path))
+        of_run = load_config(str(recorded.path), trust=trust)
         world = world or of_run.data.root
         kept = out / "rollouts.jsonl"
         groups = recorded_groups(recorded, steps, tasks, world, of_run.environment, processes, kept)
@@ -289,8 +292,20 @@ async def _asked(
     wanted = sorted(set(steps))
     if judge != POLICY:
         return await ask(open_complete(config), wanted)
-    async with open_checkpoints(load_config(str(run.path)), run, wanted) as policy:
+    # Whether its configuration may be acted on was asked when the judge was named.
+    async with open_checkpoints(load_config(str(run.path), trust=True), run, wanted) as policy:
         return pa.concat_tables([await ask(await policy.at(step), [step]) for step in wanted])
+
+
+def _config(
+    source: str | None, judges: Sequence[str | None], api_base: str | None, api_key_env: str | None, *, trust: bool
+) -> DracoConfig:
+    """A configuration whose judge's prompts and sampling are taken; more only where it names who is asked."""
+    if not {OWN, POLICY} & set(judges):
+        return load_config(source, trust=True)
+    given = {"judge.api_base": api_base, "judge.api_key_env": api_key_env}
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    return load_config(source, overrides if judges[0] == OWN else (), trust=trust)
 
 
 def _open(directory: Path, steps: Sequence[int] | None) -> RunDirectory:

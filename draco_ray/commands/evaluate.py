@@ -50,6 +50,8 @@ class EvaluateOptions:
     api_key_env: str | None
     api_temperature: float | None
     retry_errors: bool = False
+    trust: bool = False
+    """As of `draco_ray.config.load.load_config`."""
 
 
 def evaluate(options: EvaluateOptions, starter: Path) -> None:
@@ -185,14 +187,15 @@ def _training_config(options: EvaluateOptions) -> DracoConfig:
 
     A run that was copied to another machine may name a data root and a model that are not there: then the evaluation's.
     """
-    own = load_config(str(options.run))
+    own = load_config(str(options.run), trust=True)
     moved = ["data.root="] * (not own.data.root.is_dir())
     moved += ["model.path="] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
-    return load_config(str(options.run), [each for each in options.overrides if each.startswith(tuple(moved))])
+    kept = [each for each in options.overrides if each.startswith(tuple(moved))]
+    return load_config(str(options.run), kept, trust=True)
 
 
 def _config(options: EvaluateOptions, policy: Policy) -> DracoConfig:
-    config = load_config(options.config or policy.config, options.overrides)
+    config = load_config(options.config or policy.config, options.overrides, trust=options.trust)
     if policy.model is None or any(override.startswith("model.path=") for override in options.overrides):
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": policy.model})})

@@ -14,11 +14,14 @@ from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 if TYPE_CHECKING:
     from draco_ray.commands.evaluate import EvaluateOptions
 
-tau = typer.Typer(no_args_is_help=True, help="τ-bench banking, run by tau2-bench in an environment of its own.")
+tau = typer.Typer(no_args_is_help=True, help="tau-bench banking, run by tau2-bench in an environment of its own.")
 
 Config = Annotated[str, typer.Argument(help="A preset, a YAML file or a run directory: the policy's configuration.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the config, e.g. tau_bench.trials=1.")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Take programs and endpoints from a run directory that others made, too.")
 ]
 Format = Annotated[TableFormat, typer.Option("--format", help="Form of the tables.")]
 Beside = Annotated[Shown, typer.Option("--show", help="What stands beside a mean.")]
@@ -42,6 +45,7 @@ def run(
     ] = False,
     form: Format = TableFormat.TEXT,
     shown: Beside = Shown.NOTHING,
+    trust: Trust = False,
 ) -> None:
     """Serve the policy, run tau2-bench on it, and print the tables."""
     from draco_ray.benchmarks.tau.evaluate import evaluate_tau
@@ -49,19 +53,19 @@ def run(
     from draco_ray.config.load import load_config
 
     _say_what_happens()
-    resolved = load_config(config, overrides or [])
+    resolved = load_config(config, overrides or [], trust=trust)
     policies = [find_policy(name, resolved) for name in policy]
     evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
     tables([str(out)], form, shown)
 
 
 @tau.command()
-def check(config: Config = "qwen3.6-27b", overrides: Overrides = None) -> None:
+def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Trust = False) -> None:
     """Say which tau2-bench would be run, or what is missing."""
     from draco_ray.benchmarks.tau.installation import find_tau2
     from draco_ray.config.load import load_config
 
-    found = find_tau2(load_config(config, overrides or []).tau_bench)
+    found = find_tau2(load_config(config, overrides or [], trust=trust).tau_bench)
     typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")
 
 

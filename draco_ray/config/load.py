@@ -7,6 +7,10 @@ the key, what was found, what is expected, and the nearest right key.
 from __future__ import annotations
 
 import difflib
+import errno
+import functools
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from draco_ray.config.origin import changed, is_ours, is_run_directory
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
 
@@ -22,31 +27,46 @@ PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parent
 """Where it lies in a checkout, an editable install included."""
 PRESETS = PACKAGE / "config" / "presets"
+CONFIG_FILE = "config.yaml"
+"""A run directory's configuration."""
+MAX_DEPTH = 100
+"""Levels of a configuration."""
+MAX_VALUES = 100_000
+"""Values of a configuration."""
+_ABSENT = object()
 
 
-def load_config(source: str | None = None, overrides: Iterable[str] = (), setting: str | None = None) -> DracoConfig:
+def load_config(
+    source: str | None = None, overrides: Iterable[str] = (), setting: str | None = None, *, trust: bool = False
+) -> DracoConfig:
     """Build the configuration of a run.
 
     Args:
         source: a preset's name (see `preset_names`), a YAML file, or a run directory; None is the paper's defaults.
         overrides: ``dotted.key=value``; the value is read as YAML.
         setting: a setting's name (see `setting_names`).
+        trust: take every key from a run directory that this user has not made as well. Unless told, one that would
+            start a program, send a key or a prompt somewhere, weaken the jail or name a place to write must be an
+            override. Reading a run needs no trust, acting on its configuration does.
 
     Raises:
         ConfigError: one line per mistake.
     """
     tree: dict[str, Any] = {}
+    foreign: dict[str, Path] = {}
     if source is not None:
-        _merge(tree, _read(source))
-    if setting is not None:
-        _merge(tree, _read_setting(setting))
-    for override in overrides:
-        _merge(tree, _parse_override(override))
+        _merge(tree, _read(source, foreign))
+    for own in [*([_read_setting(setting)] if setting is not None else []), *map(_parse_override, overrides)]:
+        _merge(tree, own)
+        _note_keys(own, foreign, None)
     _check_keys(tree)
     try:
-        return DracoConfig.model_validate(tree)
+        config = DracoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
+    if not trust:
+        _refuse_foreign(config, foreign)
+    return config
 
 
 def preset_names() -> list[str]:
@@ -76,41 +96,130 @@ def project_file(path: Path) -> Path:
     raise ConfigError(f"{path}: no such file in {Path.cwd()} or {PACKAGE}")
 
 
-def _read(source: str) -> dict[str, Any]:
-    preset = PRESETS / f"{source}.yaml"
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.yaml"
-    if not path.is_file():
-        if not preset.is_file():
-            hint = _nearest(source, preset_names())
-            raise ConfigError(f"config {source!r}: neither a file nor a preset ({', '.join(preset_names())}){hint}")
-        path = preset
-    tree = _read_yaml(path)
+def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a source and of what it extends; notes in ``foreign`` which run directory of others a key is from."""
+    path = _source_file(source)
+    if (real := Path(os.path.realpath(path))) in children:
+        ring = " -> ".join(str(each) for each in (*children[children.index(real) :], real))
+        raise ConfigError(f"config {path}: extends itself ({ring}); remove one `extends`")
+    text = _read_text(path)
+    tree = _parse(text, path)
     parent = tree.pop("extends", None)
-    if parent is None:
-        return tree
-    base = _read(str(parent))
+    base = {} if parent is None else _read(str(parent), foreign, (*children, real))
+    of_run = Path(source).is_dir() or is_run_directory(path.parent)
+    if of_run and path.name == CONFIG_FILE and (problem := changed(path.parent, text)) is not None:
+        raise ConfigError(f"config {path}: damaged: {problem}")
+    theirs = of_run and not (path.name == CONFIG_FILE and is_ours(path.parent, text))
+    _note_keys(tree, foreign, path if theirs else None)
     _merge(base, tree)
     return base
 
 
+def _source_file(source: str) -> Path:
+    """The file that a preset's name, a file's or a run directory's path stands for."""
+    path = Path(source)
+    try:
+        if path.is_dir():
+            path = path / CONFIG_FILE
+        if os.path.lexists(path):
+            return path
+    except OSError as error:
+        raise ConfigError(f"config {source[:100]!r}: {error.strerror}") from None
+    if source in preset_names():
+        return PRESETS / f"{source}.yaml"
+    hint = _nearest(source, preset_names())
+    raise ConfigError(f"config {source!r}: neither a file nor a preset ({', '.join(preset_names())}){hint}")
+
+
+def _note_keys(tree: Mapping[str, Any], foreign: dict[str, Path], theirs: Path | None) -> None:
+    """Which of the keys that need confirmation this tree sets, and whether it is somebody else's file."""
+    for key, _ in confirmed_keys():
+        node: Any = tree
+        for part in key.split("."):
+            node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+        if node is not _ABSENT:
+            foreign.pop(key, None)
+            if theirs is not None:
+                foreign[key] = theirs
+
+
+def _refuse_foreign(config: DracoConfig, foreign: Mapping[str, Path]) -> None:
+    default = DracoConfig()
+    marks = dict(confirmed_keys())
+    named = {
+        f"{key}={value}": path
+        for key, path in foreign.items()
+        if (value := _leaf(config, key)) != _leaf(default, key) and marks[key] in str(value)
+    }
+    if named:
+        raise ConfigError(
+            f"{next(iter(named.values()))}: a run directory that you have not made here names {', '.join(named)}; "
+            "give these keys yourself (KEY=VALUE), or add --trust once you have read them"
+        )
+
+
+def _leaf(config: Tree, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
 def _read_setting(name: str) -> dict[str, Any]:
-    path = PRESETS / "settings" / f"{name}.yaml"
-    if not path.is_file():
+    if name not in setting_names():
         hint = _nearest(name, setting_names())
         raise ConfigError(f"setting {name!r} is unknown; expected one of {', '.join(setting_names())}{hint}")
-    return _read_yaml(path)
+    path = PRESETS / "settings" / f"{name}.yaml"
+    return _parse(_read_text(path), path)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "not a regular file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text) or {}
+        _check_values(tree, str(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"config {path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of keys, found {type(tree).__name__}")
     return tree
+
+
+def _check_values(node: Any, where: str) -> None:
+    """Refuse what no key can mean and what could not be written down again: inf, nan, half characters, rings."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any, key: str, above: tuple[int, ...]) -> int:
+        """Values below a node, those that YAML's aliases repeat counted each time."""
+        if isinstance(node, float) and not math.isfinite(node):
+            raise ConfigError(f"config {where}{key}: expected a finite number, found {node}")
+        if isinstance(node, str):
+            try:
+                node.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ConfigError(f"config {where}{key}: {node!a} is no text that UTF-8 can hold") from None
+        if not isinstance(node, dict | list):
+            return 1
+        if id(node) in above or len(above) > MAX_DEPTH:
+            raise ConfigError(f"config {where}{key}: contains itself, or is nested more than {MAX_DEPTH} levels deep")
+        if id(node) not in sizes:
+            items = node.items() if isinstance(node, dict) else enumerate(node)
+            below = [size(value, f"{key[:200]}: {name}", (*above, id(node))) for name, value in items]
+            sizes[id(node)] = 1 + sum(below)
+        if sizes[id(node)] > MAX_VALUES:
+            raise ConfigError(f"config {where}{key}: expected at most {MAX_VALUES} values")
+        return sizes[id(node)]
+
+    size(node, "", ())
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -119,7 +228,10 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4")
     try:
         leaf = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        _check_values(leaf, f"key {key}")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"override {key}: value is not YAML: {' '.join(str(error).split())}") from None
     if isinstance(leaf, str) and (number := _as_number(leaf)) is not None:
         leaf = number
@@ -132,9 +244,10 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _as_number(text: str) -> float | None:
     """YAML 1.1 reads 5e-5 as a string; people mean the number."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -160,6 +273,19 @@ def dotted_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[s
             yield from dotted_keys(below, f"{prefix}{key}.")
 
 
+@functools.cache
+def confirmed_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> tuple[tuple[str, str], ...]:
+    """Dotted keys that are taken from somebody else's run directory only if the user says so, with what a value that
+    needs it contains."""
+    keys: list[tuple[str, str]] = []
+    for name, field in model.model_fields.items():
+        if (below := _subtree(model, name)) is not None:
+            keys += confirmed_keys(below, f"{prefix}{name}.")
+        elif isinstance(field.json_schema_extra, dict) and "confirmed" in field.json_schema_extra:
+            keys.append((prefix + name, str(field.json_schema_extra["confirmed"])))
+    return tuple(keys)
+
+
 def _check_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix: str = "") -> None:
     for key, value in tree.items():
         if key not in model.model_fields:
@@ -175,6 +301,7 @@ def _nearest_key(prefix: str, key: str) -> str:
     """The most similar key, a sibling if one is close, else the same leaf name elsewhere in the tree."""
     keys = list(dotted_keys()) + [name for name in DracoConfig.model_fields if _subtree(DracoConfig, name)]
     siblings = {name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)}
+    key = str(key)
     close = difflib.get_close_matches(key, sorted(siblings), n=1, cutoff=0.6)
     if close:
         return f"; did you mean {prefix}{close[0]}?"

@@ -7,9 +7,17 @@ the configuration is known to be good. A part of the program receives its subtre
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from draco_ray.config.file_names import FileName
+
+CONFIRMED: dict[str, Any] = {"confirmed": ""}
+"""Marks a key that names a program, where a key or prompts are sent, a weaker jail, or a place that is written: from a
+run directory that somebody else made it is taken only if the user says so (`draco_ray.config.load`)."""
+CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
+"""Marks a key whose value is code where it has a colon, and one of our own parts where it has none."""
 
 
 def _absolute(name: str) -> str:
@@ -18,14 +26,16 @@ def _absolute(name: str) -> str:
     return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
 
 
-Part = Annotated[str, AfterValidator(_absolute)]
+Part = Annotated[str, AfterValidator(_absolute), Field(json_schema_extra=CONFIRMED_PATH)]
 """A part by name; see `draco_ray.registry`."""
 
 
 class Tree(BaseModel):
     """A node of the configuration: unknown keys are errors, values are frozen, docstrings are the help."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class DataConfig(Tree):
@@ -34,8 +44,8 @@ class DataConfig(Tree):
     root: Path = Path("data/appworld")
     """AppWorld data root: the folder that holds ``data/`` with ``tasks/``, ``base_dbs/``, ``api_docs/``, ``datasets/``.
     Official AppWorld data or a sandbox built by ``draco sandbox build``."""
-    train_split: str = "train"
-    eval_split: str = "dev"
+    train_split: FileName = "train"
+    eval_split: FileName = "dev"
     """Split of the before/after evaluation; training never reads it."""
     eval_tasks: int | None = Field(None, ge=1)
     """Evaluate only the first so many tasks of the split; null means all."""
@@ -77,9 +87,11 @@ class EnvironmentConfig(Tree):
     """Slots (server processes) each RolloutWorker actor owns."""
     cpus_per_worker: float = Field(1.0, ge=0)
     """Of a RolloutWorker actor."""
-    appworld_python: str | None = None
+    appworld_python: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Python of AppWorld's own environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
-    isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "rlimits"] = "auto"
+    isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "rlimits"] = Field(
+        "auto", json_schema_extra=CONFIRMED
+    )
     """How the child that runs model-written code is confined; auto takes the strongest the host allows."""
     cell_timeout_seconds: float = Field(125.0, gt=0)
     """Wall clock of one code cell; a child that outlives it is killed and its rollout ends as server_error. AppWorld
@@ -121,7 +133,7 @@ class EngineConfig(Tree):
     """Largest mean |engine - learner| log-prob gap after a sync, nats; above it the run stops."""
     max_failures: int = Field(3, ge=0)
     """Times the process of one engine is replaced before the run stops."""
-    adapter_directory: Path = Path("/dev/shm/draco-ray")
+    adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
     """Where engines write the versions of the adapter they load."""
     sync: Literal["serve", "drain"] = "serve"
     """serve: a new adapter is for new requests, those under way end with theirs; drain: it comes once these have ended,
@@ -180,8 +192,8 @@ class JudgeConfig(Tree):
 
     model: str = "openai/gpt-5.4"
     """LiteLLM model name, provider prefix included."""
-    api_base: str | None = None
-    api_key_env: str = "OPENAI_API_KEY"
+    api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
+    api_key_env: str = Field("OPENAI_API_KEY", json_schema_extra=CONFIRMED)
     """Environment variable that holds the key; the key itself never enters a config, a log or a command line."""
     temperature: float | None = Field(0.1, ge=0)
     """null leaves it out of the request."""
@@ -214,7 +226,7 @@ class JudgeConfig(Tree):
     max_backoff_seconds: float = Field(60.0, gt=0)
     reasks: int = Field(1, ge=0)
     """Times a reply that does not parse is asked again, the error quoted."""
-    cache: Path | None = None
+    cache: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Folder of the durable reply cache; null puts it in the run directory."""
     stage1_across_epochs: bool = True
     """Keep a task's stage1 criteria for the whole run: later epochs are judged from the first one's. false, as in the
@@ -316,9 +328,9 @@ class TauModelConfig(Tree):
 
     model: str = "openai/gpt-5.4"
     """LiteLLM model name, provider prefix included."""
-    api_base: str | None = None
+    api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own. Of agent and user simulator only with openai/ and hosted_vllm/ models."""
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: str = Field("OPENAI_API_KEY", json_schema_extra=CONFIRMED)
     """Environment variable that holds the key; providers but openai/ and hosted_vllm/ need LiteLLM's own name."""
     temperature: float | None = Field(0.0, ge=0)
     """null leaves it out of the request."""
@@ -329,8 +341,8 @@ class TauEmbedderConfig(Tree):
 
     model: str = "qwen/qwen3-embedding-8b"
     """Name the endpoint knows it by."""
-    api_base: str = "https://openrouter.ai/api/v1"
-    api_key_env: str = "OPENROUTER_API_KEY"
+    api_base: str = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
+    api_key_env: str = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
 
 
 class TauServerConfig(Tree):
@@ -352,9 +364,9 @@ class TauServerConfig(Tree):
 class TauBenchConfig(Tree):
     """τ-bench banking, run by tau2-bench in an environment of its own (docs/tau_bench.md)."""
 
-    tau2_python: str | None = None
+    tau2_python: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Python that can import tau2; null: TAU2_PYTHON, else .venv/bin/python of tau2_home."""
-    tau2_home: Path | None = None
+    tau2_home: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
     tau2_version: str = "1.0.1"
     """Grading changed between versions: another one is refused."""
@@ -377,7 +389,7 @@ class TauBenchConfig(Tree):
     """Episodes per task: n of pass^k."""
     max_turns: int = Field(100, ge=1)
     """Agent turns; tau2 counts two steps a turn."""
-    seed: int = 300
+    seed: int = Field(300, ge=0, lt=2**32)
     concurrency: int = Field(8, ge=1)
     """Episodes at one time."""
     episode_retries: int = Field(3, ge=0)
@@ -388,7 +400,7 @@ class TauBenchConfig(Tree):
     """Time without a finished episode after which tau2's process is ended and started again."""
     restarts: int = Field(3, ge=0)
     """Times tau2's process is started again after it died or stalled; finished episodes are kept."""
-    embeddings_cache: Path = Path(".cache/tau2_embeddings")
+    embeddings_cache: Path = Field(Path(".cache/tau2_embeddings"), json_schema_extra=CONFIRMED)
     """Folder of the documents' embeddings."""
     agent: TauModelConfig = TauModelConfig()
     """The policy when it is an API model; of a policy that is served here only the temperature is used."""
@@ -404,7 +416,7 @@ class RunConfig(Tree):
     """The run directory."""
 
     root: Path = Path("runs")
-    name: str | None = None
+    name: FileName | None = None
     """null: <setting>-<date>-<time>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where each step's scalars go besides metrics.jsonl; wandb and mlflow are extras of the package."""
@@ -413,7 +425,7 @@ class RunConfig(Tree):
 class RayConfig(Tree):
     """How to find Ray."""
 
-    address: str | None = None
+    address: str | None = Field(None, json_schema_extra=CONFIRMED)
     """null: the cluster this process runs in (RAY_ADDRESS), else a new one on this machine."""
     object_store_mib: int | None = Field(None, ge=80)
     """Object store of a Ray started here."""
@@ -424,9 +436,9 @@ class RayConfig(Tree):
 class DracoConfig(Tree):
     """Everything a run needs to know."""
 
-    setting: str = "draco"
+    setting: FileName = "draco"
     """Name of the setting, for tables; the preset of that name sets the keys that make it so."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     agent: AgentConfig = AgentConfig()

@@ -40,7 +40,9 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
 
     from draco_ray.learner.learner import Learner
     from draco_ray.learner.worker import LearnerWorker
+    from draco_ray.observability.logs import private_files
 
+    private_files()
     given = settings["settings"]
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from draco_ray.errors import StoreError
+
 VARIABLE = "DRACO_RUN_DIRECTORY"
 FOLDER = "logs"
 LOGGER = "draco_ray"
@@ -61,13 +63,22 @@ def start_run_log(run: Path | None = None) -> None:
     stop_run_log()
     process = _process_name()
     folder = Path(named) / FOLDER
-    folder.mkdir(exist_ok=True)
+    private_files()
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder}: logs cannot be written there: {error.strerror}; move it away") from None
     handler = _RunLogHandler(folder / f"{process}.jsonl", encoding="utf-8")
     handler.setFormatter(JsonFormatter(Path(named).name, process))
     logger = logging.getLogger(LOGGER)
     logger.addHandler(handler)
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
+
+
+def private_files() -> None:
+    """Let nobody else read what this process, one of a run, writes from here on: run directories are private."""
+    os.umask(0o077)
 
 
 def _process_name() -> str:

@@ -2,26 +2,142 @@
 
 ::
 
+    run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line a training step
     tables/<table>/step00003.parquet  a finished step
     tables/<table>/step00003/*.parquet  a step under way: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters
     judge_cache/                      every judge reply by request, so that none is paid for twice
+
+Only its owner may enter it, unless they let others. It may come from somebody else: nothing in it is unpickled, and
+whatever is wrong with a file is one line that names it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from draco_ray.errors import ConfigError
-from draco_ray.runs.schema import TABLES
+from draco_ray.config import origin
+from draco_ray.config.file_names import file_name
+from draco_ray.config.schema import DracoConfig, Tree
+from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.records import EpisodeEnd, Phase, Verdict
+from draco_ray.runs.schema import REQUIRED, TABLES
+
+STEP = re.compile(r"step(\d+)")
+"""Name of a training step's folder or file."""
+_VALUES: dict[tuple[str, str], type[Enum]] = {
+    ("trajectories", "ended"): EpisodeEnd,
+    ("evaluations", "ended"): EpisodeEnd,
+    ("judge_calls", "phase"): Phase,
+    ("verdicts", "verdict"): Verdict,
+    ("citations", "verdict"): Verdict,
+}
+"""Columns that hold an enumeration."""
+
+
+def read_text(path: Path) -> str:
+    """A text file of a run directory.
+
+    Raises:
+        DamagedRun: it is missing, no regular file, or no UTF-8.
+    """
+    try:
+        _check_regular(path)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Path, problem: object) -> DamagedRun:
+    """The error for a file that is not what a run writes."""
+    return DamagedRun(
+        f"{path}: damaged: {' '.join(str(problem).split())[:300]}; restore this file of the run, or move it away"
+    )
+
+
+def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, older: bool = False) -> pa.Table:
+    """Rows of one Parquet file of the table ``name``, all columns or some.
+
+    Args:
+        older: the run was written before the present schema: a column that came later reads as null.
+
+    Raises:
+        DamagedRun: the file cannot be read, or its columns are not the table's.
+    """
+    schema = TABLES[name]
+    wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns])
+    found = read_parquet(path, wanted, older=older)
+    try:
+        _check_rows(found, name, older=older)
+    except DamagedRun as error:
+        raise damaged(path, error) from None
+    return found
+
+
+def read_parquet(path: Path, schema: pa.Schema, *, older: bool = False) -> pa.Table:
+    """The columns of ``schema`` from a Parquet file of a run directory.
+
+    Args:
+        older: a column that is not there reads as null.
+
+    Raises:
+        DamagedRun: the file cannot be read, or its columns are others.
+    """
+    try:
+        _check_regular(path)
+        names = pq.read_schema(path).names
+        absent = [column for column in schema.names if column not in names]
+        if absent and not older:
+            raise DamagedRun(f"it has no column {absent[0]!r}")
+        present = [column for column in schema.names if column in names]
+        found = pq.read_table(path, columns=present, partitioning=None, page_checksum_verification=True)
+        for column in absent:
+            found = found.append_column(column, pa.nulls(found.num_rows, schema.field(column).type))
+        found = found.select(schema.names)
+        for field in schema:
+            if found.schema.field(field.name).type != field.type:
+                kind = found.schema.field(field.name).type
+                raise DamagedRun(f"its column {field.name!r} is {kind}, expected {field.type}")
+        found = found.cast(schema)
+        found.validate(full=True)
+    except (OSError, pa.ArrowException, DamagedRun, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, error) from None
+    return found
+
+
+def _check_rows(table: pa.Table, name: str, *, older: bool) -> None:
+    for column in table.column_names:
+        values = table.column(column)
+        if column in REQUIRED[name] and values.null_count and not older:
+            raise DamagedRun(f"its column {column!r} has nulls")
+        if (kind := _VALUES.get((name, column))) is not None:
+            known = {each.value for each in kind}
+            if unknown := [each for each in pc.unique(values).to_pylist() if each is not None and each not in known]:
+                raise DamagedRun(f"its column {column!r} holds {unknown[0]!r}")
+
+
+def _check_regular(path: Path) -> None:
+    """Raises OSError for what is no regular file: a queue or a device would be waited for."""
+    if not path.exists():
+        raise OSError("it is missing")
+    if not path.is_file():
+        raise OSError("it is no regular file")
 
 
 class RunDirectory:
@@ -36,26 +152,75 @@ class RunDirectory:
 
         Raises:
             ConfigError: if ``path`` is not a run directory.
+            DamagedRun: it is one of a newer schema, or its ``run.json`` cannot be read.
         """
-        if not (path / "config.yaml").is_file():
-            raise ConfigError(f"{path}: not a run directory (it has no config.yaml)")
-        return cls(path)
+        try:
+            if not path.is_dir() or not os.path.lexists(path / "config.yaml"):
+                raise ConfigError(f"{path}: not a run directory (it has no config.yaml)")
+        except OSError as error:
+            raise ConfigError(f"{path}: not a run directory ({error.strerror})") from None
+        run = cls(path)
+        if run.schema_version > origin.SCHEMA_VERSION:
+            raise DamagedRun(
+                f"{path}: a run directory of schema version {run.schema_version}, this program knows those up to "
+                f"{origin.SCHEMA_VERSION}; use the draco-ray that made it, or a later one"
+            )
+        if not run.ours and (link := origin.link_out(path)) is not None:
+            raise DamagedRun(
+                f"{link}: a link that leads out of a run directory which you have not made here; remove it"
+            )
+        return run
 
     @classmethod
     def create(cls, path: Path, config_yaml: str) -> RunDirectory:
-        """A new run.
+        """A new run, for its owner's eyes.
 
         Raises:
             ConfigError: if ``path`` exists already, or cannot be written.
         """
+        run = cls(path)
         try:
-            path.mkdir(parents=True)
-            (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
+            run.write_config(config_yaml)
         except FileExistsError:
             raise ConfigError(f"run directory {path} already exists; choose another run.name") from None
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be created: {error.strerror}; set run.root") from None
-        return cls(path)
+        return run
+
+    def write_config(self, config_yaml: str) -> None:
+        """Make this the run's configuration, as this user's own."""
+        write_private(self.path / "config.yaml", config_yaml)
+        origin.write_origin(self.path, config_yaml)
+        for known in ("_config", "ours", "schema_version"):
+            self.__dict__.pop(known, None)
+
+    @cached_property
+    def ours(self) -> bool:
+        """Whether this user's own configuration is in it."""
+        try:
+            return origin.is_ours(self.path, self.config_text())
+        except DamagedRun:
+            return False
+
+    @cached_property
+    def schema_version(self) -> int:
+        """Of the run directory; 0 for one from before there were versions.
+
+        Raises:
+            DamagedRun: ``run.json`` cannot be read.
+        """
+        path = self.path / origin.FILE
+        if not os.path.lexists(path):
+            return 0
+        try:
+            version = json.loads(read_text(path))["schema_version"]
+            if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+                raise ValueError(f"schema_version is {version!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise damaged(path, f"no schema version ({error})") from None
+        return version
 
     @property
     def tables(self) -> Path:
@@ -82,31 +247,106 @@ class RunDirectory:
         return self.checkpoints / f"step{step:05d}"
 
     def part(self, table: str, step: int, key: str) -> Path:
-        """File of one rollout's or group's rows in a step under way."""
-        return self.tables / table / f"step{step:05d}" / f"{key}.parquet"
+        """File of one rollout's or group's rows in a step under way.
+
+        Raises:
+            DamagedRun: ``key``, which is made of what a table says, would lead out of the folder.
+        """
+        try:
+            return self.tables / table / f"step{step:05d}" / f"{file_name(key)}.parquet"
+        except ValueError as error:
+            raise DamagedRun(f"{self.tables / table}: rows of step {step} are named {key[:100]!r}: {error}") from None
 
     def config_text(self) -> str:
-        """The resolved configuration, as YAML."""
-        return (self.path / "config.yaml").read_text(encoding="utf-8")
+        """The resolved configuration, as YAML.
+
+        Raises:
+            DamagedRun: it cannot be read.
+        """
+        path = self.path / "config.yaml"
+        text = read_text(path)
+        if (problem := origin.changed(self.path, text)) is not None:
+            raise damaged(path, problem)
+        return text
+
+    def setting(self, key: str) -> Any:
+        """What the run's configuration says of a dotted key; the default where it says nothing.
+
+        Raises:
+            DamagedRun: the configuration cannot be read, or has something else there than the key takes.
+        """
+        node: Any = self._config
+        branch: type[Tree] = DracoConfig
+        *sections, leaf = key.split(".")
+        for section in sections:
+            node = node.get(section) or {}
+            if not isinstance(node, Mapping):
+                raise damaged(self.path / "config.yaml", f"section {section} is no mapping")
+            branch = branch.model_fields[section].annotation  # type: ignore[assignment]
+        field = branch.model_fields[leaf]
+        if leaf not in node:
+            return field.get_default(call_default_factory=True)
+        try:
+            return TypeAdapter[Any](field.annotation or Any).validate_python(node[leaf])
+        except ValidationError:
+            raise damaged(self.path / "config.yaml", f"key {key} is {str(node[leaf])[:100]!r}") from None
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any]:
+        path = self.path / "config.yaml"
+        try:
+            tree = yaml.safe_load(self.config_text())
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise damaged(path, error) from None
+        if not isinstance(tree, Mapping):
+            raise damaged(path, f"it holds {type(tree).__name__}, expected a mapping of keys")
+        return tree
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every finished step, in order."""
-        if not self.metrics_file.exists():
+        """The metrics of every finished step, in order.
+
+        Raises:
+            DamagedRun: the file cannot be read, or a line is not a step's.
+        """
+        if not os.path.lexists(self.metrics_file):
             return []
-        # A line that has no end yet is one that a killed writer began.
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines if line.strip()]
+        # It is written as a whole: a line without an end has been cut.
+        *lines, rest = read_text(self.metrics_file).split("\n")
+        if rest or not lines:
+            raise damaged(self.metrics_file, f"line {len(lines) + 1} has no end" if rest else "it is empty")
+        return [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+    def _metrics_line(self, number: int, text: str) -> dict[str, Any]:
+        try:
+            line = json.loads(text, parse_constant=float)
+            if not isinstance(line, dict):
+                raise ValueError(f"{type(line).__name__}, expected an object")
+            if type(line.get("step")) is not int or line["step"] < 0:
+                raise ValueError("no number of a step")
+            wrong = [key for key, value in line.items() if not isinstance(value, int | float | None | dict | list)]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is no number")
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.metrics_file, f"line {number}: {error}") from None
+        # What a step could not measure is null; JSON of others may have NaN there.
+        return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in line.items()}
 
     def steps(self) -> list[int]:
         """Training steps that have rows, finished or under way, ascending."""
-        names = {path.stem for path in self.tables.glob("*/step*")}
-        return sorted(int(name.removeprefix("step")) for name in names)
+        found = (STEP.fullmatch(path.stem) for path in self.tables.glob("*/step*"))
+        return sorted({int(match[1]) for match in found if match})
+
+    def checkpoint_steps(self) -> list[int]:
+        """Training steps that have a checkpoint, ascending."""
+        found = (STEP.fullmatch(path.name) for path in self.checkpoints.glob("step*"))
+        return sorted(int(match[1]) for match in found if match)
 
     def table(self, name: str, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
         """A table, finished steps and the one under way alike: all of it, or one training step's rows, some columns.
 
         Raises:
             KeyError: if no table has that name.
+            DamagedRun: one of its files cannot be read or has other columns.
         """
         schema = TABLES[name]
         folder = self.tables / name
@@ -119,5 +359,14 @@ class RunDirectory:
             if not path.parent.with_suffix(".parquet").exists()
         ]
         wanted = schema.names if columns is None else list(columns)
-        parts = [pq.read_table(path, schema=schema, columns=wanted, partitioning=None) for path in finished + under_way]
+        older = self.schema_version < origin.SCHEMA_VERSION
+        parts = [read_table(path, name, wanted, older=older) for path in finished + under_way]
         return pa.concat_tables(parts) if parts else schema.empty_table().select(wanted)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of a run directory whole or not at all, for its owner's eyes."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8", opener=origin.private) as file:
+        file.write(text)
+    os.replace(temporary, path)

@@ -6,12 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.rows import Row
-from draco_ray.runs.schema import TABLES
 
 
 def recorded_rollouts(run: RunDirectory, step: int, policy_version: int) -> list[tuple[str, int]]:
@@ -82,5 +80,7 @@ def _turn(row: Row) -> Turn:
 
 def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:
     path = run.part(table, step, key)
-    rows: Sequence[Row] = pq.read_table(path, schema=TABLES[table], partitioning=None).to_pylist()
+    if not path.exists():
+        raise FileNotFoundError(path)
+    rows: Sequence[Row] = read_table(path, table).to_pylist()
     return rows

@@ -152,3 +152,23 @@ TABLES: dict[str, pa.Schema] = {
     ),
 }
 """Table name -> schema. A null ``rollout`` marks a row about the whole task or group."""
+
+REQUIRED: dict[str, frozenset[str]] = {
+    "trajectories": frozenset(
+        {"training_step", "task_id", "rollout", "policy_version", "prompt", "token_ids", "sampled"}
+    )
+    | {"logprob", "token_step", "prompt_length", "turns", "steps", "ended", "started_at", "ended_at"},
+    "steps": frozenset({"training_step", "task_id", "rollout", "turn", "text", "first_token", "last_token"}),
+    "criteria": frozenset({"training_step", "task_id", "criterion", "title", "description"}),
+    "proposals": frozenset({"training_step", "task_id", "title", "description"}),
+    "verdicts": frozenset({"training_step", "task_id", "rollout", "criterion", "verdict"}),
+    "citations": frozenset({"training_step", "task_id", "rollout", "criterion", "verdict"}),
+    "advantages": frozenset({"training_step", "task_id", "rollout", "reward", "advantage", "quality", "cited"})
+    | {"step_advantage", "step_tokens", "fallback", "inert"},
+    "judge_calls": frozenset({"training_step", "task_id", "phase", "model", "prompt", "reply", "input_tokens"})
+    | {"cached_tokens", "output_tokens", "dollars", "started_at", "seconds", "requests"},
+    "groups": frozenset({"training_step", "task_id", "state", "rollouts", "lost"}),
+    "spans": frozenset({"training_step", "stage", "started_at", "ended_at"}),
+    "evaluations": frozenset({"training_step", "split", "task_id", "run", "success", "turns", "ended"}),
+}
+"""Columns that are never null: readers count on them."""

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.config.origin import private
+from draco_ray.runs.directory import RunDirectory, read_table, write_private
 from draco_ray.runs.rows import Row
 from draco_ray.runs.schema import TABLES
 
@@ -37,29 +38,26 @@ class RunStore:
         path = self.directory.part(table, step, key)
         if not path.exists():
             return []
-        rows: list[Row] = pq.read_table(path, schema=TABLES[table], partitioning=None).to_pylist()
+        rows: list[Row] = read_table(path, table).to_pylist()
         return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Gather the step's parts into one file a table and append its metrics line."""
-        for table, schema in TABLES.items():
+        for table in TABLES:
             parts = self.directory.part(table, step, "any").parent
             if not parts.is_dir():
                 continue
-            gathered = [
-                pq.read_table(path, schema=schema, partitioning=None) for path in sorted(parts.glob("*.parquet"))
-            ]
+            gathered = [read_table(path, table) for path in sorted(parts.glob("*.parquet"))]
             _write_parquet(parts.with_suffix(".parquet"), pa.concat_tables(gathered))
             shutil.rmtree(parts)
         # Rewritten as a whole: a writer that was killed may have left half a line, or has this step's line already.
         lines = [line for line in self.directory.metrics() if line["step"] != step] + [dict(metrics)]
-        temporary = self.directory.metrics_file.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        os.replace(temporary, self.directory.metrics_file)
+        write_private(self.directory.metrics_file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _write_parquet(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_suffix(".tmp")
-    pq.write_table(table, temporary, compression="zstd")
+    with open(temporary, "wb", opener=private) as file:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
     os.replace(temporary, path)

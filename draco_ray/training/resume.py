@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from draco_ray.config.load import dump_config
+from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, damaged, read_table, write_private
+from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 
 FREE = ("run.", "ray.", "judge.limits.")
@@ -73,8 +73,8 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
     text = dump_config(new)
     if text != run.config_text():
         copies = len(list(run.path.glob("config.before-resume-*.yaml")))
-        shutil.copyfile(run.path / "config.yaml", run.path / f"config.before-resume-{copies + 1}.yaml")
-        _replace(run.path / "config.yaml", text)
+        write_private(run.path / f"config.before-resume-{copies + 1}.yaml", run.config_text())
+        run.write_config(text)
     return changes
 
 
@@ -85,7 +85,11 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
     Raises:
         ConfigError: one does.
     """
-    descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = run.path / ".lock"
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise damaged(lock, error.strerror) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,18 +106,20 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
     Args:
         reuse: whether rollouts of later steps still are what the configuration would play.
     """
-    step = max((int(path.name.removeprefix("step")) for path in run.checkpoints.glob("step*")), default=0)
+    step = max(run.checkpoint_steps(), default=0)
     metrics = run.metrics()
     done = [line for line in metrics if line["step"] <= step]
-    if len(done) < len(metrics):
-        _replace(run.metrics_file, "".join(json.dumps(line) + "\n" for line in done))
+    if not done:
+        run.metrics_file.unlink(missing_ok=True)
+    elif len(done) < len(metrics):
+        write_private(run.metrics_file, "".join(json.dumps(line) + "\n" for line in done))
     later = [found for found in run.steps() if found > step]
     for again in later:
         _reopen(run, again, reuse=reuse)
     return StartPoint(
         step=step,
         checkpoint=run.checkpoint(step) if step else None,
-        moved=any(line["updates"] > 0 and (line["grad_norm"] or 0) > 0 for line in done),
+        moved=any((line.get("updates") or 0) > 0 and (line.get("grad_norm") or 0) > 0 for line in done),
         recorded=frozenset(later) if reuse else frozenset(),
     )
 
@@ -121,7 +127,8 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
 def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
     """Turn a step's tables back into the parts they were gathered from, and drop what will be written anew."""
     store = RunStore(run)
-    for folder in sorted(path for path in run.tables.glob("*") if path.is_dir()):
+    older = run.schema_version < SCHEMA_VERSION
+    for folder in (run.tables / name for name in TABLES):
         gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
         # What was paid for stays on the books, whatever becomes of the rollouts.
         keep = folder.name == "judge_calls" or (reuse and folder.name in KEPT)
@@ -129,7 +136,7 @@ def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
             shutil.rmtree(parts, ignore_errors=True)
         elif gathered.exists():
             grouped: dict[str, list[dict[str, Any]]] = {}
-            for row in pq.read_table(gathered, partitioning=None).to_pylist():
+            for row in read_table(gathered, folder.name, older=older).to_pylist():
                 names = (row[column] for column in KEPT[folder.name])
                 grouped.setdefault("-".join(str(name) for name in names if name is not None), []).append(row)
             for key, rows in grouped.items():
@@ -143,9 +150,3 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -92,6 +92,7 @@ def resume(
     setting: str | None = None,
     *,
     allow_changed: bool = False,
+    trust: bool = False,
     console: Console | None = None,
 ) -> Path:
     """Continue a stopped run at the step, and within the step, where it stopped.
@@ -102,6 +103,7 @@ def resume(
         overrides: as of `draco_ray.config.load.load_config`.
         setting: likewise.
         allow_changed: go on although the configuration differs from the run's.
+        trust: as of `draco_ray.config.load.load_config`.
 
     Returns: the run directory.
     Raises:
@@ -109,8 +111,9 @@ def resume(
     """
     console = console or Console(highlight=False, soft_wrap=True)
     run = RunDirectory.open(directory.resolve())
-    old = load_config(str(run.path))
-    config, prompts, order = _checked(load_config(source or str(run.path), overrides, setting), console)
+    old = load_config(str(run.path), trust=True)
+    config = load_config(source or str(run.path), overrides, setting, trust=trust)
+    config, prompts, order = _checked(config, console)
     with sole_driver(run):
         check_disk(config, run.path)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)

@@ -95,7 +95,7 @@ async def test_a_real_engine_serves_the_model_and_then_its_checkpoint(tmp_path: 
         "learner": {"lora_rank": 8},
         "judge": {"temperature": 0.0, "max_tokens": 256},
     }
-    (run.path / "config.yaml").write_text(json.dumps(settings))
+    run.write_config(json.dumps(settings))
     torch.manual_seed(0)
     wrapped = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model),

@@ -30,8 +30,7 @@ STATIC = """\
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     found = asyncio.run(judged_run(tmp_path / "run"))
-    with (found.path / "config.yaml").open("a") as config:
-        config.write("algorithm: {rubric: dynamic}\n")
+    found.write_config(found.config_text() + "algorithm: {rubric: dynamic}\n")
     return found
 
 

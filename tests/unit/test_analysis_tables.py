@@ -203,7 +203,7 @@ def test_a_step_under_way_is_counted_as_far_as_it_is(tmp_path: Path) -> None:
     assert run.steps() == [1]
     assert pass_rates(run).to_pylist()[0]["judgments"] == 6
     assert stage_seconds(run).num_rows == 0
-    assert criteria_census(run).to_pylist()[0]["rubric"] == ""
+    assert criteria_census(run).to_pylist()[0]["rubric"] == "dynamic"
 
 
 def test_one_step_of_a_table_is_the_same_rows_as_the_whole_filtered(run: RunDirectory) -> None:

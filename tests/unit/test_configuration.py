@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from draco_ray.config.load import dotted_keys, dump_config, load_config, preset_names, setting_names
+from draco_ray.config.load import PRESETS, dotted_keys, dump_config, load_config, preset_names, setting_names
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 
@@ -91,3 +93,104 @@ def test_every_key_has_a_dotted_name() -> None:
     keys = list(dotted_keys())
     assert "judge.rule_judge.start" in keys
     assert len(keys) == len(set(keys))
+
+
+def one_line(source: str | None, overrides: Sequence[str] = (), setting: str | None = None) -> str:
+    """What a configuration is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides, setting)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_file_that_extends_itself_is_refused_with_the_ring(tmp_path: Path, length: int) -> None:
+    for index in range(length):
+        # The same files by another way each time.
+        after = tmp_path / "." / ".." / tmp_path.name / f"{(index + 1) % length}.yaml"
+        (tmp_path / f"{index}.yaml").write_text(f"extends: {after}\n")
+    line = one_line(str(tmp_path / "0.yaml"))
+    assert "extends itself" in line
+    assert line.count(" -> ") == length
+    (tmp_path / "entry.yaml").write_text(f"extends: {tmp_path / '0.yaml'}\n")
+    assert "extends itself" in one_line(str(tmp_path / "entry.yaml"))
+
+
+def test_one_parent_of_two_is_no_ring(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("seed: 3\n")
+    (tmp_path / "b.yaml").write_text(f"extends: {tmp_path / 'a.yaml'}\n")
+    (tmp_path / "c.yaml").write_text(f"extends: {tmp_path / 'b.yaml'}\n")
+    assert load_config(str(tmp_path / "c.yaml")).seed == 3
+
+
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "inf", "-Infinity", "nan", "1e999", "NaN"])
+@pytest.mark.parametrize("key", ["learner.learning_rate", "judge.limits.dollars", "train.steps", "seed"])
+def test_a_number_that_is_none_is_refused(tmp_path: Path, key: str, number: str) -> None:
+    assert key in one_line(None, [f"{key}={number}"])
+    tree = number
+    for part in reversed(key.split(".")):
+        tree = f"{{{part}: {tree}}}"
+    (tmp_path / "mine.yaml").write_text(tree)
+    assert key.rsplit(".", 1)[-1] in one_line(str(tmp_path / "mine.yaml"))
+
+
+def test_no_number_hides_where_anything_may_stand() -> None:
+    assert "judge.extra_body" in one_line(None, ["judge.extra_body={a: [1, .nan]}"])
+    assert load_config(None, ["judge.extra_body={a: [1, nan]}"]).judge.extra_body == {"a": [1, "nan"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "../up", "a/../b", "/absolute", "a/b", "a\\b", '""', "' '", '"a\\nb"', '"a\\0b"', "...", "x" * 201],
+)
+@pytest.mark.parametrize("key", ["run.name", "setting", "data.train_split", "data.eval_split"])
+def test_a_name_that_leads_out_of_its_folder_is_refused(key: str, name: str) -> None:
+    assert key in one_line(None, [f"{key}={name}"])
+
+
+@pytest.mark.parametrize("name", ["draco-1", "Größe 3", "a..b", ".hidden", "v1.2"])
+def test_other_names_are_fine(name: str) -> None:
+    assert load_config(None, [f"run.name={name!r}"]).run.name == name
+
+
+@pytest.mark.parametrize("name", ["../sandbox", "./draco", "..", "", str(PRESETS / "settings" / "draco")])
+def test_a_setting_is_one_that_is_listed(name: str) -> None:
+    assert "is unknown" in one_line(None, (), name)
+
+
+@pytest.mark.parametrize("name", ["../presets/sandbox", "settings/draco", "x" * 5000, "", "\udcff"])
+def test_a_preset_is_one_that_is_listed(name: str) -> None:
+    assert one_line(name or "./no such")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "judge: &a {extra_body: *a}",
+        "judge: {extra_body: &a {again: *a}}",
+        "judge: {extra_body: &a [*a]}",
+        "judge: {extra_body: " + "{a: " * 200 + "1" + "}" * 200 + "}",
+        "[" * 5000,
+        "a: 2024-13-45",
+        "{[1]: 2}",
+        "1: 2",
+        "null: 2",
+        "seed: " + "9" * 5000,
+        "judge: {extra_body: {a: &a [" + "x, " * 50 + "], b: &b [" + "*a, " * 50 + "], c: &c [" + "*b, " * 50
+        + "], d: &d [" + "*c, " * 50 + "], e: [" + "*d, " * 50 + "]}}",
+        "extends: [1]",
+        "extends: {a: 1}",
+    ],
+    ids=range(13),
+)  # fmt: skip
+def test_yaml_that_no_configuration_is_written_in_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    assert one_line(str(tmp_path / "mine.yaml"))
+
+
+def test_a_source_that_is_no_plain_file_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "queue.yaml")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "run").mkdir()
+    for name in ("queue.yaml", "loop.yaml", "run"):
+        assert name in one_line(str(tmp_path / name))

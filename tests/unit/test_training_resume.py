@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import Phase
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -127,10 +128,22 @@ def test_a_run_has_one_driver(run: RunDirectory) -> None:
         pass
 
 
-def test_half_a_metrics_line_is_no_line(run: RunDirectory) -> None:
+def test_half_a_metrics_line_is_named_and_no_writer_leaves_one(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_step(run, 1, finished=True)
-    with run.metrics_file.open("a") as file:
-        file.write('{"step": 2, "upd')
+
+    def killed(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            RunStore(run).finish_step(2, {"step": 2})
     assert [line["step"] for line in run.metrics()] == [1]
     write_step(run, 2, finished=True)
     assert [line["step"] for line in run.metrics()] == [1, 2]
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 3, "upd')
+    with pytest.raises(DamagedRun, match="line 3 has no end"):
+        run.metrics()

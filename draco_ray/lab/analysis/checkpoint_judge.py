@@ -92,7 +92,10 @@ async def open_checkpoints(
         ConfigError: a checkpoint is missing.
         EngineError: the model cannot be loaded.
     """
+    from draco_ray.engine.model_directory import check_model_directory
+
     kept = checkpoints_before(run, steps)
+    check_model_directory(config.model.path)
     # Here, since they take seconds: the other judges need neither.
     from transformers import AutoConfig, AutoTokenizer
 

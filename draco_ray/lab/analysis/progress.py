@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pyarrow as pa
-import yaml
 
-from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.judging.costs import phase_costs
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.show import read_evaluations
@@ -101,9 +99,7 @@ def terminations(run: RunDirectory) -> pa.Table:
 
 def load_retries(run: RunDirectory) -> int:
     """``environment.rollout_retries`` of a run; its default where an old configuration does not name it."""
-    config = yaml.safe_load(run.config_text()) or {}
-    default = EnvironmentConfig.model_fields["rollout_retries"].default
-    return int(config.get("environment", {}).get("rollout_retries", default))
+    return int(run.setting("environment.rollout_retries"))
 
 
 def judge_cost(run: RunDirectory) -> pa.Table:

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rubric_kind
 from draco_ray.records import Criterion, Trajectory
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, read_parquet
 from draco_ray.runs.recorded import step_trajectories
 
 REPLAYS = "replay"
@@ -93,7 +92,7 @@ async def rescore(
 def rescored(run: RunDirectory) -> pa.Table:
     """What `draco replay --static-rubric` has left in the run, of every judge."""
     files = sorted((run.path / REPLAYS).glob(f"*/{TABLE}.parquet"))
-    return pa.concat_tables([RESCORED.empty_table(), *(pq.read_table(file, schema=RESCORED) for file in files)])
+    return pa.concat_tables([RESCORED.empty_table(), *(read_parquet(file, RESCORED) for file in files)])
 
 
 def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-import yaml
 
 from draco_ray.records import Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -209,7 +208,7 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
 
 def rubric_kind(run: RunDirectory) -> str:
     """``dynamic`` or ``static``, as the run's configuration says; empty where it does not."""
-    return str(((yaml.safe_load(run.config_text()) or {}).get("algorithm") or {}).get("rubric", ""))
+    return str(run.setting("algorithm.rubric"))
 
 
 def _judgments(run: RunDirectory, step: int) -> Iterable[tuple[str, str, int]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
@@ -79,7 +78,7 @@ def find_policy(name: str, starter: Path) -> Policy:
     path = Path(name)
     if (path / "adapter_config.json").is_file():
         return _adapter_policy(path.resolve(), name)
-    if (path / "config.yaml").is_file():
+    if os.path.lexists(path / "config.yaml"):
         run = RunDirectory.open(path.resolve())
         found = checkpoints(run)
         if not found:
@@ -205,9 +204,7 @@ def _adapter_policy(path: Path, name: str) -> Policy:
 
 
 def _run_policy(run: RunDirectory, name: str, chosen: tuple[Checkpoint, ...]) -> Policy:
-    tree = yaml.safe_load(run.config_text())
-    label = str(tree.get("setting") or run.path.name) if isinstance(tree, dict) else run.path.name
-    return Policy(label=label, name=name, config=str(run.path), model=None, checkpoints=chosen)
+    return Policy(label=run.setting("setting"), name=name, config=str(run.path), model=None, checkpoints=chosen)
 
 
 def _adapter_config(path: Path) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -70,6 +69,8 @@ def write_report(run: RunDirectory, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
+    # What lies there under that name may be a link.
+    temporary.unlink(missing_ok=True)
     page.enable_buffering(64)
     page.dump(str(temporary), encoding="utf-8")
     os.replace(temporary, path)
@@ -121,14 +122,10 @@ def when_it_ran(run: RunDirectory, step: int) -> Drawing:
 
 
 def _facts(run: RunDirectory) -> list[tuple[str, str]]:
-    config = yaml.safe_load(run.config_text()) or {}
     metrics = run.metrics()
 
-    def value(*path: str) -> str:
-        node: Any = config
-        for name in path:
-            node = node.get(name, {}) if isinstance(node, dict) else {}
-        return "–" if node == {} else str(node)
+    def value(key: str) -> str:
+        return str(run.setting(key))
 
     judges = pc.unique(run.table("judge_calls", columns=["model"]).column("model")).to_pylist()
     rollouts = sum(line.get("rollouts") or 0 for line in metrics)
@@ -136,8 +133,8 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
     seconds = sum(line.get("seconds") or 0.0 for line in metrics)
     return [
         ("setting", value("setting")),
-        ("model", value("model", "path")),
-        ("judge", ", ".join(judges) or value("judge", "model")),
+        ("model", value("model.path")),
+        ("judge", ", ".join(judges) or value("judge.model")),
         ("seed", value("seed")),
         ("finished steps", str(len(metrics))),
         ("rollouts", f"{rollouts:,}"),

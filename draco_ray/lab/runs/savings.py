@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import yaml
-
-from draco_ray.algorithm.rules import find_rule
+from draco_ray.algorithm.rules import RULES, find_rule
 from draco_ray.records import JudgeCall, Phase
 from draco_ray.runs.directory import RunDirectory
 
@@ -43,11 +41,9 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
         run: a run directory.
         calls: (training step, archived judge call) of the whole run.
     """
-    config = yaml.safe_load(run.config_text())
-    algorithm = config["algorithm"]
-    if algorithm["reward"] != "rubric":
+    if run.setting("algorithm.reward") != "rubric":
         return []
-    kept = config.get("judge", {}).get("stage1_across_epochs", True)
+    kept = run.setting("judge.stage1_across_epochs")
     replayed = [call for _, call in calls if call.requests == 0]
     stage1 = [call for call in replayed if kept and call.phase is Phase.STAGE1]
     others = [call for call in replayed if not (kept and call.phase is Phase.STAGE1)]
@@ -66,9 +62,14 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
             others,
         ),
     ]
-    if find_rule(algorithm["rule"]).cites:
+    if _cites(run.setting("algorithm.rule"), calls):
         found += _credit(run, [(step, call) for step, call in calls if call.phase is Phase.CREDIT])
     return found
+
+
+def _cites(rule: str, calls: Sequence[tuple[int, JudgeCall]]) -> bool:
+    """Whether credit calls are made under a rule; one of somebody's own is not imported to look at a run."""
+    return find_rule(rule).cites if rule in RULES else any(call.phase is Phase.CREDIT for _, call in calls)
 
 
 def _replayed(switch: str, what: str, changes: str, replayed: Sequence[JudgeCall]) -> Saving:
@@ -90,16 +91,19 @@ def _credit(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> Iterat
     rewards: dict[_Group, dict[int, float]] = defaultdict(dict)
     for row in run.table("advantages", columns=["training_step", "task_id", "rollout", "reward"]).to_pylist():
         rewards[row["training_step"], row["task_id"]][row["rollout"]] = row["reward"]
-    algorithm = yaml.safe_load(run.config_text())["algorithm"]
+    skips_useless, skips_inert = (
+        run.setting("algorithm.skip_useless_credit_calls"),
+        run.setting("algorithm.skip_inert_credit_calls"),
+    )
     useless = inert = 0
     for (step, task), reward in rewards.items():
         missing = sum((step, task, rollout) not in asked for rollout in reward)
         # Without a surviving criterion every reward is 0. Without the switch, what is missing in a group with spread
         # are rollouts without a step.
         if len(set(reward.values())) < 2:
-            useless += missing * algorithm["skip_useless_credit_calls"]
+            useless += missing * skips_useless
         else:
-            inert += missing * algorithm["skip_inert_credit_calls"]
+            inert += missing * skips_inert
     yield Saving(
         switch="algorithm.skip_useless_credit_calls",
         what="no credit call in a group without spread or surviving criterion",
@@ -126,7 +130,7 @@ def _criteria_left_out(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]
         of, surviving = sizes.get((row["training_step"], row["task_id"]), (0, 0))
         sizes[row["training_step"], row["task_id"]] = of + 1, surviving + bool(row["survived"])
     left_out, in_all, tokens, dollars = 0, 0, 0.0, 0.0
-    on = yaml.safe_load(run.config_text())["algorithm"]["credit_surviving_only"]
+    on = run.setting("algorithm.credit_surviving_only")
     for step, call in calls:
         of, surviving = sizes.get((step, call.task_id), (0, 0))
         if not (on and call.requests and surviving):

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from draco_ray.records import EpisodeEnd, Evaluation
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
 COLUMNS = {
@@ -57,15 +56,17 @@ def show(directory: Path, console: Console | None = None) -> None:
     """
     console = console or Console(highlight=False)
     run = RunDirectory.open(directory)
-    config = yaml.safe_load(run.config_text())
-    setting, model, seed = config["setting"], config["model"]["path"], config["seed"]
+    setting, model, seed = (run.setting(key) for key in ("setting", "model.path", "seed"))
     console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
     metrics = run.metrics()
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for line in metrics:
-        table.add_row(*(_cell(line.get(column), form) for column, form in COLUMNS.items()))
+        try:
+            table.add_row(*(_cell(line.get(column), form) for column, form in COLUMNS.items()))
+        except (ValueError, TypeError) as error:
+            raise damaged(run.metrics_file, f"step {line['step']}: {error}") from None
     console.print(table if metrics else "no finished step")
     for (step, split), evaluations in read_evaluations(run).items():
         console.print(
@@ -77,7 +78,7 @@ def show(directory: Path, console: Console | None = None) -> None:
     dollars = pc.sum(calls.column("dollars")).as_py() or 0.0
     console.print(
         ", ".join(f"{number} {name}" for name, number in counts.items())
-        + f", {calls.num_rows} judge calls (${dollars:.2f}), {len(list(run.checkpoints.glob('step*')))} adapters"
+        + f", {calls.num_rows} judge calls (${dollars:.2f}), {len(run.checkpoint_steps())} adapters"
     )
 
 

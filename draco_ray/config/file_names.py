@@ -1,0 +1,27 @@
+"""Names that become parts of paths: what a configuration or a table says must not lead out of a folder."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+MAX_BYTES = 200
+"""Longest name; file systems take 255 bytes, and suffixes are added."""
+
+
+def file_name(text: str) -> str:
+    """``text``, if it is the name of one file or folder and nothing more.
+
+    Raises:
+        ValueError: it is empty, ``.`` or ``..``, has a separator or a control character, or is too long.
+    """
+    if not text or text.strip(". ") == "" or any(c in "/\\" or not c.isprintable() for c in text):
+        raise ValueError("expected a plain name, without separators or control characters, and not . or ..")
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise ValueError(f"expected a name of at most {MAX_BYTES} bytes")
+    return text
+
+
+FileName = Annotated[str, AfterValidator(file_name)]
+"""A configured name of a file or folder."""

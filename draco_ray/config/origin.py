@@ -1,0 +1,111 @@
+"""Whether a run directory's configuration is this user's own: signed with a key that stays in their home.
+
+A run directory is meant to be shared. Its configuration names programs, endpoints and the jail, so who unpacks somebody
+else's must not run it as if they had written it. `draco_ray.config.load` asks here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+"""Of run directories. A reader refuses newer ones; of older ones a column that came later reads as null."""
+FILE = "run.json"
+_KEY_BYTES = 32
+
+
+def write_origin(run: Path, config_yaml: str) -> None:
+    """Write ``run.json``: the schema version, the configuration's digest, and this user's signature of it."""
+    origin: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "config_sha256": _digest(config_yaml),
+        "signature": _signature(config_yaml, create=True),
+    }
+    temporary = run / f"{FILE}.tmp"
+    with open(temporary, "w", encoding="utf-8", opener=private) as file:
+        file.write(json.dumps(origin) + "\n")
+    os.replace(temporary, run / FILE)
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a configuration in this folder is a run's."""
+    beside = ("metrics.jsonl", "tables", "checkpoints", "judge_cache")
+    return (path / FILE).exists() or (
+        (path / "config.yaml").exists() and any((path / name).exists() for name in beside)
+    )
+
+
+def is_ours(run: Path, config_yaml: str) -> bool:
+    """Whether this user's signature of this configuration is in the run directory."""
+    found, mine = _written(run, "signature"), _signature(config_yaml, create=False)
+    return mine is not None and found is not None and hmac.compare_digest(found.encode(), mine.encode())
+
+
+def changed(run: Path, config_yaml: str) -> str | None:
+    """What is wrong with a run's configuration that is not what the run wrote; None where it is, or cannot be known."""
+    if not config_yaml.strip():
+        return "it is empty"
+    if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
+        return None
+    return f"it is not what the run wrote (remove {run / FILE} if you have changed it)"
+
+
+def _written(run: Path, key: str) -> str | None:
+    try:
+        if not (run / FILE).is_file():
+            return None
+        found = json.loads((run / FILE).read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def link_out(run: Path) -> Path | None:
+    """A link in the run directory that leads out of it, where something would be read or written unawares."""
+    inside = Path(os.path.realpath(run))
+    for folder, folders, files in os.walk(run):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+                return path
+    return None
+
+
+def private(path: str, flags: int) -> int:
+    """An ``opener``: nobody else may read the file, and a link that lies there is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _signature(text: str, *, create: bool) -> str | None:
+    key = _key(create=create)
+    return None if key is None else hmac.new(key, text.encode("utf-8"), hashlib.sha256).hexdigest()
+
+
+def _key(*, create: bool) -> bytes | None:
+    """This user's key; None where there is none, or no place for one: then no run is known as theirs."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "draco-ray"
+    path = folder / "key"
+    with contextlib.suppress(OSError):
+        if create and not path.exists():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            whole = folder / f"key.{secrets.token_hex(8)}"
+            with open(whole, "wb", opener=private) as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            # Only one of several processes makes it.
+            with contextlib.suppress(FileExistsError):
+                os.link(whole, path)
+            whole.unlink()
+        key = path.read_bytes()
+        return key if len(key) == _KEY_BYTES else None
+    return None

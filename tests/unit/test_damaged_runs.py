@@ -1,0 +1,265 @@
+"""Whatever is wrong with a file of a run directory is one line that names it, whichever command reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draco_ray.cli import main
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.origin import SCHEMA_VERSION
+from draco_ray.errors import DamagedRun, DracoError
+from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.schema import REQUIRED, TABLES
+from draco_ray.runs.store import RunStore
+from draco_ray.training.resume import rewind, sole_driver
+from tests.support.small_run import small_run
+
+CONFIG, METRICS, ORIGIN = "config.yaml", "metrics.jsonl", "run.json"
+ALL_TABLES = set(TABLES)
+COMMANDS: dict[str, tuple[Sequence[str], set[str]]] = {
+    "show": (["runs", "show", "RUN"], {"trajectories", "steps", "criteria", "verdicts", "judge_calls", "evaluations"}),
+    "cost": (["runs", "cost", "RUN"], {"judge_calls"}),
+    "timeline": (["runs", "timeline", "RUN", "--step", "1", "--out", "OUT/trace.json"], {"spans"}),
+    "page": (["report", "RUN", "--out", "OUT/page.html"], {"trajectories", "steps", "criteria", "verdicts", "spans"}),
+    "figures": (["report", "RUN", "--figures", "--out", "OUT"], {"verdicts", "advantages"}),
+    "tables": (["report", "RUN", "--tables", "--out", "OUT"], {"verdicts", "criteria", "advantages", "evaluations"}),
+    "replay": (["replay", "RUN", "--out", "OUT"], {"verdicts", "citations", "advantages", "criteria"}),
+    "rejudge": (["replay", "RUN", "--judge", "rules", "--out", "OUT"], {"judge_calls", "verdicts", "criteria"}),
+    "config": (["config", "RUN"], set()),
+    "plan": (["plan", "RUN"], set()),
+    "evaluate": (["evaluate", "--policy", "RUN", "--out", "OUT"], set()),
+    "resume": (["train", "--resume", "RUN"], set()),
+    "attribution": (["attribution-bench", "--run", "RUN", "--out", "OUT"], {"steps"}),
+}
+"""Command -> its words, and tables that it cannot do without."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with rows in every table and a checkpoint; its configuration is complete."""
+    run = small_run(tmp_path_factory.mktemp("runs") / "whole")
+    run.write_config(dump_config(load_config("sandbox", ["data.root=/nowhere", "model.path=/nowhere"])))
+    store = RunStore(run)
+    measured = Evaluation(
+        task_id="t_1", run=0, success=True, passed_tests=1, total_tests=1, turns=2, ended=EpisodeEnd.FINISHED,
+        difficulty=1, failures=(),
+    )  # fmt: skip
+    store.write("evaluations", 0, "dev", rows.evaluation_rows(0, "dev", [measured]))
+    for name in ALL_TABLES:
+        if run.table(name, 1).num_rows == 0:
+            _fill(run.tables / name / "step00001.parquet", name)
+    run.checkpoint(1).mkdir(parents=True)
+    (run.checkpoint(1) / "adapter_config.json").write_text("{}")
+    return run.path
+
+
+def _fill(path: Path, name: str) -> None:
+    """A table that the small run lacks: one file without rows, which is read all the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(TABLES[name].empty_table(), path)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) * 2 // 3])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x93\xff\x00garbage\n" * 40)
+
+
+def flipped(path: Path) -> None:
+    """One bit of every 64 bytes."""
+    content = bytearray(path.read_bytes())
+    for place in range(8, len(content), 64):
+        content[place] ^= 4
+    path.write_bytes(content)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def queue(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    """Unreadable, whoever reads."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def another_kind(path: Path) -> None:
+    """What parses, and is not what is expected."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"something": [1]}), path)
+    else:
+        path.write_text("[1, 2]\n")
+
+
+def wrong_column(path: Path) -> None:
+    """A column that is needed holds text or a number where the other is expected."""
+    table = pq.read_table(path)
+    name = "training_step"
+    pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(["x"] * table.num_rows)), path)
+
+
+def lost_column(path: Path) -> None:
+    name = path.parent.name
+    pq.write_table(pq.read_table(path).drop_columns([sorted(REQUIRED[name] - {"training_step"})[0]]), path)
+
+
+def nulls(path: Path) -> None:
+    table, name = pq.read_table(path), sorted(REQUIRED[path.parent.name])[0]
+    column = pa.nulls(table.num_rows, table.schema.field(name).type)
+    pq.write_table(table.set_column(table.column_names.index(name), name, column), path)
+
+
+ANY: list[Callable[[Path], None]] = [truncated, empty, garbage, directory, queue, loop, another_kind]
+OF_TABLES = [*ANY, flipped, wrong_column, lost_column, nulls]
+
+
+def attempt(words: Sequence[str], run: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Exit code and lines on stderr of a command."""
+    arguments = [word.replace("RUN", str(run)).replace("OUT", str(out)) for word in words]
+    try:
+        main(arguments)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return code, [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+
+
+def check(run: Path, file: Path, needs: set[str], capsys: pytest.CaptureFixture[str], out: Path) -> None:
+    """Every command fails in one line that names the file, or does without it."""
+    for name, (words, _) in COMMANDS.items():
+        code, lines = attempt(words, run, out / name, capsys)
+        assert code != 0 or name not in needs, name
+        assert len(lines) == (code != 0), (name, lines)
+        if name in needs:
+            assert str(file) in lines[0], (name, lines)
+
+
+@pytest.mark.parametrize("damage", ANY, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", [CONFIG, METRICS, ORIGIN])
+def test_a_damaged_file_of_the_run(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    damage(run / name)
+    needs = {
+        CONFIG: {"show", "cost", "page", "tables", "replay", "rejudge", "config", "plan", "evaluate", "resume"},
+        METRICS: {"show", "page", "tables"},
+        ORIGIN: set(COMMANDS) - {"config", "plan"},
+    }[name]
+    check(run, run / name, needs, capsys, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(ALL_TABLES))
+def test_a_damaged_table(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """One damage for every command, another for each table; what each damage is to the reader is tested below."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    file = run / "tables" / name / "step00001.parquet"
+    [truncated, another_kind, garbage][sorted(ALL_TABLES).index(name) % 3](file)
+    needs = {command for command, (_, needed) in COMMANDS.items() if name in needed}
+    check(run, file, needs, capsys, tmp_path)
+
+
+@pytest.mark.parametrize("damage", OF_TABLES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", sorted(ALL_TABLES))
+def test_a_table_that_cannot_be_read_is_named(
+    whole: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    file = run / "tables" / name / "step00001.parquet"
+    harmless = damage is nulls and pq.read_metadata(file).num_rows == 0
+    damage(file)
+    if harmless:
+        assert RunDirectory.open(run).table(name, 1).num_rows == 0
+        return
+    with pytest.raises(DamagedRun) as caught:
+        RunDirectory.open(run).table(name)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[1]", "3", "null", '{"reward": 1}', '{"step": "1"}', '{"step": true}', '{"step": 1, "kl": "x"}', "[" * 5000],
+)
+def test_a_line_of_metrics_that_is_none_is_named_with_its_number(whole: Path, tmp_path: Path, line: str) -> None:
+    run = RunDirectory.open(shutil.copytree(whole, tmp_path / "run"))
+    lines = run.metrics_file.read_text().splitlines()
+    run.metrics_file.write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
+    with pytest.raises(DamagedRun, match="metrics.jsonl: damaged: line 2: "):
+        run.metrics()
+
+
+def test_numbers_that_cannot_be_shown_name_the_step(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / METRICS).write_text('{"step": 1, "groups_with_signal": 1.5}\n')
+    code, lines = attempt(["runs", "show", "RUN"], run, tmp_path, capsys)
+    assert code == 1
+    assert "metrics.jsonl: damaged: step 1" in lines[0]
+
+
+def test_a_run_of_a_newer_schema_is_refused_by_every_command(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    found = json.loads((run / ORIGIN).read_text())
+    assert found["schema_version"] == SCHEMA_VERSION
+    (run / ORIGIN).write_text(json.dumps(found | {"schema_version": SCHEMA_VERSION + 1}))
+    for name, (words, _) in COMMANDS.items():
+        code, lines = attempt(words, run, tmp_path / name, capsys)
+        if name not in ("config", "plan"):
+            assert code == 1, name
+            assert f"schema version {SCHEMA_VERSION + 1}" in lines[0]
+
+
+def test_columns_that_came_later_read_as_null_in_an_older_run(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    file = run / "tables" / "trajectories" / "step00001.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["engine"]), file)
+    (run / ORIGIN).unlink()
+    table = RunDirectory.open(run).table("trajectories", 1)
+    assert table.column("engine").null_count == table.num_rows > 0
+
+
+@pytest.mark.parametrize("damage", [directory, loop], ids=lambda damage: damage.__name__)
+def test_a_lock_that_is_none_is_named(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / ".lock").touch()
+    damage(run / ".lock")
+    with pytest.raises(DracoError, match=r"run/\.lock: "), sole_driver(RunDirectory.open(run)):
+        pass
+
+
+def test_files_that_are_not_a_runs_are_left_alone(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    for stray in ("checkpoints/step-old", "tables/steps/steps.parquet", "tables/mine/step00001"):
+        (run / stray).mkdir(parents=True)
+    (run / "tables" / "steps" / "stepping").mkdir()
+    opened = RunDirectory.open(run)
+    assert opened.steps() == RunDirectory.open(whole).steps()
+    assert opened.checkpoint_steps() == [1]
+    rewind(opened, reuse=True)
+    assert (run / "tables" / "mine" / "step00001").is_dir()
