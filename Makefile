@@ -6,13 +6,14 @@ VENV := .venv
 APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
 GPU_VENV := .venv-gpu
+MUTATE_VENV := .venv-mutate
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation chaos check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation chaos mutate mutate-method check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -39,12 +40,12 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
-# TRL, and of what it requires only what the main environment lacks; the rest it sees there.
-$(BENCH_VENV)/.ready: requirements/bench.lock $(VENV)/.ready
-	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+# TRL or mutmut, and of what they require only what the main environment lacks; the rest they see there.
+.venv-bench/.ready .venv-mutate/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
-		> $$($(BENCH_VENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/bench.lock
+		> $$(.venv-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/$*.lock
 	touch $@
 
 .venv-tools/bin/uv:
@@ -81,7 +82,7 @@ lock-gpu: .venv-tools/bin/uv
 
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
-	for lock in cpu appworld bench; do \
+	for lock in cpu appworld bench mutate; do \
 		sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/$$lock.lock > requirements/.$$lock.in && \
 		env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.$$lock.in --no-deps --generate-hashes -o requirements/.$$lock.lock && \
 		mv requirements/.$$lock.lock requirements/$$lock.lock && rm requirements/.$$lock.in || exit 1; \
@@ -129,6 +130,15 @@ ablation: world
 chaos: world
 	$(VENV)/bin/python jobs/chaos.py $(ARGS)
 
+# Break every rule of docs/method.md and see the test that it names fail, e.g. make mutate-method ARGS="credit" (ten minutes).
+mutate-method: setup
+	$(VENV)/bin/python jobs/mutate.py method $(ARGS)
+
+# Change the method's code in thousands of places and print what no test noticed (docs/testing.md; an hour or two).
+mutate: .venv-mutate/.ready
+	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
+	$(VENV)/bin/python jobs/mutate.py report
+
 # Formatting, lint and types.
 check: setup
 	$(VENV)/bin/ruff format --check .
@@ -155,4 +165,4 @@ fuzz-replies: setup
 
 # Remove runs and caches; the virtual environments stay.
 clean:
-	rm -rf runs .cache build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf runs .cache build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

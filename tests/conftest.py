@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 from draco_ray.environments.appworld.interpreter import appworld_python
 from tests.support import skips
@@ -16,6 +17,8 @@ from tests.support import skips
 REPOSITORY = Path(__file__).resolve().parents[1]
 # A background job of a script is started with SIGINT ignored, and what it starts inherits that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# For code that is broken on purpose (`make mutate`): that a test fails is enough, and always on the same examples.
+settings.register_profile("broken", derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
 
 
 def pytest_configure(config: pytest.Config) -> None:

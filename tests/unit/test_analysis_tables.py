@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.lab.analysis.credit import CREDIT, inert_windows, push_shares
+from draco_ray.lab.analysis.credit import CREDIT, citations_a_step, inert_windows, push_shares
 from draco_ray.lab.analysis.progress import judge_cost, stage_seconds, success, terminations
 from draco_ray.lab.analysis.rubrics import (
     CENSUS,
@@ -21,6 +21,7 @@ from draco_ray.lab.analysis.rubrics import (
     title_key,
 )
 from draco_ray.lab.analysis.tables import TIDY, tidy, write_tables
+from draco_ray.records import Attribution, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -87,13 +88,19 @@ def test_credit_by_step_gives_inert_share_and_spread(run: RunDirectory) -> None:
     assert row["quality_spread_active"] == pytest.approx(0.5)
 
 
-def test_citations_a_step_count_what_survived_and_leave_uncited_steps_out(run: RunDirectory) -> None:
+def test_citations_a_step_count_what_survived_and_leave_uncited_steps_out(run: RunDirectory, tmp_path: Path) -> None:
     """Of each task one rollout whose steps are cited once and twice, one whose second step is cited twice."""
     first, _, whole = tidy("citations_a_step", [run]).to_pylist()
     assert (first["steps"], first["uncited"]) == (8, 2)
     assert (first["citations_mean"], first["citations_median"]) == (pytest.approx(10 / 6), 2.0)
     assert whole == {**first, "training_step": None, "steps": 16, "uncited": 4}
     assert first["ten_or_more_share"] == 0.0
+    store = RunStore(RunDirectory.create(tmp_path / "dropped", "seed: 0\n"))
+    write_group(store, 1, TASKS[0])
+    before = citations_a_step(store.directory).to_pylist()
+    dropped = Attribution(criterion=2, verdict=Verdict.PASS, steps=(1, 2))
+    store.write("citations", 1, "dropped", rows.citation_rows(1, TASKS[0], 0, [dropped]))
+    assert citations_a_step(store.directory).to_pylist() == before
 
 
 def test_a_hundred_steps_fall_into_the_papers_windows() -> None:

@@ -29,7 +29,7 @@ from draco_ray.lab.evaluation.tables import (
     read_settings,
 )
 from draco_ray.records import LOST
-from tests.support.evaluations import TASKS, a_plan, write_evaluation
+from tests.support.evaluations import TASKS, a_plan, measurement, write_evaluation
 
 SMALL = Table(
     name="small",
@@ -95,6 +95,11 @@ def test_the_other_tables_say_turns_difficulty_and_cost(directories: list[str]) 
     efficiency = efficiency_table(settings)
     assert headers(efficiency) == [TN, BANK, "Avg.", "Lost"]
     assert efficiency.rows[0][1][1:3] == (None, None)
+    for (label, cells), seeds, chance in zip(efficiency.rows, ((2,), (1, 2)), (0.5, 0.8), strict=True):
+        played = [each for seed in seeds for each in measurement(a_plan(), seed, chance)]
+        turns = [each.evaluation.turns for each in played if each.evaluation.turns]
+        assert cells[0] is not None
+        assert cells[0].mean == pytest.approx(sum(turns) / len(turns)), label
     difficulty = difficulty_table(settings)
     sizes = {level: sum(each == level for each in TASKS.values()) for level in (1, 2, 3)}
     assert headers(difficulty)[:4] == [
@@ -103,6 +108,12 @@ def test_the_other_tables_say_turns_difficulty_and_cost(directories: list[str]) 
         f"{TN} Medium ({sizes[2]}) TGC",
         f"{TN} Medium ({sizes[2]}) SGC",
     ]
+    for label, cells in difficulty.rows:
+        strata = settings[label]["AppWorld TN"].difficulty
+        shown = [cell.mean for cell in cells[:6] if cell is not None]
+        assert shown == pytest.approx(
+            [100 * rate.mean for level in (1, 2, 3) for rate in (strata[level].tgc, strata[level].sgc) if rate]
+        )
     frontier = frontier_table(settings)
     dollars, per_task = frontier.rows[0][1][2], frontier.rows[0][1][3]
     assert dollars is not None

@@ -99,7 +99,8 @@ def test_the_papers_own_source(tmp_path: Path) -> None:
     assert len(written) == 7
     text = PAPER.read_text(encoding="utf-8")
     for name, body in extract_listings(text).items():
-        assert body in text
+        # All that stands between the options and the end.
+        assert f"]\n{body}\\end{{lstlisting}}" in text
         if name in FILES.values():
             assert (tmp_path / name).read_text(encoding="utf-8") == body
     load_prompts(tmp_path)

@@ -109,7 +109,12 @@ async def test_a_judge_that_discards_nothing_keeps_the_right_criteria_and_too_ma
         listed = prompt.partition("<candidate_rubrics>")[2].partition("</candidate_rubrics>")[0]
         return listed if listed.strip().startswith("[") else reply
 
-    found = overall(await compared(run, Changed(keep_all), phases=[Phase.UNION]))
+    table = await compared(run, Changed(keep_all), phases=[Phase.UNION])
+    for row in table.to_pylist():
+        # Paired are the criteria of equal titles, wherever the other judge's list has them.
+        paired = zip(row["reference_paired"], row["paired"], strict=True)
+        assert all(row["reference_titles"][mine] == row["titles"][its] for mine, its in paired)
+    found = overall(table)
     row = found["other", "union"]
     assert row["recall"] == 1.0
     assert row["precision"] == pytest.approx(row["reference_criteria"] / row["criteria"])
