@@ -227,6 +227,10 @@ class JudgeCall:
     """HTTP requests made for it, retries included; 0 when it came from the durable reply cache."""
     error: str | None = None
     """Why the reply could not be used; None when it was."""
+    reasoning_tokens: int = 0
+    """The part of ``output_tokens`` that was thought and not said."""
+    estimated_dollars: float = 0.0
+    """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
 
 
 ValueT = TypeVar("ValueT")

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from draco_ray.config.schema import DracoConfig, Price
-from draco_ray.judging.client import price_of
+from draco_ray.judging.pricing import price_of
 from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise

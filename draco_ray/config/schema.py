@@ -143,13 +143,29 @@ class EngineConfig(Tree):
     while the learner computes, which then begins only when a step is generated and judged."""
 
 
+class PriceTier(Tree):
+    """Dollars per million tokens of a request whose input is longer than ``above``, all of its tokens alike."""
+
+    above: int = Field(ge=0)
+    input: float = Field(ge=0)
+    cached_input: float | None = Field(None, ge=0)
+    """null: the input price."""
+    cache_write: float | None = Field(None, ge=0)
+    """Of input that is written to the provider's prompt cache; null: the input price."""
+    output: float = Field(ge=0)
+
+
 class Price(Tree):
     """Dollars per million tokens."""
 
     input: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
     """null: the input price."""
+    cache_write: float | None = Field(None, ge=0)
+    """Of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
+    tiers: tuple[PriceTier, ...] = ()
+    """Prices of longer requests."""
 
 
 class RuleJudgeConfig(Tree):
@@ -178,9 +194,11 @@ class JudgeLimits(Tree):
 
     requests_per_minute: float | None = Field(None, ge=1)
     tokens_per_minute: float | None = Field(None, ge=1)
-    """Input and output; a request under way counts with its ``max_tokens``, afterwards with what it used."""
+    """Input and output; a request under way counts with what its like have used, and a margin."""
     dollars: float | None = Field(None, ge=0)
-    """Budget of the run, resumed ones included. A call that could exceed it is not made: the run stops, resumable."""
+    """Budget of the run, resumed ones included. A call that could exceed it is not made: the run stops, resumable. A
+    request that may have been billed without a reply, or whose reply does not say its usage, counts with the most that
+    it may cost."""
 
 
 class JudgeConfig(Tree):
@@ -196,8 +214,11 @@ class JudgeConfig(Tree):
     api_key_env: str = Field("OPENAI_API_KEY", json_schema_extra=CONFIRMED)
     """Environment variable that holds the key; the key itself never enters a config, a log or a command line."""
     temperature: float | None = Field(0.1, ge=0)
-    """null leaves it out of the request."""
+    """null leaves it out of the request; models that LiteLLM knows to take none are sent none."""
     max_tokens: int = Field(16384, ge=256)
+    """Of a reply, its reasoning included."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """How long the model thinks before it answers, where it can be told; null leaves it out of the request."""
     extra_body: dict[str, object] = Field(default_factory=dict)
     """Sent as is, e.g. a reasoning switch."""
     structured_output: bool = True
@@ -222,7 +243,11 @@ class JudgeConfig(Tree):
     """Time the first worker may take to come up, an autoscaled node included."""
     request_timeout_seconds: float = Field(600.0, gt=0)
     max_attempts: int = Field(8, ge=1)
-    """Requests for one call, the first included, over rate limits, timeouts and server errors."""
+    """Requests for one call, the first included, over rate limits, timeouts and server errors. Those that fail while
+    the judge answers nobody do not count: see max_outage_seconds."""
+    max_outage_seconds: float = Field(3600.0, ge=0)
+    """How long a run waits for a judge that answers nobody. Judging is paused meanwhile and nothing is dropped; then
+    the run stops, resumable. 0: max_attempts decides alone."""
     max_backoff_seconds: float = Field(60.0, gt=0)
     reasks: int = Field(1, ge=0)
     """Times a reply that does not parse is asked again, the error quoted."""
@@ -238,7 +263,8 @@ class JudgeConfig(Tree):
             "Qwen2.5-32B-Instruct": Price(input=0.66, output=0.8),
         }
     )
-    """Reference prices (Section "Evaluation"), by model name without provider; they win over LiteLLM's own."""
+    """Reference prices (Section "Evaluation"), by model name without provider; they win over LiteLLM's own, which hold
+    for every other model."""
 
 
 class AlgorithmConfig(Tree):

@@ -3,50 +3,122 @@
 LiteLLM translates between providers, names the errors and knows prices. Its own retries, rate limits and cache are off:
 they ignore Retry-After for some providers, reject instead of queueing, and forget ``extra_body``.
 
-What becomes of an error, by HTTP status:
-
-=====================================  ==========================================================================
-429, 408, 5xx, timeout, no connection  asked again after Retry-After, else after a jittered exponential backoff
-still so after ``max_attempts``        no connection: JudgeUnavailable; otherwise this one call fails
-401, 402, 403, 404, quota spent,       JudgeUnavailable at once: no other call would fare better
-provider unknown
-any other 4xx                          this one call fails (a prompt beyond the context window, say)
-=====================================  ==========================================================================
+What becomes of an error is told in `draco_ray.judging.outage`, which every request's end is reported to; which error
+is which, in `draco_ray.judging.trouble`. In a pool (``leases``) with ``max_outage_seconds`` a call's requests count
+towards ``max_attempts`` only if the judge has answered somebody since; otherwise it is the judge that fails, and the
+call waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import logging
 import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
-import tenacity
-
-from draco_ray.config.schema import JudgeConfig, Price
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request, reply_of
-from draco_ray.judging.limiter import Leases
+from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
+from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS, Verdict
+from draco_ray.judging.pricing import (
+    Most,
+    Usage,
+    check_budget,
+    find_price,
+    known_price,
+    most_of,
+    price_of,
+    read_usage,
+    reported_cost,
+)
 from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.judging.structured import StructuredOutput
-from draco_ray.records import Message
+from draco_ray.judging.trouble import (
+    advice,
+    classify,
+    headers_of,
+    possibly_billed,
+    retry_after_seconds,
+    unconnected,
+    wants_completion_tokens,
+)
+from draco_ray.records import Message, Phase
 
 log = logging.getLogger(__name__)
 
 CHECK_ATTEMPTS = 3
 """Requests `LiteLLMClient.check` makes at most: a judge that is down should be known within seconds."""
-FIRST_BACKOFF_SECONDS = 1.0
-CHARACTERS_PER_TOKEN = 3
-"""To estimate a prompt before it is sent; fewer than English or code have, so that the estimate is high."""
-_REFUSED = {401, 402, 403, 404}
-_RETRIED = {408, 425, 429}
+QUESTION = Request(messages=(Message(role="user", content="Reply with the word OK."),))
+QUESTION_TOKENS = 16
+QUESTION_SECONDS = 60.0
+"""Time a reply to it may take."""
 
 Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call and its requests so far."""
+
+    request: Request
+    asked: Asked
+    most: Most
+    max_tokens: int
+    key: str | None
+    attempts: int
+    patient: bool
+    timeout: float
+    """Seconds that one request may take."""
+    started_at: float
+    clock: float
+    requests: int = 0
+    own: int = 0
+    """Times that it failed while the judge answered others."""
+    unexplained: int = 0
+    """Requests that failed, with no answer to anybody since."""
+    answers: int = 0
+    outages: int = 0
+    """Of the pool, at the last lease."""
+    guessed: float = 0.0
+    """Dollars of requests that may have been billed without a reply."""
+    error: BaseException | None = None
+
+    def note_failure(self, error: BaseException, billed: float) -> None:
+        self.error, self.guessed = error, self.guessed + billed
+        if self.patient:
+            self.unexplained += 1
+        else:
+            self.own += 1
+
+    def note_grant(self, grant: Grant) -> None:
+        if grant.outages > self.outages:
+            # The judge's, not this call's.
+            self.unexplained = 0
+        elif grant.answers > self.answers:
+            # Several in a row, and then somebody was answered: the judge may have been away for a moment.
+            self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
+        self.answers, self.outages = grant.answers, grant.outages
+
+    @property
+    def spent(self) -> bool:
+        """Whether it has failed often enough."""
+        return self.own >= self.attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bill:
+    """What a reply took."""
+
+    usage: Usage
+    dollars: float
+    estimated: bool
 
 
 class LiteLLMClient:
@@ -68,19 +140,21 @@ class LiteLLMClient:
             config: model, endpoint, sampling, limits and prices.
             cache: where answers are kept; None keeps none.
             sleep: waits between attempts, for tests.
-            leases: asked before every HTTP request; None: nothing is limited.
+            leases: asked before every HTTP request; None: nothing is limited, and no outage is waited for.
             role: what the model is here, for messages.
             settings: where model and endpoint were named, for messages.
         """
         self._role, self._settings = role, settings
-        self._leases = leases
+        self._patient = leases is not None and config.max_outage_seconds > 0
+        self._leases: Leases = leases or WaitingLine(Limiter(JudgeLimits()))
         self._config = config
         self._cache = cache
         self._under_way: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
-        self._price = find_price(config.model, config.prices)
         self._structured = StructuredOutput(config)
+        self._tokens_name = "max_tokens"
+        self._warned = False
 
     async def __call__(self, request: Request) -> Completion:
         """Answer ``request``, from the cache if it was answered before.
@@ -89,20 +163,20 @@ class LiteLLMClient:
             JudgeUnavailable: see the module's table; BudgetSpent where the run's budget does not allow the request.
         """
         if self._cache is None:
-            return await self._answer(request)
+            return await self._answer(request, None)
         key = self._key(request)
         # Rollouts that are equal to the letter are judged at the same time: the later request finds the first's answer.
         async with self._under_way.setdefault(key, asyncio.Lock()):
             if (stored := await self._cache.get(key)) is not None:
                 return _replay(stored)
-            completion = await self._answer(request)
+            completion = await self._answer(request, key)
             if completion.error is None:
                 await self._cache.put(key, _stored(completion))
             return completion
 
-    async def _answer(self, request: Request) -> Completion:
+    async def _answer(self, request: Request, key: str | None) -> Completion:
         async with self._slots:
-            return await self._ask(request.messages, self._config.max_tokens, self._config.max_attempts, request.schema)
+            return await self._ask(self._call(request, self._config.max_tokens, key))
 
     async def forget(self, request: Request) -> None:
         """Drop the stored answer to ``request``."""
@@ -113,88 +187,164 @@ class LiteLLMClient:
         """Send a one-word prompt with the run's own parameters, so that a refused one is known before it costs.
 
         Raises:
-            JudgeUnavailable: no answer, for whatever reason.
+            JudgeUnavailable: no answer, for whatever reason, or one that does not say its usage under a budget.
+            ConfigError: a budget, and no price.
         """
-        messages = (Message(role="user", content="Reply with the word OK."),)
-        completion = await self._ask(messages, max_tokens=16, attempts=min(CHECK_ATTEMPTS, self._config.max_attempts))
+        check_budget(self._config, self._config.model)
+        call = self._call(QUESTION, QUESTION_TOKENS)
+        call.attempts, call.patient = min(CHECK_ATTEMPTS, self._config.max_attempts), False
+        completion = await self._ask(call)
         if completion.error is not None:
             raise JudgeUnavailable(f"{self._who()}: {completion.error}")
+        if not completion.usage_known and self._config.limits.dollars is not None:
+            raise JudgeUnavailable(
+                f"{self._who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so what is "
+                f"left of judge.limits.dollars={self._config.limits.dollars:g} would be a guess; let the endpoint "
+                "report it, or set judge.limits.dollars=null"
+            )
 
-    async def _ask(
-        self,
-        messages: tuple[Message, ...],
-        max_tokens: int,
-        attempts: int,
-        schema: Mapping[str, object] | None = None,
-    ) -> Completion:
-        litellm = _litellm()
-        # The base of every error LiteLLM raises for a provider.
+    async def _ask(self, call: _Call) -> Completion:
+        while True:
+            grant = await self._leases.lease(call.asked)
+            call.note_grant(grant)
+            if call.spent and call.error is not None:
+                await self._leases.give_back(grant.number)
+                return self._failed(call, call.error)
+            if grant.question:
+                await self._question(grant)
+                continue
+            result = await self._send(call, grant)
+            if isinstance(result, Completion):
+                return result
+            assert call.error is not None
+            if result is Verdict.STOP:
+                raise self._refused(call.error)
+            if result is Verdict.FAIL or call.spent:
+                if unconnected(call.error) and not call.patient:
+                    reason = self._one_line(call.error)
+                    raise JudgeUnavailable(f"{self._who()}: unreachable after {call.requests} attempts: {reason}")
+                return self._failed(call, call.error)
+            await self._wait(call)
+
+    async def _send(self, call: _Call, grant: Grant) -> Completion | Verdict:
+        """One request: its reply, or what becomes of the call."""
         import openai
 
-        arguments = self._arguments(messages) | {"max_tokens": max_tokens}
-        key = self._api_key()
-        timeout = self._config.request_timeout_seconds
-        started_at, clock = time.time(), time.perf_counter()
-        retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(attempts),
-            wait=self._wait,
-            retry=tenacity.retry_if_exception(_worth_retrying),
-            before_sleep=self._note_retry,
-            sleep=self._sleep,
-            reraise=True,
-        )
+        call.requests += 1
         try:
-            async for attempt in retrying:
-                with attempt:
-                    lease = await self._lease(messages, max_tokens)
-                    used = (0.0, 0.0)
-                    try:
-                        # LiteLLM's timeout is per read on some transports; this one is the wall clock.
-                        async with asyncio.timeout(timeout):
-                            response = await self._structured.complete(
-                                litellm, schema, **arguments, api_key=key, timeout=timeout, num_retries=0, max_retries=0
-                            )
-                        input_tokens, _, output_tokens, dollars = self._usage(response)
-                        used = (input_tokens + output_tokens, dollars)
-                    finally:
-                        if self._leases is not None:
-                            self._leases.settle(lease, *used)
+            # LiteLLM's timeout is per read on some transports; this one is the wall clock.
+            async with asyncio.timeout(call.timeout):
+                response = await self._complete(call.request, call.max_tokens, call.timeout)
+        # OpenAIError is the base of every error LiteLLM raises for a provider.
         except (openai.OpenAIError, TimeoutError) as error:
-            reason = self._one_line(error)
-            if _refused(error):
-                name = self._config.api_key_env
-                raise JudgeUnavailable(
-                    f"{self._who()}: refused: {reason}; check {self._settings} and the key in environment "
-                    f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
-                ) from None
-            if _unconnected(error):
-                raise JudgeUnavailable(f"{self._who()}: unreachable after {attempts} attempts: {reason}") from None
-            return Completion(
-                text="",
-                finish_reason="error",
-                model=self._config.model,
-                input_tokens=0,
-                cached_tokens=0,
-                output_tokens=0,
-                dollars=0.0,
-                started_at=started_at,
-                seconds=time.perf_counter() - clock,
-                requests=retrying.statistics.get("attempt_number", 1),
-                error=reason,
+            billed = possibly_billed(error)
+            call.note_failure(error, call.most.dollars if billed else 0.0)
+            return await self._leases.settle(grant.number, self._ended(call.most, error, billed))
+        except BaseException:
+            self._leases.abandon(grant.number)
+            raise
+        bill = self._bill(response, call.most)
+        await self._leases.settle(
+            grant.number,
+            Ended(
+                tokens=bill.usage.input_tokens + bill.usage.output_tokens,
+                output_tokens=bill.usage.output_tokens,
+                dollars=bill.dollars,
+                estimated=bill.estimated,
+            ),
+        )
+        return self._completion(call, response, bill)
+
+    async def _question(self, grant: Grant) -> None:
+        """Ask whether the judge is there at all, with a lease that was meant for more."""
+        call = self._call(QUESTION, QUESTION_TOKENS)
+        call.timeout = min(call.timeout, QUESTION_SECONDS)
+        if await self._send(call, grant) is Verdict.STOP and call.error is not None:
+            raise self._refused(call.error)
+
+    def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
+        """A request without a reply; one that may be billed counts with the most that it may cost."""
+        return Ended(
+            tokens=most.input_tokens + most.output_tokens if billed else 0.0,
+            output_tokens=most.output_tokens if billed else 0.0,
+            dollars=most.dollars if billed else 0.0,
+            estimated=True,
+            trouble=classify(error),
+            reason=self._one_line(error),
+            hint=self._hint(error),
+        )
+
+    async def _complete(self, request: Request, max_tokens: int, timeout: float) -> Any:
+        litellm = _litellm()
+        arguments = self._arguments(request.messages) | self._parameters
+        del arguments["max_tokens"]
+        key = self._api_key()
+        while True:
+            name = self._tokens_name
+            try:
+                return await self._structured.complete(
+                    litellm,
+                    request.schema,
+                    **arguments,
+                    **{name: max_tokens},
+                    api_key=key,
+                    timeout=timeout,
+                    num_retries=0,
+                    max_retries=0,
+                )
+            except litellm.BadRequestError as error:
+                if name != "max_tokens" or not wants_completion_tokens(error):
+                    raise
+                self._tokens_name = "max_completion_tokens"
+
+    @cached_property
+    def _price(self) -> Price | None:
+        return known_price(self._config, self._config.model)
+
+    @cached_property
+    def _parameters(self) -> dict[str, Any]:
+        """Sampling parameters, less a temperature that LiteLLM knows the model to refuse.
+
+        Raises:
+            JudgeUnavailable: it knows the model to refuse another.
+        """
+        litellm, config = _litellm(), self._config
+        wanted = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}
+        sent = {name: value for name, value in wanted.items() if value is not None}
+        try:
+            model, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
+        except litellm.BadRequestError:
+            return sent  # The request will say so.
+
+        def refused(parameters: Mapping[str, Any]) -> str | None:
+            try:
+                litellm.utils.get_optional_params(model=model, custom_llm_provider=provider, **parameters)
+            except litellm.UnsupportedParamsError as error:
+                return self._one_line(error)
+            return None
+
+        if (reason := refused(sent)) is None:
+            return sent
+        cooler = {name: value for name, value in sent.items() if name != "temperature"}
+        if "temperature" in sent and refused(cooler) is None:
+            log.warning(
+                "%s takes no temperature: judge.temperature=%g is not sent (null says the same without this line)",
+                *(self._who(), config.temperature),
             )
-        requests = retrying.statistics.get("attempt_number", 1)
-        return self._completion(response, started_at, time.perf_counter() - clock, requests)
+            return cooler
+        raise JudgeUnavailable(
+            f"{self._who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {reason}; set it to null "
+            "or to one that the model knows"
+        )
 
     def _arguments(self, messages: tuple[Message, ...]) -> dict[str, Any]:
-        """What identifies and shapes the answer: all that is sent but the key."""
+        """What identifies and shapes the answer, as configured."""
         config = self._config
         arguments: dict[str, Any] = {
             "model": config.model,
             "messages": [{"role": message.role, "content": message.content} for message in messages],
             "max_tokens": config.max_tokens,
         }
-        if config.temperature is not None:
-            arguments["temperature"] = config.temperature
         if config.api_base is not None:
             arguments["api_base"] = config.api_base
         if config.extra_body:
@@ -202,8 +352,12 @@ class LiteLLMClient:
         return arguments
 
     def _key(self, request: Request) -> str:
+        config = self._config
         arguments = self._arguments(request.messages)
-        if self._config.rule_judge.start:
+        for name in ("temperature", "reasoning_effort"):
+            if (value := getattr(config, name)) is not None:
+                arguments[name] = value
+        if config.rule_judge.start:
             # A resumed run starts its server anew, on another port: the same judge.
             arguments.pop("api_base", None)
         scope = {"scope": request.scope} if request.scope else {}
@@ -221,100 +375,130 @@ class LiteLLMClient:
             f"({self._settings})"
         )
 
-    async def _lease(self, messages: tuple[Message, ...], max_tokens: int) -> int:
-        if self._leases is None:
-            return 0
-        input_tokens = sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN
-        dollars = price_of(self._price, input_tokens, 0, max_tokens) if self._price is not None else 0.0
-        return await self._leases.lease(input_tokens + max_tokens, dollars)
+    def _call(self, request: Request, max_tokens: int, key: str | None = None) -> _Call:
+        self._api_key()  # Said before a lease is waited for.
+        sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
+        most = most_of(self._price, request.messages, max_tokens, sent)
+        phase = request.phase
+        # Later phases first: they end groups that are under way.
+        rank = 0 if phase is None else -list(Phase).index(phase)
+        asked = Asked(
+            input_tokens=most.input_tokens,
+            output_tokens=most.output_tokens,
+            dollars=most.dollars,
+            kind="" if phase is None else phase.value,
+            rank=rank,
+        )
+        return _Call(
+            request=request,
+            asked=asked,
+            most=most,
+            max_tokens=max_tokens,
+            key=key,
+            attempts=self._config.max_attempts,
+            patient=self._patient,
+            timeout=self._config.request_timeout_seconds,
+            started_at=time.time(),
+            clock=time.perf_counter(),
+        )
 
-    def _usage(self, response: Any) -> tuple[int, int, int, float]:
-        """Input tokens, the cached ones among them, output tokens, and dollars of an answer."""
-        usage = response.usage
-        details = getattr(usage, "prompt_tokens_details", None)
-        input_tokens = int(getattr(usage, "prompt_tokens", 0) or 0)
-        cached_tokens = min(int(getattr(details, "cached_tokens", 0) or 0), input_tokens)
-        output_tokens = int(getattr(usage, "completion_tokens", 0) or 0)
-        if self._price is not None:
-            dollars = price_of(self._price, input_tokens, cached_tokens, output_tokens)
-        else:
-            dollars = float(response._hidden_params.get("response_cost") or 0.0)
-        return input_tokens, cached_tokens, output_tokens, dollars
+    def _bill(self, response: Any, most: Most) -> _Bill:
+        usage = read_usage(response, most)
+        if usage is None:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s: a reply says no usage that could be true (%s): such replies are booked at the most that they "
+                    "may cost",
+                    *(self._who(), self._one_line(str(getattr(response, "usage", None)))),
+                )
+            guess = Usage(
+                input_tokens=most.input_tokens,
+                cached_tokens=0,
+                written_tokens=0,
+                output_tokens=most.output_tokens,
+                reasoning_tokens=0,
+            )
+            return _Bill(usage=guess, dollars=most.dollars, estimated=True)
+        configured = find_price(self._config.model, self._config.prices) is not None
+        reported = None if configured else reported_cost(response)
+        if reported is None and self._price is not None:
+            counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
+            reported = price_of(self._price, *counts)
+        return _Bill(usage=usage, dollars=reported or 0.0, estimated=False)
 
-    def _completion(self, response: Any, started_at: float, seconds: float, requests: int) -> Completion:
-        choice = response.choices[0] if response.choices else None
-        input_tokens, cached_tokens, output_tokens, dollars = self._usage(response)
-        text, finish_reason = reply_of(choice)
+    def _completion(self, call: _Call, response: Any, bill: _Bill) -> Completion:
+        text, finish_reason = reply_of(response.choices[0] if response.choices else None)
         return Completion(
             text=text,
             finish_reason=finish_reason,
             model=self._config.model,
-            input_tokens=input_tokens,
-            cached_tokens=cached_tokens,
-            output_tokens=output_tokens,
-            dollars=dollars,
-            started_at=started_at,
-            seconds=seconds,
-            requests=requests,
+            input_tokens=bill.usage.input_tokens,
+            cached_tokens=bill.usage.cached_tokens,
+            output_tokens=bill.usage.output_tokens,
+            reasoning_tokens=bill.usage.reasoning_tokens,
+            dollars=call.guessed + bill.dollars,
+            estimated_dollars=call.guessed + (bill.dollars if bill.estimated else 0.0),
+            usage_known=not bill.estimated,
+            started_at=call.started_at,
+            seconds=time.perf_counter() - call.clock,
+            requests=call.requests,
         )
 
-    def _wait(self, state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        hint = retry_after_seconds(_headers(error)) if error else None
+    def _failed(self, call: _Call, error: BaseException) -> Completion:
+        return Completion(
+            text="",
+            finish_reason="error",
+            model=self._config.model,
+            input_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            dollars=call.guessed,
+            estimated_dollars=call.guessed,
+            started_at=call.started_at,
+            seconds=time.perf_counter() - call.clock,
+            requests=call.requests,
+            error=self._one_line(error) + advice(error),
+        )
+
+    def _refused(self, error: BaseException) -> JudgeUnavailable:
+        name = self._config.api_key_env
+        return JudgeUnavailable(
+            f"{self._who()}: refused: {self._one_line(error)}; check {self._settings} and the key in environment "
+            f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
+        )
+
+    async def _wait(self, call: _Call) -> None:
+        """Until the next request of this call; the pool's own pause comes on top."""
+        error = call.error
+        assert error is not None
+        hint = self._hint(error)
         if hint is not None:
-            # A little late rather than early; a provider that asks for more than a request may last is cut short.
-            return min(hint, self._config.request_timeout_seconds) + random.uniform(0, min(1.0, 0.1 * hint))
-        ceiling = min(self._config.max_backoff_seconds, FIRST_BACKOFF_SECONDS * 2 ** (state.attempt_number - 1))
-        return random.uniform(ceiling / 2, ceiling)
+            # A little late rather than early.
+            seconds = hint + random.uniform(0, min(1.0, 0.1 * hint))
+        else:
+            failures = call.own + call.unexplained
+            doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 30)
+            ceiling = min(self._config.max_backoff_seconds, doubled)
+            seconds = random.uniform(ceiling / 2, ceiling)
+        log.info("%s: request %d: %s; again in %.1f s", self._who(), call.requests, self._one_line(error), seconds)
+        await self._sleep(seconds)
 
-    def _note_retry(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        seconds = state.upcoming_sleep
-        log.info(
-            "%s: attempt %d: %s; again in %.1f s", self._who(), state.attempt_number, self._one_line(error), seconds
-        )
+    def _hint(self, error: BaseException) -> float | None:
+        """How long the endpoint asks us to wait; one that asks for more than a request may last is cut short."""
+        hint = retry_after_seconds(headers_of(error))
+        return None if hint is None else min(hint, self._config.request_timeout_seconds)
 
     def _who(self) -> str:
         return f"{self._role} {self._config.model} at {self._config.api_base or 'its provider'}"
 
-    def _one_line(self, error: BaseException | None) -> str:
+    def _one_line(self, error: BaseException | str) -> str:
         """The error without line breaks and without the key, should a server echo it."""
         if isinstance(error, TimeoutError):
             return f"no answer within {self._config.request_timeout_seconds:g} s"
         text = " ".join(str(error).split())
         key = os.environ.get(self._config.api_key_env)
         return (text.replace(key, "***") if key else text)[:400]
-
-
-def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
-    """The configured price of ``model``: by its full name, else by its name without provider and organisation."""
-    return prices.get(model) or prices.get(model.rsplit("/", 1)[-1])
-
-
-def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens: int) -> float:
-    """Dollars for one answer; ``cached_tokens`` is the part of ``input_tokens`` that costs the cached price."""
-    cached_price = price.input if price.cached_input is None else price.cached_input
-    fresh = input_tokens - cached_tokens
-    return (fresh * price.input + cached_tokens * cached_price + output_tokens * price.output) / 1e6
-
-
-def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long the server asks us to wait: ``retry-after-ms``, or ``retry-after`` in seconds or as a date."""
-    try:
-        if "retry-after-ms" in headers:
-            seconds = float(headers["retry-after-ms"]) / 1000
-        elif "retry-after" in headers:
-            value = headers["retry-after"]
-            try:
-                seconds = float(value)
-            except ValueError:
-                seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        else:
-            return None
-    except (TypeError, ValueError):
-        return None
-    # A NaN compares false with everything.
-    return max(seconds, 0.0) if seconds < float("inf") else None
 
 
 def _litellm() -> Any:
@@ -325,50 +509,6 @@ def _litellm() -> Any:
     litellm.suppress_debug_info = True
     litellm.telemetry = False
     return litellm
-
-
-def _headers(error: BaseException | None) -> Mapping[str, str]:
-    """Headers of the answer behind an error, keys in lower case."""
-    response = getattr(error, "response", None)
-    found = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", None) or {}
-    return {str(name).lower(): str(value) for name, value in found.items()}
-
-
-def _status(error: BaseException) -> int | None:
-    status = getattr(error, "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _quota_spent(error: BaseException) -> bool:
-    body = getattr(error, "body", None)
-    return isinstance(body, dict) and "insufficient_quota" in (body.get("code"), body.get("type"))
-
-
-def _refused(error: BaseException) -> bool:
-    return (
-        _status(error) in _REFUSED
-        or _quota_spent(error)
-        or (_status(error) == 400 and "LLM Provider NOT provided" in str(error))
-    )
-
-
-def _worth_retrying(error: BaseException) -> bool:
-    if isinstance(error, TimeoutError):
-        return True
-    status = _status(error)
-    return status is not None and (status in _RETRIED or status >= 500) and not _refused(error)
-
-
-def _unconnected(error: BaseException) -> bool:
-    """Whether no connection was made; LiteLLM reports that as a 500 with the cause behind it."""
-    import httpx
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (httpx.ConnectError, httpx.ConnectTimeout, ConnectionRefusedError)):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
 
 
 def _stored(completion: Completion) -> dict[str, object]:

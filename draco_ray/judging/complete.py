@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from draco_ray.records import Message
+from draco_ray.records import Message, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class Request:
     """What the answer is kept for; empty: for whoever asks the same again."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
     """JSON schema to hold the reply to where the endpoint can; it does not change what is asked."""
+    phase: Phase | None = None
+    """What it is for, which says how large it will be and how urgent it is; None: like any other of no phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,10 @@ class Completion:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    """Reasoning included."""
     dollars: float
-    """0 where neither the configuration nor LiteLLM knows the model's price."""
+    """Earlier requests of the call that may have been billed included; 0 where neither the configuration nor LiteLLM
+    knows the model's price."""
     started_at: float
     seconds: float
     """From the first request to the answer, waits between attempts included."""
@@ -43,6 +47,12 @@ class Completion:
     """HTTP requests made; 0 when the answer came from the durable reply cache."""
     error: str | None = None
     """Why this request has no answer although the judge as a whole may be well."""
+    reasoning_tokens: int = 0
+    """The part of ``output_tokens`` that was thought and not said."""
+    estimated_dollars: float = 0.0
+    """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
+    usage_known: bool = True
+    """Whether the reply said its usage; the tokens are the most that there can be where it did not."""
 
 
 class Complete(Protocol):

@@ -23,7 +23,11 @@ class PhaseCost:
     """Cached ones included."""
     cached_tokens: int = 0
     output_tokens: int = 0
+    """Reasoning included."""
+    reasoning_tokens: int = 0
     dollars: float = 0.0
+    estimated_dollars: float = 0.0
+    """The part that no reply states."""
     seconds: float = 0.0
     """Of all calls together: calls in flight at one time each count in full."""
 
@@ -36,7 +40,9 @@ class PhaseCost:
             input_tokens=self.input_tokens + other.input_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
             dollars=self.dollars + other.dollars,
+            estimated_dollars=self.estimated_dollars + other.estimated_dollars,
             seconds=self.seconds + other.seconds,
         )
 
@@ -58,7 +64,9 @@ def call_cost(call: JudgeCall) -> PhaseCost:
         input_tokens=call.input_tokens,
         cached_tokens=call.cached_tokens,
         output_tokens=call.output_tokens,
+        reasoning_tokens=call.reasoning_tokens,
         dollars=call.dollars,
+        estimated_dollars=call.estimated_dollars,
         seconds=call.seconds,
     )
 
@@ -78,12 +86,19 @@ def total_cost(costs: Mapping[Phase, PhaseCost]) -> PhaseCost:
 
 def cost_table(costs: Mapping[Phase, PhaseCost]) -> str:
     """A plain-text table, one line per phase and one for the total."""
-    header = ("phase", "calls", "replayed", "failed", "input", "cached", "output", "dollars", "seconds")
-    rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total_cost(costs))]
-    lines = ["{:<8}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>10}".format(*header)]
+    header = ("phase", "calls", "replayed", "failed", "input", "cached", "output", "reasoning", "dollars", "seconds")
+    total = total_cost(costs)
+    rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total)]
+    lines = ["{:<8}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>11}{:>10}".format(*header)]
     lines += [
         f"{name:<8}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"
-        f"{cost.cached_tokens:>12,}{cost.output_tokens:>11,}{cost.dollars:>11.4f}{cost.seconds:>10.1f}"
+        f"{cost.cached_tokens:>12,}{cost.output_tokens:>11,}{cost.reasoning_tokens:>11,}{cost.dollars:>11.4f}"
+        f"{cost.seconds:>10.1f}"
         for name, cost in rows
     ]
+    if total.estimated_dollars:
+        lines.append(
+            f"of these ${total.estimated_dollars:.4f} are the most that requests may have cost whose reply did not "
+            "come, or did not say its usage"
+        )
     return "\n".join(lines)

@@ -207,7 +207,7 @@ class Judge:
         for attempt in range(1 + self._config.reasks):
             # A second try goes without the schema, should it be what misled the judge.
             schema = self._schemas[phase] if attempt == 0 else None
-            request = Request(messages=messages, vote=vote, scope=scope, schema=schema)
+            request = Request(messages=messages, vote=vote, scope=scope, schema=schema, phase=phase)
             requests.append(request)
             completion = await self._complete(request)
             if completion.error is not None:
@@ -356,7 +356,9 @@ def _call(phase: Phase, context: CallContext, prompt: str, completion: Completio
         input_tokens=completion.input_tokens,
         cached_tokens=completion.cached_tokens,
         output_tokens=completion.output_tokens,
+        reasoning_tokens=completion.reasoning_tokens,
         dollars=completion.dollars,
+        estimated_dollars=completion.estimated_dollars,
         started_at=completion.started_at,
         seconds=completion.seconds,
         requests=completion.requests,

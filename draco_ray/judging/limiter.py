@@ -1,40 +1,121 @@
-"""What the whole judge pool may ask for: requests and tokens a minute, and dollars in all. No Ray in here.
+"""What the whole judge pool may ask for: requests and tokens a minute, and dollars in all; and when it has to pause.
 
-A request takes a lease for the most it can cost before it is sent, and settles it with what it did cost. So the limits
-hold at any moment, whatever comes of the requests under way: in any 60 seconds no more than so many requests and
-tokens, and never more dollars than the budget.
+A request takes a lease before it is sent and settles it with what it did cost.
+
+- Dollars: a lease holds the most that its request can cost, so that the budget is never exceeded.
+- Requests: in any 60 seconds no more than the limit, spread over them.
+- Tokens: what was used counts, and for those under way what requests of their kind have used so far, with a margin of
+  several standard deviations of their sum; until some of a kind have ended, the most that they can use. Spread over the
+  minute as well. A request counts from the moment it is sent.
+- Who waits: later phases of a group before new groups, otherwise in the order of asking. Nobody overtakes the first, so
+  that a large request is not passed for ever.
+
+`Limiter` decides on a clock that tests can set, `WaitingLine` is where callers wait for it. No Ray in here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import heapq
 import itertools
 import math
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from draco_ray.config.schema import JudgeLimits
-from draco_ray.errors import BudgetSpent
+from draco_ray.errors import BudgetSpent, JudgeUnavailable
+from draco_ray.judging.outage import Outage, Pause, Trouble, Verdict
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
+BURST_SECONDS, BURST_REQUESTS = 2.0, 5
+"""Requests that may leave at once: those of so many seconds, and at least so many."""
+BURST_SHARE = 0.1
+"""Part of the minute's tokens that may leave at once; a single request always may."""
+LEARNED_AFTER = 12
+"""Ended requests of a kind after which the next ones are expected to be like them."""
+MEMORY = 500
+"""Ended requests of a kind that count: the mean forgets older ones exponentially."""
+LATEST = 30
+"""Of these, those whose mean counts where it is larger: replies may become longer within a run."""
+DEVIATIONS = 5.0
+"""Of the sum of the requests under way, held back as a margin."""
+LOOK_AGAIN_SECONDS = 5.0
+QUESTION_SECONDS = 120.0
+"""After which a small question whose sender has died is asked by another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request that is to be sent: the most it can take."""
+
+    input_tokens: float
+    output_tokens: float
+    dollars: float = 0.0
+    kind: str = ""
+    """Requests of one kind are alike in size."""
+    rank: int = 0
+    """The lowest goes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A lease."""
+
+    number: str
+    """Unique for ever."""
+    answers: int
+    """Replies that the whole pool had before it."""
+    outages: int = 0
+    """Small questions that nobody answered before it."""
+    question: bool = False
+    """Nobody was answered lately: only a small question may be sent with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What became of a request."""
+
+    tokens: float = 0.0
+    output_tokens: float = 0.0
+    """The part of ``tokens`` that was written."""
+    dollars: float = 0.0
+    estimated: bool = False
+    """Whether these are guesses: nothing is learned from them."""
+    trouble: Trouble | None = None
+    """Why there is no reply; None where there is one."""
+    reason: str = ""
+    hint: float | None = None
+    """Seconds that the endpoint asks us to wait."""
 
 
 class Leases(Protocol):
     """Where a judge client takes its leases; `draco_ray.judging.limiter_actor.LimiterClient` in a run."""
 
-    async def lease(self, tokens: float, dollars: float) -> int:
-        """Wait until a request of at most so many tokens and dollars may be sent; returns the lease's number.
+    async def lease(self, asked: Asked) -> Grant:
+        """Wait until a request may be sent.
 
         Raises:
             BudgetSpent: it may not be.
+            JudgeUnavailable: the judge has answered nobody for too long.
         """
         ...
 
-    def settle(self, number: int, tokens: float, dollars: float) -> None:
-        """The request has ended and cost this much."""
+    async def settle(self, number: str, ended: Ended) -> Verdict:
+        """The request of a lease has ended; says what becomes of its call if it has no reply."""
+        ...
+
+    async def give_back(self, number: str) -> None:
+        """The request of a lease was not sent."""
+        ...
+
+    def abandon(self, number: str) -> None:
+        """Nobody waits for the request of a lease any longer: it may be billed."""
         ...
 
 
@@ -47,32 +128,45 @@ class _Use:
 
 
 class SlidingWindow:
-    """At most ``limit`` in any `WINDOW_SECONDS`; a single amount above the limit passes when the window is empty."""
+    """At most ``limit`` in any `WINDOW_SECONDS`, paced; an amount above the limit passes when the window is empty."""
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None, burst: float) -> None:
+        """
+        Args:
+            limit: of the window; None: there is none.
+            burst: that may leave at once.
+        """
         self._limit = limit
+        self._burst = burst
         self._uses: deque[_Use] = deque()
         self._sum = 0.0
+        self._due = -math.inf
+        """When all that was taken would have left at an even pace."""
 
-    def seconds_to_wait(self, amount: float, now: float) -> float:
-        """Until ``amount`` more would fit if nothing else happened; 0 if it does."""
+    def seconds_to_wait(self, amount: float, now: float, held: float = 0.0) -> float:
+        """Until ``amount`` more would fit beside ``held`` if nothing else happened; 0 if it does."""
         self._forget(now)
         if self._limit is None:
             return 0.0
-        over = self._sum + amount - self._limit
-        wait = 0.0
+        over = self._sum + held + amount - self._limit
+        if not self._uses:
+            return 0.0
+        # What is allowed to leave early leaves early; the rest when its turn comes.
+        wait = max(0.0, self._due - now - WINDOW_SECONDS * max(0.0, self._burst - amount) / self._limit)
         for use in self._uses:
             if over <= ROUNDING:
                 break
             over -= use.amount
-            wait = use.at + WINDOW_SECONDS - now
-        return wait
+            wait = max(wait, use.at + WINDOW_SECONDS - now)
+        return wait if wait > ROUNDING else 0.0
 
     def take(self, amount: float, now: float) -> _Use:
         """Count ``amount`` from now on."""
         use = _Use(now, amount)
         self._uses.append(use)
         self._sum += amount
+        if self._limit is not None:
+            self._due = max(self._due, now) + WINDOW_SECONDS * amount / self._limit
         return use
 
     def correct(self, use: _Use, amount: float, now: float) -> None:
@@ -80,6 +174,8 @@ class SlidingWindow:
         self._forget(now)
         if now - use.at < WINDOW_SECONDS:
             self._sum += amount - use.amount
+        if self._limit is not None:
+            self._due += WINDOW_SECONDS * (amount - use.amount) / self._limit
         use.amount = amount
 
     def _forget(self, now: float) -> None:
@@ -90,10 +186,65 @@ class SlidingWindow:
 
 
 @dataclass(slots=True)
+class _Share:
+    """What requests have used of the most that they could: mean and variance, the latest ones weighing most."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    latest: float = 0.0
+    """Mean of the very latest ones, which notices first that they grow."""
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        weight = 1.0 / min(self.count, MEMORY)
+        step = value - self.mean
+        self.mean += weight * step
+        self.variance = (1.0 - weight) * (self.variance + weight * step * step)
+        self.latest += (value - self.latest) / min(self.count, LATEST)
+
+    def expect(self, *, wary: bool) -> tuple[float, float]:
+        """Mean and variance of the next one.
+
+        ``wary``: as if one of those before had been as large as can be, for what is rarely very large.
+        """
+        if self.count < LEARNED_AFTER:
+            return 1.0, 0.0
+        mean = max(self.mean, self.latest)
+        if not wary:
+            return mean, self.variance
+        one, above = 1.0 / (min(self.count, MEMORY) + 1), max(0.0, 1.0 - mean)
+        return mean + one * above, self.variance + one * above * above
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """What was learned of requests: how many tokens a byte is, and how long the replies of each kind are."""
+
+    input: _Share = field(default_factory=_Share)
+    output: dict[str, _Share] = field(default_factory=dict)
+
+    def add(self, asked: Asked, ended: Ended) -> None:
+        if asked.input_tokens > 0:
+            self.input.add((ended.tokens - ended.output_tokens) / asked.input_tokens)
+        if asked.output_tokens > 0:
+            self.output.setdefault(asked.kind, _Share()).add(ended.output_tokens / asked.output_tokens)
+
+    def expect(self, asked: Asked) -> tuple[float, float]:
+        """Tokens that a request will use, and their variance."""
+        share_in, spread_in = self.input.expect(wary=False)
+        share_out, spread_out = self.output.get(asked.kind, _Share()).expect(wary=True)
+        mean = share_in * asked.input_tokens + share_out * asked.output_tokens
+        return mean, spread_in * asked.input_tokens**2 + spread_out * asked.output_tokens**2
+
+
+@dataclass(slots=True)
 class _Lease:
-    tokens: _Use
-    dollars: float
+    asked: Asked
+    use: _Use
+    at: float
     expires_at: float
+    question: bool
 
 
 class Limiter:
@@ -104,64 +255,229 @@ class Limiter:
         limits: JudgeLimits,
         *,
         spent: float = 0.0,
+        under_way: Mapping[str, float] | None = None,
         lease_seconds: float = math.inf,
+        outage: Outage | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             limits: of the whole pool.
             spent: dollars that earlier processes of this run have spent.
-            lease_seconds: after which a lease counts as settled at no cost: whoever held it has died.
+            under_way: lease number -> the most it may cost, of leases that an earlier limiter of this run has given and
+                that were not settled.
+            lease_seconds: after which a lease is booked at the most it may cost: whoever held it has died, and its
+                request may have been billed.
+            outage: what is known of the judge's health.
             clock: seconds, for tests.
         """
         self._limits = limits
         self._lease_seconds = lease_seconds
+        self.outage = outage or Outage()
         self._clock = clock
-        self._requests = SlidingWindow(limits.requests_per_minute)
-        self._tokens = SlidingWindow(limits.tokens_per_minute)
-        self._leases: dict[int, _Lease] = {}
-        self._numbers = itertools.count(1)
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        self._requests = SlidingWindow(
+            requests, max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
+        )
+        self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0))
+        self._sizes = _Sizes()
+        self._leases: dict[str, _Lease] = {}
+        self._booked: dict[str, float] = {}
+        """Leases that were booked without an answer; one may still come."""
+        self._scale = 1.0
+        """By how much the most was too little, at worst."""
         self.spent = spent
         """Dollars of settled requests."""
+        now = clock()
+        for number, dollars in (under_way or {}).items():
+            asked = Asked(input_tokens=0, output_tokens=0, dollars=dollars)
+            self._leases[number] = _Lease(asked, _Use(now, 0.0), now, now + lease_seconds, False)
 
     @property
     def reserved(self) -> float:
         """Dollars that requests under way may cost at most."""
-        return math.fsum(lease.dollars for lease in self._leases.values())
+        return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
 
-    def lease(self, tokens: float, dollars: float) -> tuple[int, float]:
-        """Ask for one request of at most so many tokens and dollars.
+    def lease(self, asked: Asked) -> tuple[Grant | None, float]:
+        """Ask for one request.
 
-        Returns: the lease's number and 0.0, or 0 and the seconds after which to ask again. They are infinite while only
-            the settlement of requests under way can make room in the budget.
+        Returns: the lease and 0.0, or None and the seconds after which to ask again. They are infinite while only the
+            settlement of requests under way can help.
         Raises:
             BudgetSpent: with nothing under way, the request could cost more than is left.
+            JudgeUnavailable: the judge has answered nobody for too long.
         """
         now = self._clock()
         self._expire(now)
-        budget = self._limits.dollars
-        if budget is not None and self.spent + self.reserved + dollars > budget:
-            if self._leases and self.spent + dollars <= budget:
-                return 0, math.inf
-            raise BudgetSpent(
-                f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent and the next call may "
-                f"cost ${dollars:.4f}; raise judge.limits.dollars"
-            )
-        wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(tokens, now))
+        if reason := self.outage.given_up(now):
+            raise JudgeUnavailable(reason)
+        wait = self.outage.seconds_to_wait(now)
         if wait > 0:
-            return 0, wait
+            return None, wait
+        if not self._affords(self._scale * asked.dollars):
+            return None, math.inf
+        expected, held = self._expect(asked)
+        wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(expected, now, held=held))
+        if wait > 0:
+            return None, wait
         self._requests.take(1, now)
-        number = next(self._numbers)
-        self._leases[number] = _Lease(self._tokens.take(tokens, now), dollars, now + self._lease_seconds)
-        return number, 0.0
+        question = self.outage.must_ask()
+        if question:
+            self.outage.ask()
+        grant = Grant(
+            number=uuid.uuid4().hex,
+            answers=self.outage.answers,
+            outages=self.outage.unanswered,
+            question=question,
+        )
+        expires_at = now + (min(QUESTION_SECONDS, self._lease_seconds) if question else self._lease_seconds)
+        use = self._tokens.take(expected, now)
+        self._leases[grant.number] = _Lease(asked, use, now, expires_at, question)
+        return grant, 0.0
 
-    def settle(self, number: int, tokens: float, dollars: float) -> None:
-        """The request of a lease has ended and cost this much. What it did cost counts even if the lease expired."""
-        self.spent += dollars
+    def settle(self, number: str, ended: Ended) -> Verdict:
+        """The request of a lease has ended. What it did cost counts even if the lease expired."""
+        now = self._clock()
+        self.spent += ended.dollars - self._booked.pop(number, 0.0)
+        lease = self._leases.pop(number, None)
+        sent_at = now if lease is None else lease.at
+        if lease is not None:
+            if lease.question:
+                self.outage.asked(ended.trouble)
+            if ended.trouble is None and not ended.estimated and not lease.question:
+                self._sizes.add(lease.asked, ended)
+            if lease.asked.dollars > 0:
+                self._scale = max(self._scale, ended.dollars / lease.asked.dollars)
+            self._tokens.correct(lease.use, ended.tokens, now)
+        if ended.trouble is None:
+            self.outage.answered(now)
+            return Verdict.AGAIN
+        return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now)
+
+    def give_back(self, number: str) -> None:
+        """The request of a lease was not sent."""
         lease = self._leases.pop(number, None)
         if lease is not None:
-            self._tokens.correct(lease.tokens, tokens, self._clock())
+            self._tokens.correct(lease.use, 0.0, self._clock())
+            if lease.question:
+                self.outage.asked()
+
+    def abandon(self, number: str) -> None:
+        """The request of a lease may be billed, and nobody will say."""
+        lease = self._leases.pop(number, None)
+        if lease is not None:
+            self._booked[number] = self._scale * lease.asked.dollars
+            self.spent += self._booked[number]
+            if lease.question:
+                self.outage.asked()
+
+    def pause(self) -> Pause | None:
+        """The outage there is, if there is one."""
+        return self.outage.pause(self._clock())
+
+    def _affords(self, dollars: float) -> bool:
+        budget = self._limits.dollars
+        if budget is None or self.spent + self.reserved + dollars <= budget:
+            return True
+        if self._leases and self.spent + dollars <= budget:
+            return False
+        raise BudgetSpent(
+            f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent and the next call may "
+            f"cost ${dollars:.4f}; raise judge.limits.dollars"
+        )
+
+    def _expect(self, asked: Asked) -> tuple[float, float]:
+        """Tokens that a request is expected to use, and what to hold back for it and those under way beyond theirs."""
+        if self._limits.tokens_per_minute is None:
+            return 0.0, 0.0
+        now = self._clock()
+        under_way = [lease for lease in self._leases.values() if now - lease.at < WINDOW_SECONDS]
+        held = variance = room = 0.0
+        for lease in under_way:
+            mean, spread = self._sizes.expect(lease.asked)
+            held += mean - lease.use.amount
+            variance += spread
+            room += lease.asked.input_tokens + lease.asked.output_tokens - mean
+        expected, spread = self._sizes.expect(asked)
+        room += asked.input_tokens + asked.output_tokens - expected
+        return expected, held + min(DEVIATIONS * math.sqrt(variance + spread), max(room, 0.0))
 
     def _expire(self, now: float) -> None:
         for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:
-            del self._leases[number]
+            self.abandon(number)
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    rank: int
+    arrival: int
+    asked: Asked = field(compare=False)
+    granted: asyncio.Future[Grant] = field(compare=False)
+
+
+class WaitingLine:
+    """`Leases` of a limiter in this process."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self.limiter = limiter
+        self._waiting: list[_Waiting] = []
+        self._arrivals = itertools.count()
+        self._news = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def lease(self, asked: Asked) -> Grant:
+        """See `Leases.lease`."""
+        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, _Waiting(asked.rank, next(self._arrivals), asked, granted))
+        self._news.set()
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                # It was given a lease at the very moment it gave up.
+                self.limiter.give_back(granted.result().number)
+            raise
+
+    async def settle(self, number: str, ended: Ended) -> Verdict:
+        """See `Leases.settle`."""
+        verdict = self.limiter.settle(number, ended)
+        self._news.set()
+        return verdict
+
+    async def give_back(self, number: str) -> None:
+        """See `Leases.give_back`."""
+        self.limiter.give_back(number)
+        self._news.set()
+
+    def abandon(self, number: str) -> None:
+        """See `Leases.abandon`."""
+        self.limiter.abandon(number)
+        self._news.set()
+
+    async def pause(self) -> Pause | None:
+        """The outage there is, if there is one."""
+        return self.limiter.pause()
+
+    async def _serve(self) -> None:
+        """Serve the first in the line until nobody waits."""
+        while self._waiting:
+            first = self._waiting[0]
+            if first.granted.done():
+                heapq.heappop(self._waiting)
+                continue
+            self._news.clear()
+            try:
+                grant, wait = self.limiter.lease(first.asked)
+            except Exception as error:
+                heapq.heappop(self._waiting)
+                first.granted.set_exception(error)
+                continue
+            if grant is not None:
+                heapq.heappop(self._waiting)
+                first.granted.set_result(grant)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait, LOOK_AGAIN_SECONDS)):
+                    await self._news.wait()

@@ -1,9 +1,8 @@
-"""The Ray shell of `draco_ray.judging.limiter.Limiter`: one actor that all judge workers ask before they send."""
+"""The Ray shell of `draco_ray.judging.limiter`: one actor that all judge workers ask before they send."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,48 +10,58 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from draco_ray.config.schema import JudgeConfig, JudgeLimits
-from draco_ray.errors import BudgetSpent
-from draco_ray.judging.limiter import Limiter
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
+from draco_ray.judging.outage import Outage, Pause, Verdict
+from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
 from draco_ray.runs.directory import RunDirectory
 
-LOOK_AGAIN_SECONDS = 5.0
 LEASE_GRACE_SECONDS = 60.0
 
 
 class LimiterActor:
-    """Serves those who wait in the order of their asking, so that large requests are not overtaken for ever."""
+    """A `WaitingLine` for callers in other processes."""
 
-    def __init__(self, limits: JudgeLimits, spent: float, lease_seconds: float) -> None:
-        self._limiter = Limiter(limits, spent=spent, lease_seconds=lease_seconds)
-        self._turn = asyncio.Lock()
-        self._settled = asyncio.Event()
+    def __init__(self, config: JudgeConfig, spent: float) -> None:
+        start_run_log()
+        outage = Outage(
+            max_seconds=config.max_outage_seconds,
+            max_backoff_seconds=config.max_backoff_seconds,
+            who=f"judge {config.model} at {config.api_base or 'its provider'}",
+        )
+        lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
+        self._limiter = Limiter(config.limits, spent=spent, lease_seconds=lease_seconds, outage=outage)
+        self._line = WaitingLine(self._limiter)
 
-    async def lease(self, tokens: float, dollars: float) -> int:
+    async def lease(self, asked: Asked) -> Grant:
         """See `draco_ray.judging.limiter.Leases.lease`."""
-        async with self._turn:
-            while True:
-                number, wait = self._limiter.lease(tokens, dollars)
-                if number:
-                    return number
-                self._settled.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(wait, LOOK_AGAIN_SECONDS)):
-                        await self._settled.wait()
+        return await self._line.lease(asked)
 
-    async def settle(self, number: int, tokens: float, dollars: float) -> None:
+    async def settle(self, number: str, ended: Ended) -> Verdict:
         """See `draco_ray.judging.limiter.Leases.settle`."""
-        self._limiter.settle(number, tokens, dollars)
-        self._settled.set()
+        return await self._line.settle(number, ended)
+
+    async def give_back(self, number: str) -> None:
+        """See `draco_ray.judging.limiter.Leases.give_back`."""
+        await self._line.give_back(number)
+
+    async def abandon(self, number: str) -> None:
+        """See `draco_ray.judging.limiter.Leases.abandon`."""
+        self._line.abandon(number)
+
+    async def pause(self) -> Pause | None:
+        """The outage there is, if there is one."""
+        return self._limiter.pause()
 
 
 class JudgeLimiterActor(LimiterActor):
     """A run's. What it has paid for is in its archive: neither a resumed run nor a new process starts from nothing."""
 
-    def __init__(self, limits: JudgeLimits, run: Path, lease_seconds: float) -> None:
+    def __init__(self, config: JudgeConfig, run: Path) -> None:
         dollars = RunDirectory(run).table("judge_calls", columns=["dollars"]).column("dollars").to_pylist()
-        super().__init__(limits, float(sum(dollars)), lease_seconds)
+        super().__init__(config, float(sum(dollars)))
 
 
 class LimiterClient:
@@ -60,34 +69,56 @@ class LimiterClient:
 
     def __init__(self, run_name: str) -> None:
         self._actor_name = _actor_name(run_name)
+        self._returning: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _handle(self) -> Any:
         return ray.get_actor(self._actor_name)
 
-    async def lease(self, tokens: float, dollars: float) -> int:
+    async def lease(self, asked: Asked) -> Grant:
         """See `draco_ray.judging.limiter.Leases.lease`."""
+        granted = self._handle.lease.remote(asked)
         try:
-            number: int = await self._handle.lease.remote(tokens, dollars)
+            grant: Grant = await granted
         except RayTaskError as error:
-            if isinstance(error.cause, BudgetSpent):
+            if isinstance(error.cause, JudgeUnavailable):
                 raise error.cause from None
             raise
-        return number
+        except asyncio.CancelledError:
+            task = asyncio.get_running_loop().create_task(self._return(granted))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+            raise
+        return grant
 
-    def settle(self, number: int, tokens: float, dollars: float) -> None:
+    async def settle(self, number: str, ended: Ended) -> Verdict:
         """See `draco_ray.judging.limiter.Leases.settle`."""
-        self._handle.settle.remote(number, tokens, dollars)
+        verdict: Verdict = await self._handle.settle.remote(number, ended)
+        return verdict
+
+    async def give_back(self, number: str) -> None:
+        """See `draco_ray.judging.limiter.Leases.give_back`."""
+        await self._handle.give_back.remote(number)
+
+    def abandon(self, number: str) -> None:
+        """See `draco_ray.judging.limiter.Leases.abandon`."""
+        self._handle.abandon.remote(number)
+
+    async def _return(self, granted: ray.ObjectRef[Grant]) -> None:
+        """Give a lease back that nobody waits for any longer."""
+        try:
+            grant = await granted
+        except ray.exceptions.RayError:
+            return
+        await self.give_back(grant.number)
 
 
 def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, LimiterClient] | None:
-    """The limiter of a run and what its workers reach it by; None where nothing is limited.
+    """The limiter of a run and what its workers reach it by; None where the policy is its own judge.
 
     Returns: the handle, to be kept for as long as the actor is to live, and the client.
     """
-    if config.self_judge.enabled or config.limits == JudgeLimits():
-        return None
-    return start_limiter(JudgeLimiterActor, config, run, run_name)
+    return None if config.self_judge.enabled else start_limiter(JudgeLimiterActor, config, run, run_name)
 
 
 def start_limiter(
@@ -103,8 +134,7 @@ def start_limiter(
         "max_restarts": -1,
         "max_task_retries": -1,
     }
-    lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
-    handle = ray.remote(actor).options(**options).remote(config.limits, book, lease_seconds)
+    handle = ray.remote(actor).options(**options).remote(config, book)
     return handle, LimiterClient(run_name)
 
 

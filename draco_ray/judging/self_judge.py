@@ -16,9 +16,9 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError, ReplyError
-from draco_ray.judging.client import find_price, price_of
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.parsing import THINK_BEGIN, after_thinking
+from draco_ray.judging.pricing import find_price, price_of
 
 
 class JudgeSampler(Protocol):

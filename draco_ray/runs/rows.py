@@ -179,6 +179,8 @@ def call_rows(step: int, calls: Iterable[JudgeCall]) -> list[Row]:
             "seconds": call.seconds,
             "requests": call.requests,
             "error": call.error,
+            "reasoning_tokens": call.reasoning_tokens,
+            "estimated_dollars": call.estimated_dollars,
         }
         for call in calls
     ]

@@ -114,6 +114,8 @@ TABLES: dict[str, pa.Schema] = {
             ("seconds", pa.float64()),
             ("requests", pa.int32()),
             ("error", pa.string()),
+            ("reasoning_tokens", pa.int64()),
+            ("estimated_dollars", pa.float64()),
         ]
     ),
     "groups": pa.schema(

@@ -77,15 +77,17 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
     Raises:
         ConfigError: the policy is to be its own judge and its context is too short for that.
         JudgeUnavailable: the configured one refuses us or cannot be reached.
+        ConfigError: a budget, and no price of the model.
     """
+    from draco_ray.judging.judge import build_judge
+    from draco_ray.judging.pricing import check_budget
+
     judge = config.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
         check_judge_context(config, console)
         yield judge
         return
     if not judge.rule_judge.start:
-        from draco_ray.judging.judge import build_judge
-
         # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
         asyncio.run(build_judge(judge, None).check())
         if (warning := api_warning(config)) is not None:
@@ -103,6 +105,7 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
             "api_base": server.base_url,
             "api_key_env": "DRACO_RULE_JUDGE_KEY",
         }
+        check_budget(judge, served["model"])
         yield judge.model_copy(update=served)
 
 

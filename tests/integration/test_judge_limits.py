@@ -1,17 +1,21 @@
-"""The judge client under the pool's limits, against a real HTTP server; the limiter's actor without Ray around it."""
+"""The judge client under the pool's limits and health, against a real HTTP server; the limiter's actor without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
-from draco_ray.errors import BudgetSpent
+from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
+from draco_ray.judging.limiter import Asked, Ended, Grant
 from draco_ray.judging.limiter_actor import JudgeLimiterActor
+from draco_ray.judging.outage import Verdict
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message, Phase
 from draco_ray.runs import rows
@@ -30,14 +34,20 @@ class DirectLeases:
     """What `LimiterClient` is in a run, for a limiter in this process."""
 
     def __init__(self, limiter: JudgeLimiterActor) -> None:
-        self._limiter = limiter
+        self.actor = limiter
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def lease(self, tokens: float, dollars: float) -> int:
-        return await self._limiter.lease(tokens, dollars)
+    async def lease(self, asked: Asked) -> Grant:
+        return await self.actor.lease(asked)
 
-    def settle(self, number: int, tokens: float, dollars: float) -> None:
-        self.tasks.append(asyncio.create_task(self._limiter.settle(number, tokens, dollars)))
+    async def settle(self, number: str, ended: Ended) -> Verdict:
+        return await self.actor.settle(number, ended)
+
+    async def give_back(self, number: str) -> None:
+        await self.actor.give_back(number)
+
+    def abandon(self, number: str) -> None:
+        self.tasks.append(asyncio.create_task(self.actor.abandon(number)))
 
 
 @pytest.fixture
@@ -45,32 +55,40 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", "setting: draco\n")
 
 
-def ask(number: int) -> Request:
-    return Request(messages=(Message(role="user", content=f"question {number}"),))
+def ask(number: int, text: str = "question") -> Request:
+    return Request(messages=(Message(role="user", content=f"{text} {number}"),), phase=Phase.SCORE)
 
 
-def client(base: str, limits: JudgeLimits, run: RunDirectory) -> LiteLLMClient:
-    config = JudgeConfig(
-        model="openai/scripted",
-        api_base=base,
-        api_key_env="DRACO_TEST_KEY",
-        max_tokens=1000,
-        max_attempts=4,
-        limits=limits,
-        prices={"scripted": PRICE},
-    )
+def settings(base: str, limits: JudgeLimits | None = None, **changes: Any) -> JudgeConfig:
+    values: dict[str, Any] = {
+        "model": "openai/scripted",
+        "api_base": base,
+        "api_key_env": "DRACO_TEST_KEY",
+        "max_tokens": 1000,
+        "max_attempts": 4,
+        "max_backoff_seconds": 0.05,
+        "limits": limits or JudgeLimits(),
+        "prices": {"scripted": PRICE},
+    }
+    return JudgeConfig.model_validate(values | changes)
+
+
+def client(
+    base: str, limits: JudgeLimits | None, run: RunDirectory, **changes: Any
+) -> tuple[LiteLLMClient, JudgeLimiterActor]:
+    config = settings(base, limits, **changes)
 
     async def no_sleep(seconds: float) -> None:
         await asyncio.sleep(0)
 
-    leases = DirectLeases(JudgeLimiterActor(limits, run.path, 600.0))
-    return LiteLLMClient(config, ReplyCache(run.judge_cache), no_sleep, leases)
+    leases = DirectLeases(JudgeLimiterActor(config, run.path))
+    return LiteLLMClient(config, ReplyCache(run.judge_cache), no_sleep, leases), leases.actor
 
 
 async def test_the_budget_ends_the_calls_before_it_is_exceeded_and_counts_on_after_a_restart(run: RunDirectory) -> None:
     # A call may cost a dollar and costs 40 cents.
     with ScriptedJudgeServer(Reply("fine", output_tokens=400)) as server:
-        judge = client(server.base, JudgeLimits(dollars=2.0), run)
+        judge, _ = client(server.base, JudgeLimits(dollars=2.0), run)
         answers = await asyncio.gather(*(judge(ask(number)) for number in range(6)), return_exceptions=True)
         paid = [answer for answer in answers if not isinstance(answer, BaseException)]
         refused = [answer for answer in answers if isinstance(answer, BudgetSpent)]
@@ -91,17 +109,225 @@ async def test_what_the_archive_says_was_paid_counts_against_the_budget(run: Run
     RunStore(run).write("judge_calls", 1, "calls", rows.call_rows(1, calls))
     with ScriptedJudgeServer(Reply("fine", output_tokens=1)) as server:
         with pytest.raises(BudgetSpent, match=r"\$0\.0400 of"):
-            await client(server.base, JudgeLimits(dollars=1.03), run)(ask(0))
+            await client(server.base, JudgeLimits(dollars=1.03), run)[0](ask(0))
         assert server.requests == []
-        assert (await client(server.base, JudgeLimits(dollars=1.04), run)(ask(0))).text == "fine"
+        assert (await client(server.base, JudgeLimits(dollars=1.04), run)[0](ask(0))).text == "fine"
 
 
 async def test_every_attempt_is_a_request(run: RunDirectory) -> None:
     limits = JudgeLimits(requests_per_minute=3)
     with ScriptedJudgeServer(Reply("busy", status=503), Reply("busy", status=503), Reply("fine")) as server:
-        judge = client(server.base, limits, run)
+        judge, _ = client(server.base, limits, run)
         assert (await judge(ask(0))).requests == 3
         # A fourth within the minute is not sent.
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(judge(ask(1)), timeout=0.5)
         assert len(server.requests) == 3
+
+
+UNPRICED = {"model": "openai/gpt-4o-mini", "prices": {}}
+"""Known to LiteLLM only: 0.15 and 0.60 dollars per million tokens."""
+
+
+async def test_a_model_that_only_litellm_has_a_price_of_stays_within_its_budget(run: RunDirectory) -> None:
+    # 40 calls of $0.0006 each, and at most $0.0007: a cent's worth of them at a time, all at once.
+    with ScriptedJudgeServer(Reply("fine", input_tokens=100, output_tokens=1000, delay=0.01)) as server:
+        judge, actor = client(server.base, JudgeLimits(dollars=0.01), run, **UNPRICED)
+        answers = await asyncio.gather(*(judge(ask(number)) for number in range(40)), return_exceptions=True)
+        paid = [answer for answer in answers if not isinstance(answer, BaseException)]
+        assert all(isinstance(answer, BudgetSpent) for answer in answers if isinstance(answer, BaseException))
+        billed = len(server.requests) * (100 * 0.15 + 1000 * 0.60) / 1e6
+    assert 0.009 < billed <= 0.01
+    assert sum(answer.dollars for answer in paid) == pytest.approx(billed)
+    assert actor._limiter.spent == pytest.approx(billed)
+
+
+@pytest.mark.parametrize("prices", [{}, {"another": PRICE}])
+async def test_a_budget_without_any_known_price_is_refused(run: RunDirectory, prices: dict[str, Price]) -> None:
+    with ScriptedJudgeServer() as server:
+        judge, _ = client(server.base, JudgeLimits(dollars=1.0), run, prices=prices)
+        with pytest.raises(ValueError, match="no price of openai/scripted is known; give it"):
+            await judge.check()
+    assert server.requests == []
+
+
+ABSURD = [
+    {},
+    {"prompt_tokens": -100, "completion_tokens": -10, "total_tokens": -110},
+    {"prompt_tokens": 100, "completion_tokens": -10, "total_tokens": 90},
+    {"prompt_tokens": -100, "completion_tokens": 10, "total_tokens": -90},
+    {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    {"prompt_tokens": 100, "completion_tokens": 0, "total_tokens": 100},
+    {"prompt_tokens": 100, "completion_tokens": 10**9, "total_tokens": 10**9},
+    {"prompt_tokens": 10**9, "completion_tokens": 10, "total_tokens": 10**9},
+    {"prompt_tokens": 100, "completion_tokens": 10, "prompt_tokens_details": {"cached_tokens": -5}},
+]
+
+
+@pytest.mark.parametrize("usage", ABSURD)
+async def test_a_reply_without_a_usage_that_can_be_true_is_booked_at_the_most_it_may_cost(
+    run: RunDirectory, usage: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ScriptedJudgeServer(Reply("fine", usage=usage)) as server:
+        judge, actor = client(server.base, JudgeLimits(dollars=2.5), run)
+        first = await judge(ask(0))
+        assert (first.text, first.dollars, first.estimated_dollars, first.usage_known) == ("fine", 1.0, 1.0, False)
+        await judge(ask(1))
+        with pytest.raises(BudgetSpent, match=r"\$2\.0000"):
+            await judge(ask(2))
+    assert actor._limiter.spent == 2.0
+    # Said once.
+    assert caplog.text.count("no usage that could be true") == 1
+
+
+async def test_a_judge_that_does_not_say_its_usage_is_found_out_before_a_budget_depends_on_it(
+    run: RunDirectory,
+) -> None:
+    with ScriptedJudgeServer(Reply("OK", usage={})) as server:
+        judge, _ = client(server.base, JudgeLimits(dollars=10.0), run)
+        with pytest.raises(
+            JudgeUnavailable, match=r"do not say their usage .*judge\.limits\.dollars=10 would be a guess"
+        ):
+            await judge.check()
+        unlimited, _ = client(server.base, None, run)
+        await unlimited.check()
+
+
+async def test_chinese_does_not_overrun_what_a_lease_holds(run: RunDirectory) -> None:
+    # Two tokens a character, as some tokenizers make of rare ones.
+    text = "评分" * 2000
+    price = {"scripted": Price(input=100.0, output=0.0)}
+    with ScriptedJudgeServer(Reply("fine", input_tokens=2 * len(text))) as server:
+        judge, actor = client(server.base, JudgeLimits(dollars=1.2), run, prices=price)
+        with pytest.raises(BudgetSpent):
+            await judge(ask(0, text))
+        judge, actor = client(server.base, JudgeLimits(dollars=2.0), run, prices=price)
+        results = await asyncio.gather(*(judge(ask(number, text)) for number in range(5)), return_exceptions=True)
+    assert sum(isinstance(result, BudgetSpent) for result in results) == 4
+    assert actor._limiter.spent == pytest.approx(0.8, rel=0.01)
+
+
+async def test_requests_that_timed_out_may_be_billed_and_are_booked(run: RunDirectory) -> None:
+    late = Reply("late", delay=3.0)
+    with ScriptedJudgeServer(late, late, Reply("fine", output_tokens=100)) as server:
+        judge, actor = client(
+            server.base, JudgeLimits(dollars=10.0), run, request_timeout_seconds=0.4, max_outage_seconds=0
+        )
+        completion = await judge(ask(0))
+    assert completion.requests == 3
+    assert completion.dollars == pytest.approx(2.1)
+    assert completion.estimated_dollars == pytest.approx(2.0)
+    assert actor._limiter.spent == pytest.approx(2.1)
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
+async def test_requests_that_the_endpoint_answered_with_an_error_cost_nothing(run: RunDirectory, status: int) -> None:
+    with ScriptedJudgeServer(Reply("fine", output_tokens=100), Reply("no", status), Reply("fine")) as server:
+        judge, actor = client(server.base, JudgeLimits(dollars=10.0), run)
+        await judge(ask(0))
+        await judge(ask(1))
+    assert actor._limiter.spent == pytest.approx(0.1 if status < 429 else 0.11)
+
+
+async def test_a_call_that_is_cancelled_under_way_is_booked(run: RunDirectory) -> None:
+    with ScriptedJudgeServer(Reply("fine", delay=5.0)) as server:
+        judge, actor = client(server.base, JudgeLimits(dollars=10.0), run)
+        call = asyncio.create_task(judge(ask(0)))
+        await asyncio.to_thread(server.asked.wait)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0)
+    assert actor._limiter.spent == 1.0
+
+
+def outage(*during: Reply, before: int = 0, times: int = 1) -> list[Reply]:
+    return [Reply("fine")] * before + list(during) * times + [Reply("fine")]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Reply("overloaded", 503),
+        Reply("boom", 500),
+        Reply("slow down", 429),
+        Reply("overloaded", 529),
+        Reply(raw="<html>bad gateway</html>", status=502),
+    ],
+)
+async def test_an_outage_pauses_everybody_and_drops_nothing(
+    run: RunDirectory, trouble: Reply, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with ScriptedJudgeServer(*outage(trouble, before=5, times=80)) as server:
+        # One failure of its own would end a call: none of these is.
+        judge, _ = client(server.base, None, run, max_attempts=1)
+        await asyncio.gather(*(judge(ask(number)) for number in range(5)))
+        answers = await asyncio.gather(*(judge(ask(number)) for number in range(100, 120)))
+        assert [answer.error for answer in answers] == [None] * 20
+        questions = [body for body in server.requests if "word OK" in body["messages"][0]["content"]]
+    # What was under way is tried three times, and then there is one small question at a time.
+    assert len(questions) >= 20
+    assert len(server.requests) <= 5 + 81 + 20
+    lines = [record.getMessage() for record in caplog.records]
+    assert [("answers nobody" in line, "answers again" in line) for line in lines] == [(True, False), (False, True)]
+
+
+async def test_an_outage_beyond_the_limit_stops_the_run_resumable(run: RunDirectory) -> None:
+    with ScriptedJudgeServer(Reply("overloaded", 503)) as server:
+        judge, _ = client(server.base, None, run, max_outage_seconds=0.5)
+        results = await asyncio.gather(*(judge(ask(number)) for number in range(10)), return_exceptions=True)
+    assert all(isinstance(result, JudgeUnavailable) for result in results)
+    assert "judge.max_outage_seconds=0.5" in str(results[0])
+    assert "overloaded" in str(results[0])
+    assert "\n" not in str(results[0])
+
+
+async def test_a_prompt_that_breaks_the_judge_fails_its_call_and_no_other(run: RunDirectory) -> None:
+    """Every other request is answered, the small question as well: it is not the judge."""
+    with ScriptedJudgeServer(Reply("fine")) as server:
+        server.fails_on = "poison"
+        judge, _ = client(server.base, None, run)
+        poisoned = await judge(ask(0, "poison"))
+        assert poisoned.error is not None
+        # Alone it is repeated until the small question is due.
+        assert 4 <= poisoned.requests <= 12
+        assert (await judge(ask(1))).error is None
+
+
+FLAGGED = Reply("Your chosen model requires moderation and your input was flagged for violence", 403)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [(FLAGGED, "flagged"), (Reply("who are you?", 401), "who"), (Reply("no such model", 404), "no")],
+)
+async def test_a_single_refusal_amid_successes_fails_its_call_only(
+    run: RunDirectory, trouble: Reply, says: str
+) -> None:
+    script = ([Reply("fine")] * 4 + [trouble]) * 4 + [Reply("fine")]
+    with ScriptedJudgeServer(*script) as server:
+        judge, _ = client(server.base, None, run)
+        answers = [await judge(ask(number)) for number in range(21)]
+    failed = [answer for answer in answers if answer.error is not None]
+    assert len(failed) == 4
+    assert all(says in (answer.error or "") for answer in failed)
+
+
+async def test_flagged_prompts_one_after_the_other_stop_nothing(run: RunDirectory) -> None:
+    with ScriptedJudgeServer(*[FLAGGED] * 10, Reply("fine")) as server:
+        judge, _ = client(server.base, None, run)
+        assert [(await judge(ask(number))).error is None for number in range(11)] == [False] * 10 + [True]
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+async def test_a_refusal_that_repeats_stops_the_run(run: RunDirectory, status: int) -> None:
+    with ScriptedJudgeServer(*[Reply("fine")] * 50, Reply("no longer", status)) as server:
+        judge, _ = client(server.base, None, run)
+        for number in range(50):
+            await judge(ask(number))
+        assert (await judge(ask(50))).error is not None
+        assert (await judge(ask(51))).error is not None
+        with pytest.raises(JudgeUnavailable, match="refused"):
+            await judge(ask(52))
+    assert len(server.requests) == 53

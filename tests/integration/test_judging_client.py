@@ -73,6 +73,109 @@ async def test_no_temperature_is_sent_when_it_is_null() -> None:
     assert "temperature" not in server.requests[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "sent"),
+    [
+        # GPT-5 reasons, and then takes no temperature; GPT-5.4 does not unless it is told to.
+        ("openai/gpt-5", {}, {"max_completion_tokens": 16384}),
+        ("openai/gpt-5", {"reasoning_effort": "low"}, {"max_completion_tokens": 16384, "reasoning_effort": "low"}),
+        ("openai/gpt-5.4", {}, {"max_completion_tokens": 16384, "temperature": 0.1}),
+        (
+            "openai/gpt-5.4",
+            {"reasoning_effort": "high"},
+            {"max_completion_tokens": 16384, "reasoning_effort": "high"},
+        ),
+        ("openai/o3", {}, {"max_completion_tokens": 16384}),
+        ("hosted_vllm/own", {}, {"max_tokens": 16384, "temperature": 0.1}),
+    ],
+)
+async def test_what_litellm_knows_a_model_to_refuse_is_not_sent(
+    model: str, changes: dict[str, object], sent: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ScriptedJudgeServer() as server:
+        client = LiteLLMClient(config(server.base, model=model, **changes))
+        await client(ask())
+        await client(ask())
+    for body in server.requests:
+        named = {name: body[name] for name in body.keys() - {"model", "messages"}}
+        assert named == sent
+    left_out = "temperature" not in sent
+    assert caplog.text.count("takes no temperature: judge.temperature=0.1 is not sent") == int(left_out)
+
+
+async def test_an_effort_that_a_model_does_not_know_is_told_with_its_key() -> None:
+    with ScriptedJudgeServer() as server:
+        client = LiteLLMClient(config(server.base, model="openai/gpt-4o", reasoning_effort="low"))
+        with pytest.raises(JudgeUnavailable, match=r"judge\.reasoning_effort=low is refused: .*set it to null"):
+            await client.check()
+    assert server.requests == []
+
+
+NO_TEMPERATURE = "Unsupported value: 'temperature' does not support 0.1 with this model. Only the default (1) value is"
+NO_MAX_TOKENS = (
+    "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+)
+
+
+async def test_a_refused_temperature_names_the_key_that_mends_it() -> None:
+    with (
+        ScriptedJudgeServer(Reply(NO_TEMPERATURE, 400)) as server,
+        pytest.raises(JudgeUnavailable, match=r"judge\.temperature=null leaves it out"),
+    ):
+        await LiteLLMClient(config(server.base)).check()
+
+
+async def test_an_endpoint_that_knows_max_tokens_by_its_newer_name_gets_it() -> None:
+    with ScriptedJudgeServer(Reply(NO_MAX_TOKENS, 400), Reply("fine")) as server:
+        client = LiteLLMClient(config(server.base))
+        assert [(await client(ask())).text, (await client(ask())).text] == ["fine", "fine"]
+    assert [body.get("max_tokens") for body in server.requests] == [16384, None, None]
+    assert [body.get("max_completion_tokens") for body in server.requests] == [None, 16384, 16384]
+
+
+async def test_reasoning_tokens_are_counted_and_paid() -> None:
+    usage = {
+        "prompt_tokens": 1000,
+        "completion_tokens": 300,
+        "total_tokens": 1300,
+        "completion_tokens_details": {"reasoning_tokens": 250},
+    }
+    # Some endpoints count them in the total only.
+    apart = usage | {"completion_tokens": 50}
+    with ScriptedJudgeServer(Reply(usage=usage), Reply(usage=apart)) as server:
+        client = LiteLLMClient(config(server.base, prices={"scripted": Price(input=1.0, output=10.0)}))
+        for completion in (await client(ask()), await client(ask())):
+            assert (completion.output_tokens, completion.reasoning_tokens) == (300, 250)
+            assert completion.dollars == pytest.approx((1000 + 300 * 10) / 1e6)
+
+
+async def test_what_is_written_to_a_prompt_cache_and_long_prompts_have_prices_of_their_own() -> None:
+    price = Price.model_validate(
+        {
+            "input": 3.0,
+            "cached_input": 0.3,
+            "cache_write": 3.75,
+            "output": 15.0,
+            "tiers": [{"above": 2000, "input": 6.0, "cache_write": 7.5, "output": 22.5}],
+        }
+    )
+
+    def usage(prompt: int, cached: int, written: int) -> dict[str, object]:
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": 10,
+            "total_tokens": prompt + 10,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "cache_creation_input_tokens": written,
+        }
+
+    with ScriptedJudgeServer(Reply(usage=usage(2000, 500, 1000)), Reply(usage=usage(2001, 0, 0))) as server:
+        client = LiteLLMClient(config(server.base, prices={"scripted": price}))
+        short, long = await client(ask()), await client(ask())
+    assert short.dollars == pytest.approx((500 * 3.0 + 500 * 0.3 + 1000 * 3.75 + 10 * 15.0) / 1e6)
+    assert long.dollars == pytest.approx((2001 * 6.0 + 10 * 22.5) / 1e6)
+
+
 async def test_a_model_without_configured_price_takes_litellms() -> None:
     with ScriptedJudgeServer(Reply(input_tokens=1000, output_tokens=100)) as server:
         completion = await LiteLLMClient(config(server.base, model="openai/gpt-4o", prices={}))(ask())

@@ -33,6 +33,8 @@ class Reply:
     output_tokens: int = 10
     message: dict[str, Any] = field(default_factory=dict)
     """Further fields of the message: a refusal, tool calls, reasoning."""
+    usage: dict[str, Any] | None = None
+    """Told instead of these; an empty one: the reply says none."""
 
 
 class ScriptedJudgeServer:
@@ -42,6 +44,10 @@ class ScriptedJudgeServer:
         self.script = list(script) or [Reply()]
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.asked = threading.Event()
+        """Set by the first request."""
+        self.fails_on: str | None = None
+        """Prompts with this in them are answered with status 500, outside the script."""
         self.in_flight = 0
         self.most_in_flight = 0
         self._socket = socket.socket()
@@ -69,9 +75,12 @@ class ScriptedJudgeServer:
         body = await request.json()
         reply = self.script[min(len(self.requests), len(self.script) - 1)]
         self.requests.append(body)
+        self.asked.set()
         self.keys.append(request.headers.get("authorization", ""))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.fails_on is not None and self.fails_on in str(body["messages"]):
+            reply = Reply("broken inside", 500)
         await asyncio.sleep(reply.delay)
         self.in_flight -= 1
         if reply.raw is not None:
@@ -90,12 +99,15 @@ class ScriptedJudgeServer:
             "total_tokens": reply.input_tokens + reply.output_tokens,
             "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
         }
+        if reply.usage is not None:
+            usage = reply.usage
         completion = {
             "id": f"scripted-{len(self.requests)}",
             "object": "chat.completion",
             "created": 0,
             "model": body["model"],
             "choices": [choice],
-            "usage": usage,
         }
+        if usage:
+            completion["usage"] = usage
         return JSONResponse(completion, 200, reply.headers)

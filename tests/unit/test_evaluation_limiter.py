@@ -9,23 +9,30 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, ConfigError
-from draco_ray.lab.evaluation.appworld import check_budget
+from draco_ray.judging.limiter import Asked, Ended
+from draco_ray.judging.pricing import check_budget
 from draco_ray.lab.evaluation.limiter_actor import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
 
 LIMITS = JudgeLimits(dollars=1.0)
+CONFIG = JudgeConfig(limits=LIMITS)
+
+
+def asked(dollars: float) -> Asked:
+    return Asked(input_tokens=50, output_tokens=50, dollars=dollars)
 
 
 async def test_the_next_process_goes_on_with_the_book_of_the_last(tmp_path: Path) -> None:
     book = tmp_path / BOOK
     assert dollars_spent(book) == 0.0
-    first = EvaluationLimiterActor(LIMITS, book, lease_seconds=60.0)
+    first = EvaluationLimiterActor(CONFIG, book)
     for cost in (0.25, 0.5):
-        await first.settle(await first.lease(100, 0.5), 50, cost)
+        await first.settle((await first.lease(asked(0.5))).number, Ended(dollars=cost))
     assert dollars_spent(book) == 0.75
-    second = EvaluationLimiterActor(LIMITS, book, lease_seconds=60.0)
+    second = EvaluationLimiterActor(CONFIG, book)
     with pytest.raises(BudgetSpent, match=r"\$0\.7500 of judge\.limits\.dollars=1 is spent"):
-        await second.lease(100, 0.5)
-    await second.settle(await second.lease(100, 0.25), 50, 0.25)
+        await second.lease(asked(0.5))
+    await second.abandon((await second.lease(asked(0.25))).number)
+    # Nobody knows what became of it: it may be billed.
     assert json.loads(book.read_text()) == {"dollars": 1.0}
 
 

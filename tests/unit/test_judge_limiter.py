@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +13,16 @@ from hypothesis import strategies as st
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent
-from draco_ray.judging.limiter import WINDOW_SECONDS, Limiter
+from draco_ray.judging.limiter import (
+    BURST_REQUESTS,
+    LEARNED_AFTER,
+    WINDOW_SECONDS,
+    Asked,
+    Ended,
+    Limiter,
+    WaitingLine,
+)
+from draco_ray.judging.outage import Outage, Trouble
 
 
 class Clock:
@@ -26,37 +38,53 @@ def clock() -> Clock:
     return Clock()
 
 
+def asked(tokens: float, dollars: float = 0.0, kind: str = "") -> Asked:
+    """A request that may write so many tokens."""
+    return Asked(input_tokens=0.0, output_tokens=tokens, dollars=dollars, kind=kind)
+
+
+def ended(tokens: float, dollars: float = 0.0) -> Ended:
+    return Ended(tokens=tokens, output_tokens=tokens, dollars=dollars)
+
+
+def lease(limiter: Limiter, tokens: float = 1.0, dollars: float = 0.0) -> tuple[str, float]:
+    grant, wait = limiter.lease(asked(tokens, dollars))
+    return ("" if grant is None else grant.number), wait
+
+
 def test_without_limits_nobody_waits(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(), clock=clock)
-    assert all(limiter.lease(1e9, 1e9)[1] == 0.0 for _ in range(100))
+    assert all(lease(limiter, 1e9, 1e9)[1] == 0.0 for _ in range(100))
 
 
 def test_requests_wait_until_the_oldest_leaves_the_minute(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(requests_per_minute=2), clock=clock)
-    assert limiter.lease(1, 0)[0] == 1
+    assert lease(limiter)[0]
     clock.now += 10
-    assert limiter.lease(1, 0)[0] == 2
+    assert lease(limiter)[0]
     clock.now += 5
-    assert limiter.lease(1, 0) == (0, WINDOW_SECONDS - 15)
+    assert lease(limiter) == ("", WINDOW_SECONDS - 15)
     clock.now += WINDOW_SECONDS - 15
-    assert limiter.lease(1, 0)[0] == 3
+    assert lease(limiter)[0]
 
 
 def test_settling_gives_tokens_back_that_were_not_used(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    first, _ = limiter.lease(900, 0)
-    assert limiter.lease(500, 0) == (0, WINDOW_SECONDS)
-    limiter.settle(first, 300, 0)
-    assert limiter.lease(500, 0)[1] == 0.0
-    assert limiter.lease(300, 0) == (0, WINDOW_SECONDS)
+    first, _ = lease(limiter, 900)
+    assert lease(limiter, 500) == ("", WINDOW_SECONDS)
+    limiter.settle(first, ended(300))
+    assert lease(limiter, 500)[1] == pytest.approx(0.3 * WINDOW_SECONDS)
+    clock.now += 0.3 * WINDOW_SECONDS
+    assert lease(limiter, 500)[1] == 0.0
+    assert lease(limiter, 300)[1] == pytest.approx(0.7 * WINDOW_SECONDS)
 
 
 def test_a_request_larger_than_the_limit_goes_alone(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(tokens_per_minute=100), clock=clock)
-    limiter.lease(50, 0)
-    assert limiter.lease(5000, 0) == (0, WINDOW_SECONDS)
+    lease(limiter, 50)
+    assert lease(limiter, 5000)[1] == WINDOW_SECONDS
     clock.now += WINDOW_SECONDS
-    assert limiter.lease(5000, 0)[1] == 0.0
+    assert lease(limiter, 5000)[1] == 0.0
 
 
 @settings(deadline=None, max_examples=50)
@@ -68,53 +96,288 @@ def test_in_no_minute_more_than_the_limits(requests: list[tuple[int, int, float]
     for most, used, pause in requests:
         clock.now += pause
         while True:
-            number, wait = limiter.lease(most, 0)
+            number, wait = lease(limiter, most)
             if number:
                 break
             assert 0 < wait <= WINDOW_SECONDS
             clock.now += wait
         used = min(used, most)
         sent.append((clock.now, used))
-        limiter.settle(number, used, 0)
+        limiter.settle(number, ended(used))
     for start, _ in sent:
         within = [tokens for at, tokens in sent if start <= at < start + WINDOW_SECONDS]
         assert len(within) <= 5
         assert sum(within) <= 1000
 
 
+def test_requests_are_spread_over_the_minute(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(requests_per_minute=500), clock=clock)
+    sent: list[float] = []
+    while clock.now < 1000.0 + 3 * WINDOW_SECONDS:
+        number, wait = lease(limiter)
+        if number:
+            sent.append(clock.now - 1000.0)
+        clock.now += wait
+    per_second = [sum(second <= at < second + 1 for at in sent) for second in range(180)]
+    # All 500 left in the first one before; at the minute's end the first ones make room again.
+    assert max(per_second) < 40
+    assert sorted(per_second)[170] <= 10
+    assert sum(per_second[60:120]) >= 0.95 * 500
+    assert all(sum(start <= at < start + WINDOW_SECONDS - 1e-6 for at in sent) <= 500 for start in sent)
+
+
+def test_a_few_requests_may_leave_at_once(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(requests_per_minute=10), clock=clock)
+    assert [lease(limiter)[1] == 0.0 for _ in range(BURST_REQUESTS + 1)] == [True] * BURST_REQUESTS + [False]
+
+
+Draw = Callable[[random.Random], tuple[int, int]]
+"""Tokens of a prompt and of its reply."""
+
+# Prompt and reply tokens of the phases of one DRACO group, as the rule judge and the paper's cost table have them: a
+# prompt of 2 to 26 thousand tokens, replies of some hundred to some thousand tokens with a long tail.
+RECORDED: dict[str, Draw] = {
+    "stage1": lambda r: (r.randint(1500, 2500), int(r.lognormvariate(6.9, 0.3))),
+    "stage2": lambda r: (r.randint(4000, 26000), int(r.lognormvariate(6.3, 0.6))),
+    "union": lambda r: (r.randint(24000, 120000), int(r.lognormvariate(7.6, 0.3))),
+    "score": lambda r: (r.randint(4500, 27000), int(r.lognormvariate(7.6, 0.4))),
+    "credit": lambda r: (r.randint(5000, 28000), int(r.lognormvariate(7.3, 0.5))),
+}
+GROUP = ["stage1"] + ["stage2"] * 6 + ["union"] + ["score"] * 6 + ["credit"] * 6
+
+
+def simulate(
+    limit: float, draws: dict[str, Draw], phases: list[str], *, minutes: int, seed: int, bytes_per_token: float = 4.0
+) -> list[tuple[float, int]]:
+    """Requests that always wait for a lease, each under way for 5 to 40 seconds: when each left and what it used."""
+    clock, dice = Clock(), random.Random(seed)
+    limiter = Limiter(JudgeLimits(tokens_per_minute=limit), clock=clock)
+    under_way: list[tuple[float, str, int, int]] = []
+    sent: list[tuple[float, int]] = []
+    start, number = clock.now, 0
+    pending: tuple[str, int, int] | None = None
+    while clock.now < start + 60 * minutes:
+        under_way.sort()
+        if pending is None:
+            phase = phases[number % len(phases)]
+            prompt, reply = draws[phase](dice)
+            pending, number = (phase, prompt, min(reply, 16384)), number + 1
+        phase, prompt, reply = pending
+        grant, wait = limiter.lease(Asked(input_tokens=prompt * bytes_per_token + 512, output_tokens=16384, kind=phase))
+        if grant is not None:
+            under_way.append((clock.now + dice.uniform(5, 40), grant.number, prompt, reply))
+            sent.append((clock.now - start, prompt + reply))
+            pending = None
+            continue
+        wake = min(clock.now + wait, under_way[0][0] if under_way else math.inf)
+        clock.now = wake
+        while under_way and under_way[0][0] <= clock.now:
+            _, lease_number, prompt, reply = under_way.pop(0)
+            limiter.settle(lease_number, Ended(tokens=prompt + reply, output_tokens=reply))
+    return sent
+
+
+def used(sent: list[tuple[float, int]]) -> list[int]:
+    """Tokens in every minute that begins with a request."""
+    return [sum(tokens for at, tokens in sent if start <= at < start + WINDOW_SECONDS) for start, _ in sent]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("limit", [1_000_000, 3_000_000])
+def test_a_token_limit_is_used_to_nine_tenths_and_never_exceeded(limit: int, seed: int) -> None:
+    sent = simulate(limit, RECORDED, GROUP, minutes=12, seed=seed)
+    assert max(used(sent)) <= limit
+    # After two minutes there is enough to learn from.
+    settled = sum(tokens for at, tokens in sent if 120 <= at < 720)
+    assert settled >= 0.9 * limit * 10
+
+
+def growing() -> Draw:
+    """A judge that begins to think at length in the middle of a run."""
+    calls = 0
+
+    def draw(dice: random.Random) -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        return dice.randint(4000, 8000), int(dice.lognormvariate(6.5 + min(1.5, calls / 800), 0.4))
+
+    return draw
+
+
+def running_away(dice: random.Random) -> tuple[int, int]:
+    """One reply in thirty writes until it is cut."""
+    return dice.randint(3000, 9000), 16384 if dice.random() < 0.03 else int(dice.lognormvariate(6.5, 0.6))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("replies", [growing(), running_away])
+def test_replies_that_grow_longer_or_run_away_do_not_exceed_the_limit(replies: Draw, seed: int) -> None:
+    sent = simulate(1_000_000, {"score": replies}, ["score"], minutes=15, seed=seed)
+    assert max(used(sent)) <= 1_000_000
+
+
+def test_until_enough_of_a_kind_have_ended_the_most_is_held(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
+    for _ in range(LEARNED_AFTER):
+        number, _ = lease(limiter, 400)
+        limiter.settle(number, ended(4))
+        clock.now += 30
+    clock.now += 60
+    assert limiter.lease(asked(400))[1] == 0.0
+    assert limiter.lease(asked(400))[1] == 0.0
+    # Of another kind nothing is known.
+    grant, _ = limiter.lease(asked(990, kind="another"))
+    assert grant is None
+
+
 def test_the_budget_is_never_exceeded_and_says_what_to_do(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
-    first, _ = limiter.lease(1, 0.6)
+    first, _ = lease(limiter, 1, 0.6)
     # It might fit once the first has settled.
-    assert limiter.lease(1, 0.6) == (0, math.inf)
-    limiter.settle(first, 1, 0.2)
-    second, wait = limiter.lease(1, 0.6)
+    assert lease(limiter, 1, 0.6) == ("", math.inf)
+    limiter.settle(first, ended(1, 0.2))
+    second, wait = lease(limiter, 1, 0.6)
     assert wait == 0.0
-    limiter.settle(second, 1, 0.5)
+    limiter.settle(second, ended(1, 0.5))
     assert limiter.spent == pytest.approx(0.7)
     with pytest.raises(BudgetSpent, match=r"\$0\.7000 of judge\.limits\.dollars=1 .*raise judge\.limits\.dollars"):
-        limiter.lease(1, 0.6)
+        lease(limiter, 1, 0.6)
 
 
 def test_a_call_that_can_never_fit_does_not_wait_for_others(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
-    limiter.lease(1, 0.6)
+    lease(limiter, 1, 0.6)
     with pytest.raises(BudgetSpent):
-        limiter.lease(1, 1.1)
+        lease(limiter, 1, 1.1)
 
 
-def test_what_earlier_processes_spent_counts(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(dollars=1.0), spent=0.9, clock=clock)
+def test_what_earlier_processes_spent_counts_and_what_they_had_under_way(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=1.0), spent=0.4, under_way={"a": 0.3}, lease_seconds=600, clock=clock)
+    assert lease(limiter, 1, 0.4) == ("", math.inf)
+    limiter.settle("a", ended(1, 0.1))
+    assert limiter.spent == pytest.approx(0.5)
+    assert lease(limiter, 1, 0.4)[1] == 0.0
     with pytest.raises(BudgetSpent):
-        limiter.lease(1, 0.2)
+        lease(Limiter(JudgeLimits(dollars=1.0), spent=0.9, clock=clock), 1, 0.2)
 
 
-def test_a_lease_of_a_dead_holder_expires(clock: Clock) -> None:
+def test_a_lease_of_a_dead_holder_is_booked_as_possibly_billed(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), lease_seconds=600, clock=clock)
-    number, _ = limiter.lease(1, 0.9)
-    assert limiter.lease(1, 0.9) == (0, math.inf)
+    number, _ = lease(limiter, 1, 0.9)
+    assert lease(limiter, 1, 0.2) == ("", math.inf)
     clock.now += 600
-    assert limiter.lease(1, 0.9)[1] == 0.0
-    # It was alive after all: what it cost is on the books.
-    limiter.settle(number, 1, 0.3)
+    with pytest.raises(BudgetSpent, match=r"\$0\.9000"):
+        lease(limiter, 1, 0.2)
+    # It was alive after all: what it did cost is on the books.
+    limiter.settle(number, ended(1, 0.3))
     assert limiter.spent == pytest.approx(0.3)
+    assert lease(limiter, 1, 0.2)[1] == 0.0
+
+
+def test_a_request_that_was_not_sent_costs_nothing(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=100), clock=clock)
+    number, _ = lease(limiter, 100, 0.9)
+    limiter.give_back(number)
+    assert (limiter.spent, limiter.reserved) == (0.0, 0.0)
+    assert lease(limiter, 100, 0.9)[1] == 0.0
+
+
+def test_where_the_most_was_too_little_the_next_leases_hold_more(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=10.0), clock=clock)
+    number, _ = lease(limiter, 1, 1.0)
+    # The endpoint adds a prompt of its own.
+    limiter.settle(number, ended(1, 3.0))
+    lease(limiter, 1, 1.0)
+    lease(limiter, 1, 1.0)
+    assert lease(limiter, 1, 1.0) == ("", math.inf)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["answer", "die", "cancel", "unsent"]))))
+def test_whatever_happens_the_books_stay_within_the_budget(requests: list[tuple[float, float, str]]) -> None:
+    clock = Clock()
+    limiter = Limiter(JudgeLimits(dollars=2.0), lease_seconds=100, clock=clock)
+    open_leases: list[tuple[str, float]] = []
+    billed = 0.0
+    for most, share, fate in requests:
+        try:
+            number, _ = lease(limiter, 1, most)
+        except BudgetSpent:
+            number = ""
+        if not number:
+            clock.now += 50
+            continue
+        if fate == "answer":
+            open_leases.append((number, most * share))
+        elif fate == "cancel":
+            limiter.abandon(number)
+            billed += most * share
+        elif fate == "die":
+            billed += most * share
+        else:
+            limiter.give_back(number)
+        if len(open_leases) > 3:
+            number, dollars = open_leases.pop(0)
+            limiter.settle(number, ended(1, dollars))
+            billed += dollars
+        assert limiter.spent + limiter.reserved <= 2.0 + 1e-9
+        assert billed <= 2.0 + 1e-9
+
+
+async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
+    line = WaitingLine(limiter)
+    first = await line.lease(asked(1, 1.0))
+    order: list[str] = []
+
+    async def wait(name: str, rank: int) -> None:
+        grant = await line.lease(Asked(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank))
+        order.append(name)
+        await line.settle(grant.number, Ended())
+
+    names = [("stage1 a", 0), ("stage1 b", 0), ("credit", -4), ("score", -3), ("credit late", -4)]
+    tasks = [asyncio.create_task(wait(name, rank)) for name, rank in names]
+    await asyncio.sleep(0)
+    await line.settle(first.number, Ended())
+    await asyncio.gather(*tasks)
+    assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
+
+
+async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    first = await line.lease(asked(1, 1.0))
+    waiting = [asyncio.create_task(line.lease(asked(1, 1.0))) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await line.settle(first.number, Ended())
+    waiting[1].cancel()
+    assert (await waiting[2]).number
+    assert line.limiter.reserved == 1.0
+
+
+async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    first = await line.lease(asked(1, 0.6))
+    waiting = [asyncio.create_task(line.lease(asked(1, 0.6))) for _ in range(3)]
+    await asyncio.sleep(0)
+    await line.settle(first.number, ended(1, 0.5))
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [isinstance(result, BudgetSpent) for result in results] == [True] * 3
+
+
+def test_only_a_small_question_leaves_while_nobody_is_answered(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    for _ in range(3):
+        number, _ = lease(limiter)
+        limiter.settle(number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        _, wait = lease(limiter)
+        assert wait > 0
+        clock.now += wait
+    grant, _ = limiter.lease(asked(1))
+    assert grant is not None
+    assert grant.question
+    assert lease(limiter) == ("", math.inf)
+    limiter.settle(grant.number, ended(1))
+    after, _ = limiter.lease(asked(1))
+    assert after is not None
+    assert not after.question

@@ -10,9 +10,10 @@ import yaml
 
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
-from draco_ray.judging.client import find_price, price_of, retry_after_seconds
 from draco_ray.judging.costs import PhaseCost, cost_table, phase_costs, total_cost
+from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.trouble import retry_after_seconds
 from draco_ray.records import JudgeCall, Phase
 
 TITLES = (

@@ -42,7 +42,7 @@ from draco_ray.benchmarks.tau.server import SERVED, free_port, serve_command, se
 from draco_ray.benchmarks.tau.supervise import run_job
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.judging.client import find_price
+from draco_ray.judging.pricing import find_price
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 from draco_ray.benchmarks.tau.episodes import INFRASTRUCTURE, MISSING, Episode, Tokens
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError
-from draco_ray.judging.client import find_price, price_of
+from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
 from draco_ray.lab.evaluation.results import RolloutResult, Usage
 from draco_ray.lab.evaluation.tables import (

@@ -22,12 +22,12 @@ from ray.exceptions import RayActorError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from draco_ray.config.schema import AgentConfig, DracoConfig, JudgeConfig
+from draco_ray.config.schema import AgentConfig, DracoConfig
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.environments.appworld.data_root import load_split, load_task
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
-from draco_ray.judging.client import find_price
 from draco_ray.judging.model_limits import model_limit
+from draco_ray.judging.pricing import check_budget, find_price, known_price
 from draco_ray.lab.evaluation.appworld_outputs import AppWorldOutputs
 from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
 from draco_ray.lab.evaluation.policies import Checkpoint, Policy, deciding_settings, load_adapter, lora_rank
@@ -144,16 +144,6 @@ def summary(result: SplitResult) -> dict[str, Any]:
     return numbers
 
 
-def check_budget(judge: JudgeConfig, model: str) -> None:
-    """Raises ConfigError for a budget in dollars without a price: what the next call may cost is then unknown."""
-    if judge.limits.dollars is not None and find_price(model, judge.prices) is None:
-        name = model.rpartition("/")[2]
-        raise ConfigError(
-            f"judge.limits.dollars={judge.limits.dollars:g}: no price of {model} is known; give it, in dollars per "
-            f"million tokens, as judge.prices={{{name}: {{input: 2.5, output: 15.0}}}}"
-        )
-
-
 class _Evaluator:
     """The actors of one evaluation and its loop over checkpoints."""
 
@@ -229,6 +219,9 @@ class _Evaluator:
                 "temperature": api.temperature,
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
+                "reasoning_effort": None,
+                # A rollout that is lost here can be played again.
+                "max_outage_seconds": 0.0,
                 "cache": None,
             }
         )
@@ -237,7 +230,7 @@ class _Evaluator:
         if limiter is not None:
             # The actor lives for as long as its handle.
             self._limiter, leases = limiter
-        return ApiPolicy(client=client, priced=find_price(model, config.judge.prices) is not None, leases=leases)
+        return ApiPolicy(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
 
     async def _until_engines_fail(self, work: Awaitable[None]) -> None:
         """Await ``work``, or raise what ended the engines for good."""

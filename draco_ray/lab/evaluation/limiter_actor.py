@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits
+from draco_ray.judging.limiter import Ended
 from draco_ray.judging.limiter_actor import LimiterActor, LimiterClient, start_limiter
+from draco_ray.judging.outage import Verdict
 
 BOOK = "spent.json"
 """In the evaluation directory."""
@@ -20,13 +22,22 @@ BOOK = "spent.json"
 class EvaluationLimiterActor(LimiterActor):
     """An evaluation's limiter."""
 
-    def __init__(self, limits: JudgeLimits, book: Path, lease_seconds: float) -> None:
-        super().__init__(limits, dollars_spent(book), lease_seconds)
+    def __init__(self, config: JudgeConfig, book: Path) -> None:
+        super().__init__(config, dollars_spent(book))
         self._book = book
 
-    async def settle(self, number: int, tokens: float, dollars: float) -> None:
+    async def settle(self, number: str, ended: Ended) -> Verdict:
         """See `LimiterActor.settle`."""
-        await super().settle(number, tokens, dollars)
+        verdict = await super().settle(number, ended)
+        self._keep()
+        return verdict
+
+    async def abandon(self, number: str) -> None:
+        """See `LimiterActor.abandon`."""
+        await super().abandon(number)
+        self._keep()
+
+    def _keep(self) -> None:
         temporary = self._book.with_name(f".{self._book.name}.unfinished")
         temporary.write_text(json.dumps({"dollars": self._limiter.spent}), encoding="utf-8")
         os.replace(temporary, self._book)

@@ -9,8 +9,8 @@ import numpy as np
 
 from draco_ray.config.schema import AgentConfig, Price
 from draco_ray.errors import EnvironmentCrashed
-from draco_ray.judging.client import price_of
 from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.pricing import price_of
 from draco_ray.lab.evaluation.results import Usage
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
 from draco_ray.rollout.agent_prompt import render_agent_prompt

@@ -73,6 +73,9 @@ def _calls(table: pa.Table, step: int) -> list[JudgeCall]:
             seconds=row["seconds"],
             requests=row["requests"],
             error=row["error"],
+            # Runs of earlier versions do not say.
+            reasoning_tokens=row["reasoning_tokens"] or 0,
+            estimated_dollars=row["estimated_dollars"] or 0.0,
         )
         for row in table.to_pylist()
     ]

@@ -1,0 +1,216 @@
+"""What a request may cost at most, what a reply did cost, and where the price comes from.
+
+A price is the configured one (``judge.prices``), else LiteLLM's. A reply whose usage is missing or cannot be true is
+booked at the most that its request may have cost: a budget then holds whatever the endpoint reports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draco_ray.config.schema import JudgeConfig, Price, PriceTier
+from draco_ray.errors import ConfigError
+from draco_ray.records import Message
+
+REQUEST_TOKENS = 512
+"""Beside the messages' text: the chat template's own tokens, and what an endpoint puts in front."""
+MESSAGE_TOKENS = 16
+CREDIBLE_TIMES, CREDIBLE_MORE = 4, 10_000
+"""A reply's usage is taken for true up to so many times the most that it should be, and so many tokens more: some
+endpoints add a prompt of their own, and some count thinking beside ``max_tokens``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one reply."""
+
+    input_tokens: int
+    cached_tokens: int
+    """The part of the input that came from the provider's prompt cache."""
+    written_tokens: int
+    """The part of the input that was written to it."""
+    output_tokens: int
+    """Reasoning included."""
+    reasoning_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Most:
+    """The most that one request may take."""
+
+    input_tokens: int
+    output_tokens: int
+    dollars: float
+    """0 without a price."""
+
+
+def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
+    """The configured price of ``model``: by its full name, else by its name without provider and organisation."""
+    return prices.get(model) or prices.get(model.rsplit("/", 1)[-1])
+
+
+def known_price(judge: JudgeConfig, model: str) -> Price | None:
+    """The configured price of ``model``, else LiteLLM's; None where neither is known."""
+    return find_price(model, judge.prices) or _litellm_price(model, judge.extra_body)
+
+
+def check_budget(judge: JudgeConfig, model: str) -> None:
+    """Make sure that a budget in dollars can be kept.
+
+    Raises:
+        ConfigError: there is one and no price of ``model``: what the next call may cost is then unknown.
+    """
+    dollars = judge.limits.dollars
+    if dollars is not None and known_price(judge, model) is None:
+        name = model.rpartition("/")[2]
+        raise ConfigError(
+            f"judge.limits.dollars={dollars:g}: no price of {model} is known; give it, in dollars per million tokens, "
+            f"as judge.prices={{{name}: {{input: 2.5, output: 15.0}}}}"
+        )
+
+
+def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens: int, written_tokens: int = 0) -> float:
+    """Dollars for one answer.
+
+    Args:
+        price: of the model. The tier with the largest ``above`` that the input exceeds holds for the whole answer.
+        input_tokens: all of them.
+        cached_tokens: the part of them that costs the cached price.
+        output_tokens: reasoning included.
+        written_tokens: the part of the input that costs the price of writing to the prompt cache.
+    """
+    rates = _rates(price, input_tokens)
+    fresh = input_tokens - cached_tokens - written_tokens
+    return (
+        fresh * rates.input
+        + cached_tokens * (rates.input if rates.cached_input is None else rates.cached_input)
+        + written_tokens * (rates.input if rates.cache_write is None else rates.cache_write)
+        + output_tokens * rates.output
+    ) / 1e6
+
+
+def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, sent: Mapping[str, Any]) -> Most:
+    """The most that a request may take.
+
+    No tokenizer makes more tokens than there are bytes in UTF-8: a digit is one where each is a token of its own, a
+    Chinese character up to three.
+
+    Args:
+        price: of the model.
+        messages: the request's.
+        max_tokens: of the reply.
+        sent: what else the endpoint may count as input, such as a JSON schema.
+    """
+    text = sum(len(message.content.encode("utf-8", "surrogatepass")) + MESSAGE_TOKENS for message in messages)
+    more = len(json.dumps(sent, default=str)) if sent else 0
+    input_tokens = text + more + REQUEST_TOKENS
+    if price is None:
+        return Most(input_tokens=input_tokens, output_tokens=max_tokens, dollars=0.0)
+    rates: list[Price | PriceTier] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
+    # How much of the input is cached, or written to the cache, is the provider's to say.
+    inputs = [max(rate.input, rate.cached_input or 0.0, rate.cache_write or 0.0) for rate in rates]
+    dollars = max(
+        (input_tokens * dearest + max_tokens * rate.output) / 1e6 for dearest, rate in zip(inputs, rates, strict=True)
+    )
+    return Most(input_tokens=input_tokens, output_tokens=max_tokens, dollars=dollars)
+
+
+def read_usage(response: Any, most: Most) -> Usage | None:
+    """What a reply says it took; None where it says nothing, or what cannot be true.
+
+    Args:
+        response: LiteLLM's.
+        most: of its request.
+    """
+    usage = getattr(response, "usage", None)
+    details = getattr(usage, "prompt_tokens_details", None)
+    thought = getattr(usage, "completion_tokens_details", None)
+    input_tokens, output_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    total, reasoning = _count(usage, "total_tokens"), _count(thought, "reasoning_tokens")
+    cached = _count(details, "cached_tokens")
+    written = _count(details, "cache_creation_tokens") or _count(usage, "cache_creation_input_tokens")
+    counts = (input_tokens, output_tokens, total, reasoning, cached, written)
+    if None in counts:
+        return None
+    input_tokens, output_tokens, total, reasoning, cached, written = (count or 0 for count in counts)
+    # Some endpoints count reasoning in the total only.
+    output_tokens = max(output_tokens, total - input_tokens, reasoning)
+    choices = getattr(response, "choices", None) or ()
+    said = any(getattr(choice.message, "content", None) for choice in choices)
+    if input_tokens == 0 or (said and output_tokens == 0):
+        return None
+    for count, expected in ((input_tokens, most.input_tokens), (output_tokens, most.output_tokens)):
+        if count > CREDIBLE_TIMES * expected + CREDIBLE_MORE:
+            return None
+    cached = min(cached, input_tokens)
+    return Usage(
+        input_tokens=input_tokens,
+        cached_tokens=cached,
+        written_tokens=min(written, input_tokens - cached),
+        output_tokens=output_tokens,
+        reasoning_tokens=min(reasoning, output_tokens),
+    )
+
+
+def reported_cost(response: Any) -> float | None:
+    """LiteLLM's own figure for a reply, which knows service tiers and the like; None where it has none."""
+    cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
+    return float(cost) if isinstance(cost, int | float) and math.isfinite(cost) and cost > 0 else None
+
+
+def _count(holder: Any, name: str) -> int | None:
+    """A number of tokens; 0 where nothing is said, None where it is no such number."""
+    value = getattr(holder, name, None)
+    if value is None:
+        return 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _rates(price: Price, input_tokens: int) -> Price | PriceTier:
+    return max((tier for tier in price.tiers if tier.above < input_tokens), key=lambda tier: tier.above, default=price)
+
+
+def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    try:
+        key = litellm.get_model_info(model)["key"]
+    except Exception:
+        # What it raises for a model it does not know is of no class of its own.
+        return None
+    listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
+    tier = extra_body.get("service_tier")
+
+    def per_million(name: str) -> float | None:
+        value = listed.get(f"{name}_{tier}") or listed.get(name)
+        return float(value) * 1e6 if isinstance(value, int | float) and value >= 0 else None
+
+    def rates(suffix: str) -> dict[str, float | None]:
+        names = {
+            "input": "input_cost_per_token",
+            "cached_input": "cache_read_input_token_cost",
+            "cache_write": "cache_creation_input_token_cost",
+            "output": "output_cost_per_token",
+        }
+        return {field: per_million(f"{name}{suffix}") for field, name in names.items()}
+
+    base = rates("")
+    # It lists models whose price it does not know as free.
+    if not base["input"] or base["output"] is None:
+        return None
+    thresholds = {
+        match[1] for name in listed if (match := re.fullmatch(r"input_cost_per_token_above_(\d+)k_tokens", name))
+    }
+    tiers = [
+        {"above": int(threshold) * 1000}
+        | {field: base[field] if rate is None else rate for field, rate in rates(f"_above_{threshold}k_tokens").items()}
+        for threshold in sorted(thresholds, key=int)
+    ]
+    return Price.model_validate(base | {"tiers": tiers})

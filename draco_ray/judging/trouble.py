@@ -1,0 +1,124 @@
+"""Why a request failed, out of what LiteLLM raised: whose fault it is, and whether it may be billed all the same."""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import time
+from collections.abc import Iterator, Mapping
+
+from draco_ray.judging.outage import Trouble
+
+_REFUSED = {401, 402, 403, 404}
+_TIMED_OUT = {408, 504, 522, 524}
+_AGAIN = {425, 429}
+_FLAGGED = re.compile(r"flagged|moderat|content[ _-]?(policy|filter|management)|safety|prohibited|inappropriate", re.I)
+_TOO_LARGE = re.compile(r"request too large|too large for|reduce (the|your) (length|prompt|message)", re.I)
+_ADVICE = (
+    (re.compile(r"temperature", re.I), "judge.temperature=null leaves it out"),
+    (re.compile(r"max_(completion_)?tokens", re.I), "judge.max_tokens sets it"),
+    (re.compile(r"reasoning_effort|reasoning\.effort", re.I), "judge.reasoning_effort=null leaves it out"),
+    (re.compile(r"response_format|json_schema", re.I), "judge.structured_output=false leaves it out"),
+)
+
+
+def classify(error: BaseException) -> Trouble:
+    """Whose fault it is."""
+    status, text = _status(error), str(error)
+    if _quota_spent(error):
+        return Trouble.QUOTA_SPENT
+    if status == 403 and _FLAGGED.search(text):
+        return Trouble.OWN
+    if status in _REFUSED or (status == 400 and "LLM Provider NOT provided" in text):
+        return Trouble.REFUSED
+    if status == 429 and _TOO_LARGE.search(text):
+        # Larger than a minute's allowance: it would never pass.
+        return Trouble.OWN
+    if isinstance(error, TimeoutError) or status in _TIMED_OUT:
+        return Trouble.TIMED_OUT
+    if status in _AGAIN:
+        return Trouble.RATE_LIMITED
+    if status is None or status >= 500 or 200 <= status < 300:
+        return Trouble.UNAVAILABLE
+    return Trouble.OWN
+
+
+def possibly_billed(error: BaseException) -> bool:
+    """Whether a reply may have been made: the request was sent, and the endpoint did not answer it with an error."""
+    import httpx
+
+    for cause in _causes(error):
+        if isinstance(cause, (httpx.ConnectError, httpx.ConnectTimeout, ConnectionRefusedError)):
+            return False
+        if isinstance(cause, httpx.HTTPStatusError):
+            # A gateway's time is up; what is behind it may go on.
+            return cause.response.status_code in _TIMED_OUT
+    return classify(error) in (Trouble.TIMED_OUT, Trouble.UNAVAILABLE)
+
+
+def unconnected(error: BaseException) -> bool:
+    """Whether no connection was made; LiteLLM reports that as a 500 with the cause behind it."""
+    import httpx
+
+    connecting = (httpx.ConnectError, httpx.ConnectTimeout, ConnectionRefusedError)
+    return any(isinstance(cause, connecting) for cause in _causes(error))
+
+
+def advice(error: BaseException) -> str:
+    """The key that mends a refused parameter, as the end of a message; empty where none does."""
+    text = str(error)
+    if _status(error) not in (400, 422) or not re.search(
+        r"unsupported|not support|invalid|unknown|unrecognized", text, re.I
+    ):
+        return ""
+    found = [key for pattern, key in _ADVICE if pattern.search(text)]
+    return f"; {'; '.join(found)}" if found else ""
+
+
+def wants_completion_tokens(error: BaseException) -> bool:
+    """Whether the endpoint knows ``max_tokens`` under its newer name only."""
+    return _status(error) == 400 and "max_completion_tokens" in str(error) and "max_tokens" in str(error)
+
+
+def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
+    """How long the server asks us to wait: ``retry-after-ms``, or ``retry-after`` in seconds or as a date."""
+    try:
+        if "retry-after-ms" in headers:
+            seconds = float(headers["retry-after-ms"]) / 1000
+        elif "retry-after" in headers:
+            value = headers["retry-after"]
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        else:
+            return None
+    except (TypeError, ValueError):
+        return None
+    # A NaN compares false with everything.
+    return max(seconds, 0.0) if seconds < float("inf") else None
+
+
+def headers_of(error: BaseException) -> Mapping[str, str]:
+    """Headers of the answer behind an error, keys in lower case."""
+    response = getattr(error, "response", None)
+    found = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", None) or {}
+    return {str(name).lower(): str(value) for name, value in found.items()}
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _quota_spent(error: BaseException) -> bool:
+    body = getattr(error, "body", None)
+    named = (body.get("code"), body.get("type")) if isinstance(body, dict) else ()
+    return "insufficient_quota" in named or (_status(error) == 429 and "insufficient_quota" in str(error))

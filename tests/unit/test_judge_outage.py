@@ -1,0 +1,161 @@
+"""What a failed request means for the judge, its call and everybody's next request, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from draco_ray.config.schema import JudgeLimits
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter
+from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Outage, Trouble, Verdict
+
+NOBODY = math.inf
+
+
+def down(outage: Outage, now: float, trouble: Trouble = Trouble.UNAVAILABLE, rounds: int = ROUNDS_TO_ASK) -> float:
+    """Requests fail as soon as one may be sent; returns the time."""
+    for _ in range(rounds):
+        now += outage.seconds_to_wait(now)
+        assert outage.failed(trouble, "503 overloaded", None, now, now) is Verdict.AGAIN
+    return now
+
+
+def test_everybody_waits_longer_each_time_until_somebody_is_answered() -> None:
+    outage = Outage(max_seconds=600, max_backoff_seconds=8)
+    now, waits = 0.0, []
+    for _ in range(6):
+        outage.failed(Trouble.UNAVAILABLE, "503", None, now, now)
+        waits.append(outage.seconds_to_wait(now))
+        now += waits[-1]
+    for wait, most in zip(waits, [1, 2, 4, 8, 8, 8], strict=True):
+        assert most / 2 <= wait <= most
+    outage.answered(now)
+    assert outage.seconds_to_wait(now) == 0.0
+
+
+def test_failures_of_requests_that_were_sent_before_the_pause_are_one() -> None:
+    outage = Outage(max_seconds=600)
+    for late in range(200):
+        outage.failed(Trouble.UNAVAILABLE, "503", None, 0.0, 0.1 + late / 1000)
+    assert outage.seconds_to_wait(0.3) <= 1.0
+    assert not outage.must_ask()
+
+
+def test_a_rate_limit_makes_everybody_wait_as_long_as_it_says() -> None:
+    outage = Outage(max_seconds=600)
+    outage.failed(Trouble.RATE_LIMITED, "429", 7.0, 0.0, 0.0)
+    assert 7.0 <= outage.seconds_to_wait(0.0) <= 7.7
+    # Somebody who was sent earlier is answered: the allowance is as spent as it was.
+    outage.answered(1.0)
+    assert outage.seconds_to_wait(1.0) >= 6.0
+
+
+def test_an_outage_is_one_line_with_the_times_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage(max_seconds=3600, who="judge openai/x at http://h/v1")
+    caplog.set_level(logging.WARNING)
+    now = down(outage, 0.0, rounds=9)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "judge openai/x at http://h/v1 answers nobody (503 overloaded): judging is paused, nothing is"
+    )
+    assert "judge.max_outage_seconds=3600" in line
+    pause = outage.pause(now)
+    assert pause is not None
+    assert pause.lasted == pytest.approx(now)
+    assert pause.gives_up == pytest.approx(3600 - now)
+    assert 0 < pause.next_try <= 60
+    caplog.clear()
+    outage.answered(now + 200)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "answers again after" in line
+    assert outage.pause(now + 200) is None
+
+
+def test_a_request_that_hangs_is_not_repeated_by_everybody_before_a_small_question_is() -> None:
+    outage = Outage(max_seconds=600)
+    down(outage, 600.0, Trouble.TIMED_OUT, rounds=1)
+    assert outage.must_ask()
+
+
+def test_an_outage_ends_the_run_when_it_has_lasted_too_long() -> None:
+    outage = Outage(max_seconds=100, who="judge m")
+    now = down(outage, 0.0)
+    assert outage.given_up(now) is None
+    assert "judge m: no answer for 1" in (outage.given_up(101.0) or "")
+    assert "judge.max_outage_seconds=100" in (outage.given_up(101.0) or "")
+    outage.answered(102.0)
+    assert outage.given_up(1000.0) is None
+
+
+def test_a_refusal_stops_a_run_that_was_never_answered_and_else_fails_its_call_until_it_repeats() -> None:
+    outage = Outage()
+    assert outage.failed(Trouble.REFUSED, "401", None, 0, 0) is Verdict.STOP
+    for _ in range(1000):
+        outage.answered(1.0)
+        assert outage.failed(Trouble.REFUSED, "404", None, 1, 1) is Verdict.FAIL
+    outage.answered(2.0)
+    verdicts = [outage.failed(Trouble.REFUSED, "401", None, 2, 2) for _ in range(REFUSALS_TO_STOP)]
+    assert verdicts == [Verdict.FAIL] * (REFUSALS_TO_STOP - 1) + [Verdict.STOP]
+    outage.answered(3.0)
+    assert outage.failed(Trouble.QUOTA_SPENT, "quota", None, 3, 3) is Verdict.STOP
+
+
+def test_a_flagged_prompt_fails_its_call_however_often() -> None:
+    outage = Outage()
+    assert {outage.failed(Trouble.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {Verdict.FAIL}
+
+
+def test_without_patience_nobody_waits_for_others() -> None:
+    outage = Outage()
+    down(outage, 0.0, rounds=50)
+    assert outage.seconds_to_wait(0.0) == 0.0
+    assert outage.given_up(1e9) is None
+
+
+class Pool:
+    """Many calls against a judge that is down for a while; each asks again until it is answered."""
+
+    def __init__(self, *, minutes_down: float, max_outage: float) -> None:
+        self.now = 0.0
+        self.minutes_down = minutes_down
+        outage = Outage(max_seconds=max_outage, max_backoff_seconds=60.0)
+        self.limiter = Limiter(JudgeLimits(), outage=outage, clock=lambda: self.now)
+        self.sent = self.questions = 0
+
+    def run(self, calls: int) -> int:
+        """Calls that were answered."""
+        waiting, answered = calls, 0
+        while waiting:
+            grant, wait = self.limiter.lease(Asked(input_tokens=1, output_tokens=1))
+            if grant is None:
+                assert wait < NOBODY
+                self.now += wait
+                continue
+            well = self.now >= 60 * self.minutes_down
+            self.limiter.settle(grant.number, Ended(trouble=None if well else Trouble.UNAVAILABLE, reason="503"))
+            self._count(grant)
+            if well and not grant.question:
+                waiting, answered = waiting - 1, answered + 1
+        return answered
+
+    def _count(self, grant: Grant) -> None:
+        self.sent += 1
+        self.questions += grant.question
+
+
+def test_an_outage_of_minutes_drops_nothing_and_is_asked_about_once_a_minute() -> None:
+    pool = Pool(minutes_down=20, max_outage=3600)
+    assert pool.run(500) == 500
+    # Two requests before it is called an outage, then one small question a minute.
+    assert pool.sent - 500 <= 40
+    assert pool.questions >= 20
+
+
+def test_an_outage_beyond_the_limit_stops_the_run() -> None:
+    pool = Pool(minutes_down=120, max_outage=3600)
+    with pytest.raises(JudgeUnavailable, match=r"no answer for 1 h 0 min .*judge\.max_outage_seconds=3600"):
+        pool.run(1)
+    assert 3600 <= pool.now <= 3700
