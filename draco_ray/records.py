@@ -203,6 +203,19 @@ class Attribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paid:
+    """What a reply cost when it was made; it travels with the reply wherever that is replayed."""
+
+    call_id: str
+    """Of the call that paid for it."""
+    requests: int
+    dollars: float
+    estimated_dollars: float
+    seconds: float
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeCall:
     """One request to the judge and what came of it: the unit of the archive and of cost accounting."""
 
@@ -231,6 +244,8 @@ class JudgeCall:
     """The part of ``output_tokens`` that was thought and not said."""
     estimated_dollars: float = 0.0
     """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
+    paid: Paid | None = None
+    """Of a reply from the durable cache: how it was paid for."""
 
 
 ValueT = TypeVar("ValueT")

@@ -12,6 +12,7 @@ call waits.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import random
@@ -49,7 +50,7 @@ from draco_ray.judging.trouble import (
     unconnected,
     wants_completion_tokens,
 )
-from draco_ray.records import Message, Phase
+from draco_ray.records import Message, Paid, Phase
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class _Call:
     answers: int = 0
     outages: int = 0
     """Of the pool, at the last lease."""
+    number: str = ""
+    """Of the latest request."""
     guessed: float = 0.0
     """Dollars of requests that may have been billed without a reply."""
     error: BaseException | None = None
@@ -169,10 +172,7 @@ class LiteLLMClient:
         async with self._under_way.setdefault(key, asyncio.Lock()):
             if (stored := await self._cache.get(key)) is not None:
                 return _replay(stored)
-            completion = await self._answer(request, key)
-            if completion.error is None:
-                await self._cache.put(key, _stored(completion))
-            return completion
+            return await self._answer(request, key)
 
     async def _answer(self, request: Request, key: str | None) -> Completion:
         async with self._slots:
@@ -230,7 +230,13 @@ class LiteLLMClient:
         """One request: its reply, or what becomes of the call."""
         import openai
 
-        call.requests += 1
+        call.requests, call.number = call.requests + 1, grant.number
+        if self._cache is not None:
+            try:
+                await self._cache.begin(grant.number, call.most.dollars)
+            except BaseException:
+                await self._leases.give_back(grant.number)
+                raise
         try:
             # LiteLLM's timeout is per read on some transports; this one is the wall clock.
             async with asyncio.timeout(call.timeout):
@@ -238,12 +244,25 @@ class LiteLLMClient:
         # OpenAIError is the base of every error LiteLLM raises for a provider.
         except (openai.OpenAIError, TimeoutError) as error:
             billed = possibly_billed(error)
-            call.note_failure(error, call.most.dollars if billed else 0.0)
-            return await self._leases.settle(grant.number, self._ended(call.most, error, billed))
+            ended = self._ended(call.most, error, billed)
+            call.note_failure(error, ended.dollars)
+            if self._cache is not None:
+                await self._cache.settle(grant.number, ended.dollars)
+            return await self._leases.settle(grant.number, ended)
         except BaseException:
+            # Nobody saw its end: in the book it stays open.
             self._leases.abandon(grant.number)
             raise
         bill = self._bill(response, call.most)
+        completion = self._completion(call, response, bill)
+        if self._cache is not None:
+            # Before anything is made of the reply: from here on no kill loses it, or what it cost.
+            reply = None if call.key is None else (call.key, _stored(completion))
+            try:
+                await self._cache.settle(grant.number, bill.dollars, reply)
+            except BaseException:
+                self._leases.abandon(grant.number)
+                raise
         await self._leases.settle(
             grant.number,
             Ended(
@@ -253,7 +272,7 @@ class LiteLLMClient:
                 estimated=bill.estimated,
             ),
         )
-        return self._completion(call, response, bill)
+        return completion
 
     async def _question(self, grant: Grant) -> None:
         """Ask whether the judge is there at all, with a lease that was meant for more."""
@@ -440,6 +459,7 @@ class LiteLLMClient:
             dollars=call.guessed + bill.dollars,
             estimated_dollars=call.guessed + (bill.dollars if bill.estimated else 0.0),
             usage_known=not bill.estimated,
+            call_id=call.number,
             started_at=call.started_at,
             seconds=time.perf_counter() - call.clock,
             requests=call.requests,
@@ -459,6 +479,7 @@ class LiteLLMClient:
             seconds=time.perf_counter() - call.clock,
             requests=call.requests,
             error=self._one_line(error) + advice(error),
+            call_id=call.number,
         )
 
     def _refused(self, error: BaseException) -> JudgeUnavailable:
@@ -511,16 +532,25 @@ def _litellm() -> Any:
     return litellm
 
 
+_REPLAYED = (
+    "text",
+    "finish_reason",
+    "model",
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "reasoning_tokens",
+    "usage_known",
+)
+_PAID = tuple(each.name for each in dataclasses.fields(Paid))
+
+
 def _stored(completion: Completion) -> dict[str, object]:
-    return {
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "model": completion.model,
-        "input_tokens": completion.input_tokens,
-        "cached_tokens": completion.cached_tokens,
-        "output_tokens": completion.output_tokens,
-    }
+    return {name: getattr(completion, name) for name in (*_REPLAYED, *_PAID)}
 
 
-def _replay(stored: dict[str, Any]) -> Completion:
-    return Completion(**stored, dollars=0.0, started_at=time.time(), seconds=0.0, requests=0)
+def _replay(stored: Mapping[str, Any]) -> Completion:
+    """The stored reply, at no cost; a reply of an earlier version does not say what it cost."""
+    paid = Paid(**{name: stored[name] for name in _PAID}) if all(name in stored for name in _PAID) else None
+    replayed = {name: stored[name] for name in _REPLAYED if name in stored}
+    return Completion(**replayed, paid=paid, dollars=0.0, started_at=time.time(), seconds=0.0, requests=0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from draco_ray.records import Message, Phase
+from draco_ray.records import Message, Paid, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,10 @@ class Completion:
     """The part of ``output_tokens`` that was thought and not said."""
     estimated_dollars: float = 0.0
     """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
+    call_id: str = ""
+    """Unique; of a reply from the durable cache empty."""
+    paid: Paid | None = None
+    """Of a reply from the durable cache: how it was paid for, where that is known."""
     usage_known: bool = True
     """Whether the reply said its usage; the tokens are the most that there can be where it did not."""
 

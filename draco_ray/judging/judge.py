@@ -344,7 +344,7 @@ def _trajectory_values(prompts: Prompts, trajectory: Trajectory) -> dict[str, ob
 
 def _call(phase: Phase, context: CallContext, prompt: str, completion: Completion, error: str | None) -> JudgeCall:
     return JudgeCall(
-        call_id=uuid.uuid4().hex,
+        call_id=completion.call_id or uuid.uuid4().hex,
         phase=phase,
         group=context.group,
         task_id=context.task_id,
@@ -359,6 +359,7 @@ def _call(phase: Phase, context: CallContext, prompt: str, completion: Completio
         reasoning_tokens=completion.reasoning_tokens,
         dollars=completion.dollars,
         estimated_dollars=completion.estimated_dollars,
+        paid=completion.paid,
         started_at=completion.started_at,
         seconds=completion.seconds,
         requests=completion.requests,

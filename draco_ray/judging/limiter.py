@@ -258,6 +258,7 @@ class Limiter:
         under_way: Mapping[str, float] | None = None,
         lease_seconds: float = math.inf,
         outage: Outage | None = None,
+        name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -269,9 +270,11 @@ class Limiter:
             lease_seconds: after which a lease is booked at the most it may cost: whoever held it has died, and its
                 request may have been billed.
             outage: what is known of the judge's health.
+            name: begins every lease's number.
             clock: seconds, for tests.
         """
         self._limits = limits
+        self._name = name
         self._lease_seconds = lease_seconds
         self.outage = outage or Outage()
         self._clock = clock
@@ -325,7 +328,7 @@ class Limiter:
         if question:
             self.outage.ask()
         grant = Grant(
-            number=uuid.uuid4().hex,
+            number=f"{self._name}{uuid.uuid4().hex}",
             answers=self.outage.answers,
             outages=self.outage.unanswered,
             question=question,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Outage, Pause, Verdict
+from draco_ray.judging.reply_cache import read_book
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
 from draco_ray.runs.directory import RunDirectory
@@ -24,7 +27,9 @@ LEASE_GRACE_SECONDS = 60.0
 class LimiterActor:
     """A `WaitingLine` for callers in other processes."""
 
-    def __init__(self, config: JudgeConfig, spent: float) -> None:
+    def __init__(
+        self, config: JudgeConfig, spent: float, under_way: Mapping[str, float] | None = None, name: str = ""
+    ) -> None:
         start_run_log()
         outage = Outage(
             max_seconds=config.max_outage_seconds,
@@ -32,7 +37,9 @@ class LimiterActor:
             who=f"judge {config.model} at {config.api_base or 'its provider'}",
         )
         lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
-        self._limiter = Limiter(config.limits, spent=spent, lease_seconds=lease_seconds, outage=outage)
+        self._limiter = Limiter(
+            config.limits, spent=spent, under_way=under_way, lease_seconds=lease_seconds, outage=outage, name=name
+        )
         self._line = WaitingLine(self._limiter)
 
     async def lease(self, asked: Asked) -> Grant:
@@ -57,11 +64,24 @@ class LimiterActor:
 
 
 class JudgeLimiterActor(LimiterActor):
-    """A run's. What it has paid for is in its archive: neither a resumed run nor a new process starts from nothing."""
+    """A run's. What it has paid for is in the book of its requests: neither a resumed run nor a new process starts from
+    nothing. Calls of a run's archive that are not in the book were made by a version that kept none."""
 
     def __init__(self, config: JudgeConfig, run: Path) -> None:
-        dollars = RunDirectory(run).table("judge_calls", columns=["dollars"]).column("dollars").to_pylist()
-        super().__init__(config, float(sum(dollars)))
+        directory = RunDirectory(run)
+        name = requests_name(config, run)
+        book = read_book(config.cache or directory.judge_cache, name)
+        archive = directory.table("judge_calls", columns=["call_id", "dollars"]).to_pylist()
+        booked = book.settled.keys() | book.under_way.keys()
+        earlier = math.fsum(call["dollars"] for call in archive if call["call_id"] not in booked)
+        spent = earlier + math.fsum(book.settled.values())
+        super().__init__(config, spent, book.under_way, name)
+
+
+def requests_name(config: JudgeConfig, run: Path) -> str:
+    """What the numbers of a run's requests begin with in the book; nothing where the book is the run's own."""
+    own = config.cache is None or config.cache.resolve().is_relative_to(run.resolve())
+    return "" if own else f"{run.name}/"
 
 
 class LimiterClient:

@@ -4,6 +4,10 @@ across epochs.
 Every answer is stored as it arrives, even one that turns out to be malformed: the question that mends it is keyed on
 it, so replaying both costs nothing. When a whole phase fails, its answers are forgotten and the next try asks anew.
 
+The same file holds the book of requests: each is entered with the most that it may cost before it is sent, and with
+what it did cost together with its reply, in one transaction. So whatever is killed, no reply is paid for that is not
+booked; a request whose end nobody saw stays in the book with the most, since it may be billed.
+
 One SQLite file of JSON values. A run directory may come from somebody else, so nothing in it is ever unpickled.
 """
 
@@ -14,9 +18,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,10 +36,30 @@ PICKLED_FILE = "cache.db"
 """Of earlier versions, whose values were pickled."""
 BUSY_SECONDS = 60.0
 """For which a write waits for those of other processes."""
+PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
+SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
-SCHEMA = "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, answer TEXT NOT NULL) STRICT, WITHOUT ROWID"
+SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, answer TEXT NOT NULL) STRICT, WITHOUT ROWID",
+    # dollars: NULL while nobody knows what became of the request.
+    "CREATE TABLE IF NOT EXISTS requests (number TEXT PRIMARY KEY, most REAL NOT NULL, dollars REAL) STRICT",
+)
 
 ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """What the requests of a run have cost, by their numbers; dollars."""
+
+    settled: dict[str, float]
+    under_way: dict[str, float]
+    """Those whose end nobody saw: the most that they may cost."""
+
+    @property
+    def dollars(self) -> float:
+        """All of them."""
+        return math.fsum([*self.settled.values(), *self.under_way.values()])
 
 
 def request_key(request: dict[str, object]) -> str:
@@ -97,7 +123,37 @@ class ReplyCache:
             StoreError: it cannot be kept: nothing more is to be paid for.
         """
         row = (key, json.dumps(answer))
-        await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", row))
+        await self._run(lambda: self._connection.execute(PUT, row))
+
+    async def begin(self, number: str, most: float) -> None:
+        """Enter a request in the book before it is sent.
+
+        Args:
+            number: of its lease.
+            most: dollars that it may cost.
+
+        Raises:
+            StoreError: it cannot be entered: it is not to be sent.
+        """
+        row = (number, most)
+        await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, NULL)", row))
+
+    async def settle(self, number: str, dollars: float, reply: tuple[str, dict[str, object]] | None = None) -> None:
+        """Enter what a request has cost, and store its reply (key, answer) with it.
+
+        Raises:
+            StoreError: they cannot be kept: nothing more is to be paid for.
+        """
+        stored = None if reply is None else (reply[0], json.dumps(reply[1]))
+
+        def write() -> None:
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                if stored is not None:
+                    self._connection.execute(PUT, stored)
+                self._connection.execute(SETTLE, (number, dollars, dollars))
+
+        await self._run(write)
 
     async def forget(self, key: str) -> None:
         """Drop an answer; one that is not there is no error.
@@ -110,7 +166,8 @@ class ReplyCache:
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         """``work``, in the connection's thread."""
         with self._said_plainly():
-            return await asyncio.wrap_future(self._thread.submit(work))
+            # What was paid for is kept even if whoever asked for it is gone.
+            return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work)))
 
     @contextlib.contextmanager
     def _said_plainly(self) -> Iterator[None]:
@@ -137,5 +194,34 @@ def _connect(file: Path) -> sqlite3.Connection:
     # Judge workers on several nodes share the folder; SQLite's write-ahead log and memory maps work on one host only.
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.execute("PRAGMA mmap_size = 0")
-    connection.execute(SCHEMA)
+    for statement in SCHEMA:
+        connection.execute(statement)
     return connection
+
+
+def read_book(folder: Path, run: str = "") -> Book:
+    """The book of a folder of replies; empty where there is none.
+
+    Args:
+        folder: of the cache. It is not changed.
+        run: whose requests; empty: all of them.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    file = folder / FILE
+    found: list[tuple[str, float, float | None]] = []
+    if file.is_file():
+        try:
+            # Another process may be writing: its journal has to be minded, and a killed one's rolled back.
+            with contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as connection:
+                connection.execute("PRAGMA trusted_schema = OFF")
+                if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'requests'").fetchone():
+                    found = connection.execute("SELECT number, most, dollars FROM requests").fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"the book of judge requests in {file} cannot be read: {error}") from None
+    mine = [row for row in found if row[0].startswith(run)]
+    return Book(
+        settled={number: dollars for number, _, dollars in mine if dollars is not None},
+        under_way={number: most for number, most, dollars in mine if dollars is None},
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,7 +12,16 @@ import ray
 
 from draco_ray.errors import StoreError
 from draco_ray.placement import beside_the_driver
-from draco_ray.records import Attribution, Criterion, Evaluation, GroupAdvantages, Judged, ScoredCriterion, Trajectory
+from draco_ray.records import (
+    Attribution,
+    Criterion,
+    Evaluation,
+    GroupAdvantages,
+    JudgeCall,
+    Judged,
+    ScoredCriterion,
+    Trajectory,
+)
 from draco_ray.rollout.worker import summarise
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -23,8 +34,14 @@ from draco_ray.summaries import RolloutSummary
 class RunStoreActor:
     """Writes every part of a step the moment it exists. Its methods are synchronous: Ray then keeps their order."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, requests_name: str = "") -> None:
+        """
+        Args:
+            path: of the run.
+            requests_name: begins the numbers of the judge requests that this run has paid for.
+        """
         self._store = RunStore(RunDirectory(path))
+        self._requests_name = requests_name
         self._failure: str | None = None
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
@@ -36,7 +53,7 @@ class RunStoreActor:
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its verdicts or citations."""
         key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
-        calls = rows.call_rows(step, judged.calls)
+        calls = rows.call_rows(step, map(self._as_paid, judged.calls))
         self._write("judge_calls", step, key, self._with_what_was_paid(step, key, calls))
         value: Sequence[Any] = judged.value or ()
         if value and isinstance(value[0], ScoredCriterion) and rollout is not None:
@@ -113,6 +130,21 @@ class RunStoreActor:
         self._failure = f"run directory {path} cannot be written: {error.strerror or error}; make room there"
         raise StoreError(self._failure) from None
 
+    @cached_property
+    def _booked(self) -> set[str]:
+        """Calls in the archive."""
+        ids = self._store.directory.table("judge_calls", columns=["call_id"]).column("call_id")
+        return set(ids.to_pylist())
+
+    def _as_paid(self, call: JudgeCall) -> JudgeCall:
+        """``call``; a replay as the call that paid for its reply, where a kill kept that one from the archive."""
+        paid = call.paid
+        own = call.requests == 0 and paid is not None and paid.call_id.startswith(self._requests_name)
+        if own and paid is not None and paid.call_id not in self._booked:
+            call = replace(call, **{field.name: getattr(paid, field.name) for field in fields(paid)})
+        self._booked.add(call.call_id)
+        return call
+
     def _with_what_was_paid(self, step: int, key: str, calls: Sequence[Row]) -> list[Row]:
         """``calls``, where a reply from the cache was paid for earlier in this step: its first record."""
         if all(call["requests"] for call in calls):
@@ -121,8 +153,10 @@ class RunStoreActor:
         return [call if call["requests"] else paid.get((call["prompt"], call["reply"]), call) for call in calls]
 
 
-def start_run_store(path: Path, run_name: str) -> Any:
+def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
     """The one writer of a run; its methods run one at a time, in the order they were called.
+
+    The arguments are `RunStoreActor`'s, and the run's name in its own.
 
     All it holds is on disk, and writing the same again changes nothing: a new process carries on.
     """
@@ -135,5 +169,5 @@ def start_run_store(path: Path, run_name: str) -> Any:
             max_restarts=-1,
             max_task_retries=-1,
         )
-        .remote(path)
+        .remote(path, requests_name)
     )

@@ -18,7 +18,7 @@ from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engin
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.appworld.data_root import load_split, load_task
 from draco_ray.errors import ClusterError, DracoError
-from draco_ray.judging.limiter_actor import start_judge_limiter
+from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.worker import Policy, judge_starter
 from draco_ray.lab.planning.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.records import Message
@@ -210,7 +210,7 @@ class Actors:
         if config.algorithm.reward == "rubric":
             self.judges.open()
         self.workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
-        self.store = start_run_store(run.path, name)
+        self.store = start_run_store(run.path, name, requests_name(judge, run.path))
 
     async def start(self) -> None:
         """Return once the judge and every engine answer.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,20 @@ import pytest
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Request
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Asked, Ended, Grant
-from draco_ray.judging.limiter_actor import JudgeLimiterActor
+from draco_ray.judging.limiter_actor import JudgeLimiterActor, requests_name
 from draco_ray.judging.outage import Verdict
-from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.records import Message, Phase
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.records import Judged, Message, Phase, ScoredCriterion
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from draco_ray.runs.store_actor import RunStoreActor
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
-from tests.support.small_run import TASKS, a_call
+from tests.support.small_run import TASKS, a_call, a_trajectory, rubric
 
 pytestmark = pytest.mark.slow
 
@@ -331,3 +337,135 @@ async def test_a_refusal_that_repeats_stops_the_run(run: RunDirectory, status: i
         with pytest.raises(JudgeUnavailable, match="refused"):
             await judge(ask(52))
     assert len(server.requests) == 53
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from draco_ray.runs.directory import RunDirectory
+from tests.integration.test_judge_limits import ask, client
+from draco_ray.config.schema import JudgeLimits
+
+async def main(base, run):
+    judge, _ = client(base, JudgeLimits(dollars=10.0), RunDirectory(Path(run)))
+    for number in range(3):
+        await judge(ask(number))
+        print(number, flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def archived(run: RunDirectory) -> list[tuple[float, int]]:
+    """Dollars and requests of every call in the archive."""
+    table = run.table("judge_calls", columns=["dollars", "requests"])
+    return sorted((row["dollars"], row["requests"]) for row in table.to_pylist())
+
+
+async def phase_of(completion: Completion) -> Judged[tuple[ScoredCriterion, ...]]:
+    """What `Judge` makes of a reply."""
+
+    class Answered:
+        async def __call__(self, request: Request) -> Completion:
+            return completion
+
+        async def forget(self, request: Request) -> None:
+            return None
+
+        async def check(self) -> None:
+            return None
+
+    judge = Judge(Answered(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
+    where = CallContext(group=f"step1/{TASKS[0]}", task_id=TASKS[0], rollout=0)
+    return await judge.score(a_trajectory(1, TASKS[0], 0), rubric(TASKS[0]), where)
+
+
+async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDirectory) -> None:
+    paid, late = Reply("fine", output_tokens=400), Reply("late", delay=600.0)
+    with ScriptedJudgeServer(paid, paid, late, paid) as server:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, server.base, str(run.path), env=environment, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert [await process.stdout.readline() for _ in range(2)] == [b"0\n", b"1\n"]
+        while len(server.requests) < 3:  # noqa: ASYNC110 (another thread's)
+            await asyncio.sleep(0.01)
+        process.kill()
+        await process.wait()
+        assert archived(run) == []
+
+        # Two replies were paid for; the third request was under way and may be billed.
+        book = read_book(run.judge_cache)
+        assert sorted(book.settled.values()) == pytest.approx([0.4, 0.4])
+        assert list(book.under_way.values()) == [1.0]
+        judge, actor = client(server.base, JudgeLimits(dollars=2.9), run)
+        assert actor._limiter.spent == pytest.approx(0.8)
+        assert actor._limiter.reserved == pytest.approx(1.0)
+        completions = [await judge(ask(number)) for number in range(3)]
+        assert [completion.requests for completion in completions] == [0, 0, 1]
+        # 1.2 are spent and 1.0 may be: a fourth, which may cost 1.0, has to wait for what it is.
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(judge(ask(3)), 0.5)
+
+        # The archive books each once, and what is replayed again costs nothing.
+        store = RunStoreActor(run.path)
+        for rollout, completion in enumerate(completions):
+            store.judged(1, TASKS[0], rollout, "score", await phase_of(completion))
+        assert archived(run) == [(0.4, 1)] * 3
+        again = RunStoreActor(run.path)
+        for rollout in range(3):
+            again.judged(2, TASKS[0], rollout, "score", await phase_of(await judge(ask(rollout))))
+        assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
+        # Done again, a step keeps its records.
+        for rollout in range(3):
+            again.judged(1, TASKS[0], rollout, "score", await phase_of(await judge(ask(rollout))))
+        assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
+    _, resumed = client(server.base, JudgeLimits(dollars=3.0), run)
+    assert resumed._limiter.spent == pytest.approx(1.2)
+
+
+async def test_forgotten_and_failed_replies_stay_on_the_books(run: RunDirectory) -> None:
+    with ScriptedJudgeServer(Reply("unusable", output_tokens=400), Reply("again", output_tokens=300)) as server:
+        judge, _ = client(server.base, JudgeLimits(dollars=10.0), run)
+        await judge(ask(0))
+        await judge.forget(ask(0))
+        assert (await judge(ask(0))).text == "again"
+        _, resumed = client(server.base, JudgeLimits(dollars=10.0), run)
+    assert resumed._limiter.spent == pytest.approx(0.7)
+
+
+async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: RunDirectory, tmp_path: Path) -> None:
+    other = RunDirectory.create(tmp_path / "other", "setting: draco\n")
+    shared = tmp_path / "shared"
+    with ScriptedJudgeServer(Reply("fine", output_tokens=400)) as server:
+        config = settings(server.base, JudgeLimits(dollars=10.0), cache=shared)
+
+        def of(directory: RunDirectory) -> tuple[LiteLLMClient, JudgeLimiterActor]:
+            actor = JudgeLimiterActor(config, directory.path)
+            return LiteLLMClient(config, ReplyCache(shared), leases=DirectLeases(actor)), actor
+
+        await of(run)[0](ask(0))
+        judge, actor = of(other)
+        assert actor._limiter.spent == 0.0
+        replayed = await judge(ask(0))
+        assert replayed.requests == 0
+        # Paid for by the first run: not on the second one's bill.
+        store = RunStoreActor(other.path, requests_name(config, other.path))
+        store.judged(1, TASKS[0], 0, "score", await phase_of(replayed))
+        assert archived(other) == [(0.0, 0)]
+        assert of(run)[1]._limiter.spent == pytest.approx(0.4)
+
+
+async def test_a_limiter_that_is_restarted_knows_what_is_under_way(run: RunDirectory) -> None:
+    with ScriptedJudgeServer(Reply("fine", output_tokens=400, delay=0.5)) as server:
+        judge, _ = client(server.base, JudgeLimits(dollars=10.0), run)
+        leases = judge._leases
+        assert isinstance(leases, DirectLeases)
+        call = asyncio.create_task(judge(ask(0)))
+        await asyncio.to_thread(server.asked.wait)
+        # Ray starts the actor anew, under the same name.
+        leases.actor = JudgeLimiterActor(judge._config, run.path)
+        assert (leases.actor._limiter.spent, leases.actor._limiter.reserved) == (0.0, 1.0)
+        await call
+        assert (leases.actor._limiter.spent, leases.actor._limiter.reserved) == (pytest.approx(0.4), 0.0)

@@ -10,10 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.judging.costs import PhaseCost, call_cost, cost_table, phase_costs
+from draco_ray.judging.reply_cache import read_book
 from draco_ray.lab.runs.savings import savings
 from draco_ray.records import JudgeCall, Phase
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.schema import TABLES
+
+LEAST_DOLLARS = 0.00005
+"""Below which four decimals show nothing."""
 
 
 def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
@@ -35,6 +39,11 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
     by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]
     console.print(cost_table(phase_costs(calls)))
+    if (missing := read_book(run.judge_cache).dollars - sum(call.dollars for call in calls)) > LEAST_DOLLARS:
+        console.print(
+            f"beside these ${missing:.4f} for requests of no archived call: questions whether the judge is there, and "
+            "the most that those may have cost which a kill cut off"
+        )
     table = Table(
         "step", "calls", "replayed", "failed", "input", "cached", "output", "dollars", box=None, pad_edge=False
     )
