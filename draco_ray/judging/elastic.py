@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -62,7 +62,8 @@ class ElasticWorkers(Generic[WorkerT]):
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._numbers = itertools.count()
-        self._waiting: deque[asyncio.Future[Place[WorkerT]]] = deque()
+        self._waiting: list[tuple[int, int, asyncio.Future[Place[WorkerT]]]] = []
+        self._arrivals = itertools.count()
         self._full_use_at = -float("inf")
         """When every worker there is was needed last."""
         self._grow_after = -float("inf")
@@ -73,7 +74,7 @@ class ElasticWorkers(Generic[WorkerT]):
     @property
     def waiting(self) -> int:
         """Calls without a slot."""
-        return sum(not future.done() for future in self._waiting)
+        return sum(not future.done() for _, _, future in self._waiting)
 
     @property
     def in_flight(self) -> int:
@@ -114,14 +115,14 @@ class ElasticWorkers(Generic[WorkerT]):
             self._silent.discard(place)
         return come, gone
 
-    async def acquire(self) -> Place[WorkerT]:
-        """A slot of a worker that is up; waits for one, in order of arrival."""
+    async def acquire(self, rank: int = 0) -> Place[WorkerT]:
+        """A slot of a worker that is up; waits for one, the lowest rank first and equals in order of arrival."""
         place = self._free()
         if place is not None and not self.waiting:
             place.calls += 1
             return place
         future: asyncio.Future[Place[WorkerT]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        heapq.heappush(self._waiting, (rank, next(self._arrivals), future))
         try:
             return await future
         except asyncio.CancelledError:
@@ -162,7 +163,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._grow_after = self._clock() + self._idle_seconds
         if not self.places:
             while self._waiting:
-                future = self._waiting.popleft()
+                _, _, future = heapq.heappop(self._waiting)
                 if not future.done():
                     future.set_exception(error)
 
@@ -182,7 +183,7 @@ class ElasticWorkers(Generic[WorkerT]):
 
     def _serve(self) -> None:
         while self._waiting and (place := self._free()) is not None:
-            future = self._waiting.popleft()
+            _, _, future = heapq.heappop(self._waiting)
             if not future.done():
                 place.calls += 1
                 future.set_result(place)

@@ -119,7 +119,7 @@ class Outage:
         if self._since is None or not self.patient or now - self._since < self._max_seconds:
             return None
         return (
-            f"{self._who}: no answer for {_span(now - self._since)} (judge.max_outage_seconds={self._max_seconds:g}), "
+            f"{self._who}: no answer for {span(now - self._since)} (judge.max_outage_seconds={self._max_seconds:g}), "
             f"the last: {self._reason}"
         )
 
@@ -183,14 +183,14 @@ class Outage:
             log.warning(
                 "%s answers nobody (%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
                 "(judge.max_outage_seconds=%g)",
-                *(self._who, reason, _span(self._paused_until - now)),
-                *(_span(self._max_seconds - (now - self._since)), self._max_seconds),
+                *(self._who, reason, span(self._paused_until - now)),
+                *(span(self._max_seconds - (now - self._since)), self._max_seconds),
             )
 
     def _well(self, now: float) -> None:
         self.answers += 1
         if self._since is not None and self._announced:
-            log.warning("%s answers again after %s: judging goes on", self._who, _span(now - self._since))
+            log.warning("%s answers again after %s: judging goes on", self._who, span(now - self._since))
         self._announced = False
         # What a rate limit asked for holds although somebody was answered.
         if self._rounds >= ROUNDS_TO_ASK:
@@ -198,10 +198,10 @@ class Outage:
         self._since, self._rounds = None, 0
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
     """Words for a time.
 
-    >>> _span(59.6), _span(125), _span(3 * 3600 + 59)
+    >>> span(59.6), span(125), span(3 * 3600 + 59)
     ('60 s', '2 min 5 s', '3 h 0 min')
     """
     whole = math.ceil(seconds)

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 WorkerT = TypeVar("WorkerT")
 
+METHODS = ("stage1", "stage2", "union", "merge", "score", "credit")
+"""Of a judge worker, in the order in which a group needs them."""
 ADJUST_SECONDS = 1.0
 """Between two looks at how many judge workers are needed."""
 LOOK_SECONDS = 5.0
@@ -291,7 +293,8 @@ class JudgePool:
         if method in ("union", "merge") and self._union is not None and self._union.up:
             self._union.calls += 1
             return self._union
-        return await self._workers.acquire()
+        # Later phases first: they end groups that are under way.
+        return await self._workers.acquire(-METHODS.index(method))
 
     def _release(self, place: Place[Any]) -> None:
         if place is self._union:

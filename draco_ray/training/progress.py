@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from draco_ray.judging.outage import Pause, span
 from draco_ray.pipeline import Group
+
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the judge is there."""
 
 
 class StepProgress:
@@ -23,6 +28,7 @@ class StepProgress:
             TextColumn("rollouts · {task.fields[judged]} judge phases"),
             TextColumn("· {task.fields[ready]}/{task.fields[groups]} groups"),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -34,7 +40,7 @@ class StepProgress:
         """Begin a step."""
         self._groups = {}
         self._progress.start()
-        self._task = self._progress.add_task(title, total=rollouts, judged=0, ready=0, groups=groups)
+        self._task = self._progress.add_task(title, total=rollouts, judged=0, ready=0, groups=groups, note="")
 
     def update(self, group: Group) -> None:
         """Take in a group's news."""
@@ -54,6 +60,11 @@ class StepProgress:
         if self._task is not None:
             self._progress.advance(self._task)
 
+    def note(self, text: str) -> None:
+        """Say something at the bar's end; empty: nothing any more."""
+        if self._task is not None:
+            self._progress.update(self._task, note=text)
+
     def stop(self) -> None:
         """End the step's bar."""
         # Forgotten first: an interrupt may come between any two lines, and then this runs again.
@@ -61,6 +72,35 @@ class StepProgress:
         if task is not None:
             self._progress.remove_task(task)
         self._progress.stop()
+
+
+async def watch_judge(
+    pause: Callable[[], Awaitable[Pause | None]],
+    progress: StepProgress,
+    console: Console,
+    seconds: float = LOOK_SECONDS,
+) -> None:
+    """Say, until cancelled, that judging is paused and that it goes on: a line each, and a countdown at the bar's end.
+
+    Args:
+        pause: the outage there is, if there is one.
+        progress: where the countdown stands.
+        console: where the lines go.
+        seconds: between two looks.
+    """
+    shown = False
+    while True:
+        found = await pause()
+        if found is not None:
+            countdown = f"next try in {found.next_try:.0f} s, the run stops in {span(found.gives_up)}"
+            progress.note(f"· judge away: {countdown}")
+            if not shown:
+                console.print(f"the judge answers nobody ({found.reason}): judging is paused; {countdown}")
+        elif shown:
+            progress.note("")
+            console.print("the judge answers again: judging goes on")
+        shown = found is not None
+        await asyncio.sleep(seconds)
 
 
 def step_line(metrics: Mapping[str, Any], steps: int) -> str:

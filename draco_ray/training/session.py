@@ -19,6 +19,7 @@ from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.appworld.data_root import load_split, load_task
 from draco_ray.errors import ClusterError, DracoError
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
+from draco_ray.judging.outage import Pause
 from draco_ray.judging.worker import Policy, judge_starter
 from draco_ray.lab.planning.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.records import Message
@@ -225,6 +226,16 @@ class Actors:
             ready.insert(0, self.judges.ready())
         await asyncio.gather(*ready)
         self._ready = True
+
+    async def judge_pause(self) -> Pause | None:
+        """The outage of the judge, if there is one and the limiter is there to tell."""
+        if self._limiter is None:
+            return None
+        try:
+            pause: Pause | None = await self._limiter[0].pause.remote()
+        except ray.exceptions.RayError:
+            return None
+        return pause
 
     def evaluation_workers(self) -> list[Any]:
         """New workers for ``environment.slots`` that see the ground truth, beside those of training."""

@@ -40,7 +40,7 @@ from draco_ray.training.observer import RunObserver
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
-from draco_ray.training.progress import StepProgress, step_line
+from draco_ray.training.progress import StepProgress, step_line, watch_judge
 from draco_ray.training.resume import StartPoint, adopt_config, rewind, sole_driver
 from draco_ray.training.session import (
     Actors,
@@ -227,7 +227,11 @@ class Trainer:
             with PeakMemory() as memory:
                 await self._start()
                 self._console.print(f"actors ready in {time.time() - started:.0f}s")
-                await self._unless_engines_fail(self._train())
+                watching = asyncio.create_task(watch_judge(self._actors.judge_pause, self._progress, self._console))
+                try:
+                    await self._unless_engines_fail(self._train())
+                finally:
+                    watching.cancel()
         except (DracoError, ray.exceptions.RayError) as error:
             if isinstance(plain_error(error), BudgetSpent):
                 # The rest of what was asked within the budget is on its way.

@@ -201,3 +201,23 @@ async def test_the_last_worker_lost_for_good_is_told_to_whoever_waits() -> None:
         await pool.calls[0]
     pool.now += IDLE
     assert [place.worker for place in pool.workers.adjust()[0]] == ["worker-2", "worker-3"]
+
+
+async def test_later_phases_of_a_group_go_before_new_groups() -> None:
+    pool = Pool(fewest=1, most=1)
+    pool.bring_up()
+    await pool.call(3)
+    order: list[str] = []
+
+    async def wait(name: str, rank: int) -> None:
+        place = await pool.workers.acquire(rank)
+        order.append(name)
+        pool.workers.release(place)
+
+    names = [("stage1 a", 0), ("stage1 b", 0), ("credit", -5), ("score", -4), ("credit late", -5)]
+    waiting = [asyncio.create_task(wait(name, rank)) for name, rank in names]
+    await asyncio.sleep(0)
+    assert pool.workers.waiting == 5
+    pool.workers.release(pool.calls[0].result())
+    await asyncio.gather(*waiting)
+    assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
