@@ -124,7 +124,7 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
                 f"judge.api_base={judge.base_url}",
                 "judge.api_key_env=NO_KEY_IS_ASKED_FOR",
                 # A judge that is gone is given up on in seconds rather than minutes.
-                "judge.max_attempts=4",
+                "judge.max_outage_seconds=10",
                 f"train.prompts_per_step={PROMPTS}",
                 f"train.steps={STEPS}",
                 "train.evaluate_before_after=false",

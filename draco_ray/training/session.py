@@ -204,11 +204,12 @@ class Actors:
             )
         )
         self.clients = [EngineClient(index, name) for index in range(len(self.fleet.engines))]
-        self._limiter = start_judge_limiter(judge, run.path, name)
+        judged = config.algorithm.reward == "rubric"
+        self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
         policy = Policy(samplers=self.clients, model_path=config.model.path)
         leases = None if self._limiter is None else self._limiter[1]
         self.judges = JudgePool(judge_starter(judge, policy, leases, name), judge)
-        if config.algorithm.reward == "rubric":
+        if judged:
             self.judges.open()
         self.workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
         self.store = start_run_store(run.path, name, requests_name(judge, run.path))

@@ -121,6 +121,16 @@ async def test_limits_end_an_episode() -> None:
     assert trajectory.ended is EpisodeEnd.RESPONSE_LIMIT
 
 
+async def test_an_endpoint_that_does_not_count_ends_no_episode_by_its_length() -> None:
+    replies = [Reply(text=CELL, usage={}), Reply(text="All done.", usage={})]
+    trajectory, usage, _ = await play(*replies, max_response_length=200, price=Price(input=1.0, output=10.0))
+    assert (trajectory.ended, len(trajectory.turns)) == (EpisodeEnd.FINISHED, 2)
+    assert (usage.input_tokens, usage.output_tokens) == (0, 0)
+    # What it may cost is on the bill.
+    assert usage.dollars is not None
+    assert usage.dollars > 2 * 256 * 10 / 1e6
+
+
 async def test_a_lost_world_and_a_silent_endpoint_are_server_errors() -> None:
     trajectory, usage, _ = await play(Reply(text=CELL), world=World(crash_at=2))
     assert (trajectory.ended, trajectory.error, usage.calls) == (EpisodeEnd.SERVER_ERROR, "the server died", 2)

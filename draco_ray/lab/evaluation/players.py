@@ -84,7 +84,9 @@ class ChatPlayer:
                 error, ended = f"the model did not answer: {reply.error}", EpisodeEnd.SERVER_ERROR
                 break
             first_input = reply.input_tokens if first_input is None else first_input
-            over = reply.input_tokens - first_input + reply.output_tokens >= config.max_response_length
+            length = reply.input_tokens - first_input + reply.output_tokens
+            # Of an endpoint that does not count nobody knows it.
+            over = reply.usage_known and length >= config.max_response_length
             cut = reply.finish_reason == "length"
             code = None if over else extract_code(reply.text, complete=not cut)
             output: str | None = None
@@ -124,9 +126,9 @@ class ChatPlayer:
         return Usage(
             calls=1,
             requests=reply.requests,
-            input_tokens=reply.input_tokens,
+            input_tokens=reply.input_tokens if reply.usage_known else 0,
             cached_tokens=reply.cached_tokens,
-            output_tokens=reply.output_tokens,
+            output_tokens=reply.output_tokens if reply.usage_known else 0,
             dollars=reply.dollars if self._priced or reply.dollars else None,
         )
 
