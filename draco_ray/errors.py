@@ -5,6 +5,8 @@
     ├── ConfigError          what the user typed: unknown key, value out of range, missing file
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
+    │   ├── WorldBroken      by the doing of the code that ran in it (the rollout has failed; it is not played again)
+    │   └── IsolationUnavailable  the host cannot confine model-written code as asked (the run stops)
     ├── JudgeUnavailable     a judge that cannot be reached or refuses us (the run stops, resumable)
     │   └── BudgetSpent      what judging may cost is spent (the run stops, resumable)
     ├── RubricError          no criterion is left when a static rubric is authored
@@ -39,6 +41,14 @@ class WorldError(DracoError):
 
 class EnvironmentCrashed(DracoError):
     """The AppWorld server of a slot died, hung or answered something that is not its protocol."""
+
+
+class WorldBroken(EnvironmentCrashed):
+    """The code of a rollout has ended or spoiled its own world: the rollout has failed, and is a result."""
+
+
+class IsolationUnavailable(EnvironmentCrashed):
+    """The host offers no isolation level that ``environment.isolation`` allows."""
 
 
 class JudgeUnavailable(DracoError):

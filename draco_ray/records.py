@@ -30,8 +30,10 @@ class EpisodeEnd(StrEnum):
     TURN_LIMIT = "turn_limit"
     RESPONSE_LIMIT = "response_limit"
     """The next turn or the environment's output would not fit the response length."""
+    CRASHED = "crashed"
+    """The agent's own code ended or spoiled the environment's process: the rollout has failed."""
     SERVER_ERROR = "server_error"
-    """The environment's process hung or died."""
+    """The environment's process was lost by no doing of the agent's: the rollout is played again."""
 
 
 class Termination(StrEnum):
@@ -45,6 +47,8 @@ class Termination(StrEnum):
     """It ended itself without a step."""
     RESPONSE_LIMIT = "response_limit"
     TURN_LIMIT = "turn_limit"
+    CRASHED = "crashed"
+    """Its own code ended or spoiled its environment."""
     SERVER_ERROR = "server_error"
     """It was lost: its environment failed until the retries were spent."""
 

@@ -92,9 +92,9 @@ class EnvironmentConfig(Tree):
     isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "rlimits"] = Field(
         "auto", json_schema_extra=CONFIRMED
     )
-    """How the child that runs model-written code is confined; auto takes the strongest the host allows."""
+    """How the child that runs model-written code is confined; auto: the strongest the host allows, never rlimits."""
     cell_timeout_seconds: float = Field(125.0, gt=0)
-    """Wall clock of one code cell; a child that outlives it is killed and its rollout ends as server_error. AppWorld
+    """Wall clock of one code cell; a child that outlives it is killed and its rollout has failed. AppWorld
     stops the cell at four fifths of it and tells the policy so: here at its own default, 100 s."""
     start_timeout_seconds: float = Field(60.0, gt=0)
     max_memory_mib: int = Field(1536, ge=256)

@@ -11,7 +11,7 @@ import numpy as np
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sampler
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.errors import EnvironmentCrashed, WorldBroken
 from draco_ray.records import GAP, EpisodeEnd, Task, Trajectory, Turn
 from draco_ray.rollout.agent_prompt import render_agent_prompt
 from draco_ray.rollout.code_block import cut_output, extract_code
@@ -26,7 +26,10 @@ class World(Protocol):
         ...
 
     async def execute(self, code: str) -> str:
-        """Run a cell and return what it printed. Raises EnvironmentCrashed when the world is lost."""
+        """Run a cell and return what it printed.
+
+        Raises: EnvironmentCrashed when the world is lost; WorldBroken where that was the cell's doing.
+        """
         ...
 
 
@@ -63,6 +66,7 @@ class CodeAgent:
         steps = 0
         policy_version: int | None = None
         error: str | None = None
+        lost = EpisodeEnd.SERVER_ERROR
         while True:
             room = config.max_response_length - tokens.response_length
             asked_at = time.monotonic()
@@ -85,7 +89,7 @@ class CodeAgent:
                 try:
                     output = cut_output(await world.execute(code), config.max_output_characters)
                 except EnvironmentCrashed as crash:
-                    error = str(crash)
+                    error, lost = str(crash), end_of(crash)
             turns.append(
                 Turn(
                     text=text,
@@ -102,7 +106,7 @@ class CodeAgent:
                 ended = EpisodeEnd.RESPONSE_LIMIT if cut else EpisodeEnd.FINISHED
                 break
             if output is None:
-                ended = EpisodeEnd.SERVER_ERROR
+                ended = lost
                 break
             if len(turns) >= config.max_turns:
                 ended = EpisodeEnd.TURN_LIMIT
@@ -131,6 +135,11 @@ class CodeAgent:
             error=error,
             engine=self._sampler.name,
         )
+
+
+def end_of(crash: EnvironmentCrashed) -> EpisodeEnd:
+    """How an episode has ended whose world was lost."""
+    return EpisodeEnd.CRASHED if isinstance(crash, WorldBroken) else EpisodeEnd.SERVER_ERROR
 
 
 class _Tokens:

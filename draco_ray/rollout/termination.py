@@ -23,6 +23,8 @@ def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]
     """
     if ended is EpisodeEnd.SERVER_ERROR:
         return Termination.SERVER_ERROR
+    if ended is EpisodeEnd.CRASHED:
+        return Termination.CRASHED
     cells = list(steps)
     for code, output in reversed(cells):
         status = _completion(code or "")

@@ -13,7 +13,7 @@ import ray
 
 from draco_ray.config.schema import AgentConfig, EnvironmentConfig
 from draco_ray.engine.sampler import Sampler
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 from draco_ray.rollout.termination import termination
@@ -87,6 +87,8 @@ class RolloutWorkerActor:
             if self._load_ground_truth:
                 evaluation = await slot.evaluate_rollout(trajectory, run=request.rollout)
             await slot.close_task()
+        except IsolationUnavailable:
+            raise
         except EnvironmentCrashed as error:
             return None, _crashed(request, str(error), started), None
         finally:

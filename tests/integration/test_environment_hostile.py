@@ -5,7 +5,8 @@ What such code can reach outside is in `test_environment_isolation`.
 
 from __future__ import annotations
 
-import contextlib
+import zlib
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,12 +16,16 @@ import pytest_asyncio
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.errors import EnvironmentCrashed, WorldBroken
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 OUTPUT_BYTES = 50_000
+APPS = (
+    *("admin", "amazon", "api_docs", "file_system", "gmail", "phone"),
+    *("simple_note", "splitwise", "spotify", "supervisor", "todoist", "venmo"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +198,123 @@ async def test_answers_that_break_the_protocol(slot: AppWorldSlot, answer: str, 
     assert complaint in output
 
 
+ANSWERS = {
+    "deep": b'{"output": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep object": b'{"output": ' + b'{"x":' * 100_000 + b"1" + b"}" * 100_001,
+    "many digits": b'{"output": ' + b"9" * 100_000 + b"}",
+    "not a number": b'{"output": NaN}',
+    "infinity": b'{"output": 1e99999}',
+    "not an object": b"[1]",
+    "no output": b"{}",
+    "null": b"\0" * 100,
+    "no text": b"\xff\xfe\xfd",
+    "nothing": b"",
+    "utf-16": '{"output": 1}'.encode("utf-16"),
+    "an error that is none": b'{"error": ' + b"[" * 100 + b"]" * 100 + b"}",
+    "terminal": b'{"error": "\\u001b[2J\\n\\r\\u0000\\ud800 gone"}',
+}
+HEADS = {
+    "garbage": b"\xff" * 1000,
+    "half a line": b"HTTP/1.1 200",
+    "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
+    "negative length": b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n{}",
+    "two lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    "less than it says": b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{}",
+    "bad chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n{}",
+    "huge head": b"HTTP/1.1 200 OK\r\nx: " + b"y" * 2_000_000,
+    "many heads": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000 + b"\r\n{}",
+    "not yet": b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
+    "elsewhere": b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 2\r\n\r\n{}",
+    "a status of its own": b"HTTP/1.1 999 Never\r\ncontent-length: 2\r\n\r\n{}",
+    "packed": b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}",
+    "a switch": b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nxx",
+}
+for name, body in ANSWERS.items():
+    HEADS[f"body: {name}"] = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize("raw", HEADS.values(), ids=HEADS.keys())
+async def test_any_answer_is_a_failed_rollout_and_no_more(attacked: AppWorldSlot, tasks: Tasks, raw: bytes) -> None:
+    await attacked.open(tasks.next())
+    said = await attack(
+        attacked,
+        f"""
+        raw = load("zlib").decompress(load("base64").b64decode("{b64encode(zlib.compress(raw)).decode()}"))
+        def answer(self, data):
+            self.transport.write(raw)
+            self.transport.close()
+        load("uvicorn.protocols.http.h11_impl", fromlist=["x"]).H11Protocol.data_received = answer
+        """,
+    )
+    assert "failed" not in said
+    with pytest.raises(WorldBroken) as broken:
+        await attacked.execute("print(1)")
+    assert str(broken.value).isprintable()
+    assert len(str(broken.value)) < 1000
+
+
+async def test_text_that_is_none_is_spelt_out(slot: AppWorldSlot) -> None:
+    output = await attack(
+        slot,
+        r"print('a\ud800b')",
+        r"raise Exception('\udfff')",
+        r"'x' '\udc80'",
+        "x = '\ud800'",
+        r"apis.venmo.search_users(access_token='\ud800', query='\udc00')",
+        "print('\0')",
+        "(" * 5000 + ")" * 5000,
+        "-" * 100_000 + "1",
+        "x\0y",
+        "print('still here')",
+    )
+    output.encode("utf-8")
+    assert "a\\ud800b" in output
+    assert "still here" in output
+
+
+async def test_cookies_do_not_reach_the_next_task(attacked: AppWorldSlot, tasks: Tasks) -> None:
+    await attacked.open(tasks.next())
+    await attack(
+        attacked,
+        """
+        responses = load("starlette.responses", fromlist=["Response"])
+        first = responses.Response.init_headers
+        def init_headers(self, headers=None):
+            first(self, headers)
+            self.raw_headers.append((b"set-cookie", b"kept=secret"))
+        responses.Response.init_headers = init_headers
+        """,
+        "print(1)",
+    )
+    await attacked.open(tasks.next())
+    seen = await attack(
+        attacked,
+        """
+        seen = []
+        protocol = load("uvicorn.protocols.http.h11_impl", fromlist=["x"]).H11Protocol
+        first = protocol.data_received
+        def data_received(self, data):
+            seen.append(data)
+            first(self, data)
+        protocol.data_received = data_received
+        """,
+        "print(str(seen))",
+    )
+    assert "POST /execute" in seen
+    assert "secret" not in seen
+
+
+async def test_who_ended_a_process_decides_whose_doing_it_was(attacked: AppWorldSlot, tasks: Tasks) -> None:
+    await attacked.open(tasks.next())
+    processes_of(attacked)[-1].kill()
+    with pytest.raises(EnvironmentCrashed, match=r"died \(status -9\)") as lost:
+        await attacked.execute("while True: pass")
+    assert not isinstance(lost.value, WorldBroken)
+    await attacked.open(tasks.next())
+    with pytest.raises(WorldBroken, match=r"died \(status 1\)"):
+        await attacked.execute("json.codecs.builtins.__import__('posix')._exit(1)")
+
+
 async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:
     output = await attack(
         slot,
@@ -215,6 +337,55 @@ async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:
         "print(1)",
     )
     assert output
+
+
+SPOIL = """
+world = load("appworld.serve.environment", fromlist=["world"]).world
+world.__class__._save_state = world.__class__.save_logs = lambda self, *arguments: None
+dbs = world.output_db_home_path_on_disk
+path = dbs + "/supervisor.jsonl"
+def write(text, path=path):
+    file = posix.open(path, posix.O_WRONLY | posix.O_TRUNC | posix.O_CREAT, 0o600)
+    posix.write(file, text)
+    posix.close(file)
+"""
+SPOILT = {
+    "attach": 'write(json.dumps(["ATTACH DATABASE \'" + dbs + "/stolen.db\' AS s", [], False]).encode())',
+    "vacuum": 'write(json.dumps(["VACUUM INTO \'" + dbs + "/stolen.db\'", [], False]).encode())',
+    "function": "write(json.dumps(['DELETE FROM tasks WHERE load_extension(1)', [], False]).encode())",
+    "garbage": "write(bytes(range(256)) * 100)",
+    "deep": "write(b'[' * 1_000_000)",
+    "half a line": "write(b'[\"UPDATE tasks SE')",
+    "not a change": "write(b'{\"x\": NaN}')",
+    "many digits": "write(b'[\"UPDATE tasks SET id = ?\", [' + b'9' * 10000 + b'], false]')",
+    "surrogate": "write(json.dumps(['UPDATE tasks SET status = ?', ['\\ud800'], False]).encode())",
+    "unknown table": "write(json.dumps(['UPDATE nothing SET x = 1', [], False]).encode())",
+    "folder": "posix.unlink(path); posix.mkdir(path)",
+    "link": "posix.unlink(path); posix.symlink('/dev/zero', path)",
+    "sparse": "write(b''); file = posix.open(path, posix.O_WRONLY); posix.ftruncate(file, 120 << 20)",
+    "closed": "posix.unlink(path); posix.close(posix.open(path, posix.O_WRONLY | posix.O_CREAT, 0))",
+    "hashes": "write(b'[' * 100_000, dbs + '/model_hashes.json')",
+    "no folder": "[posix.unlink(dbs + '/' + name) for name in posix.listdir(dbs)]; posix.rmdir(dbs)",
+    "expensive": "write((json.dumps(['UPDATE tasks SET status = status || status', [], False]) + '\\n').encode() * 99)",
+    "full": "[write(b'x' * 4096, posix.environ[b'HOME'].decode() + '/' + str(number)) for number in range(19_000)]",
+}
+
+
+@pytest.mark.parametrize("code", SPOILT.values(), ids=SPOILT.keys())
+async def test_a_spoilt_world_has_failed(slot: AppWorldSlot, code: str) -> None:
+    output = await attack(slot, SPOIL, code)
+    if "CRASHED" not in output:  # where files are counted
+        verdict = await slot.evaluate()
+        assert not verdict.success
+        assert verdict.failures
+
+
+async def test_a_database_in_place_of_its_changes_is_not_looked_at(slot: AppWorldSlot) -> None:
+    await attack(slot, SPOIL, "write(b'SQLite format 3', dbs + '/venmo.db')")
+    await slot.evaluate()
+    assert {name for name in slot.saved_files if name.startswith("dbs/")} == {
+        f"dbs/{name}" for name in (*(f"{app}.jsonl" for app in APPS), "model_hashes.json")
+    }
 
 
 async def test_saved_state_that_was_tampered_with(slot: AppWorldSlot) -> None:
@@ -245,5 +416,4 @@ async def test_saved_state_that_was_tampered_with(slot: AppWorldSlot) -> None:
     )
     assert "spoiled" in output, output
     assert int(output.split("spoiled")[1]) > 5
-    with contextlib.suppress(Exception):
-        assert not (await slot.evaluate()).success
+    assert not (await slot.evaluate()).success

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest_asyncio
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import LEVELS, environment
 from draco_ray.errors import EnvironmentCrashed
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
@@ -209,6 +213,64 @@ class TestWithinReach:
         )
         assert output.count("REFUSED") == 12, output
 
+    async def test_signals_by_another_hand(self, hostile: AppWorldSlot) -> None:
+        output = await attack(
+            hostile,
+            "check = lambda result: 1 / (result + 1)",
+            *(
+                f"attempt('{name}', lambda: check(libc.fcntl(0, {command}, {os.getpid()})))"
+                for name, command in (("F_SETOWN", 8), ("F_SETSIG", 10), ("F_SETOWN_EX", 15), ("F_SETLEASE", 1024))
+            ),
+            """
+            owner = (ctypes.c_int * 1)(posix.getppid())
+            for descriptor in range(3, 40):
+                for request in (0x8901, 0x8902):
+                    if libc.ioctl(descriptor, request, owner) == 0:
+                        print("OWNED", descriptor)
+            timer, event = (ctypes.c_void_p * 1)(), (ctypes.c_int * 16)(0, 0, 9, 0)
+            attempt("timer_create", lambda: check(libc.timer_create(1, event, timer)))
+            attempt("setrlimit", lambda: load("resource").setrlimit(0, (1, 1)))
+            attempt("PR_SET_PDEATHSIG", lambda: check(libc.prctl(1, 0, 0, 0, 0)))
+            attempt("PR_SET_DUMPABLE", lambda: check(libc.prctl(4, 1, 0, 0, 0)))
+            """,
+        )
+        assert "OWNED" not in output
+        assert output.count("REFUSED") == 8, output
+
+    async def test_what_is_not_a_files_content(self, hostile: AppWorldSlot) -> None:
+        output = await attack(
+            hostile,
+            """
+            home = posix.environ[b"HOME"]
+            file = posix.open(home + b"/plain", posix.O_WRONLY | posix.O_CREAT)
+            check = lambda result: 1 / (result + 1)
+            """,
+            *(
+                f"attempt({what!r}, lambda: {what})"
+                for what in (
+                    "posix.chmod(home + b'/plain', 0o777)",
+                    "posix.chmod(file, 0o777)",
+                    "posix.utime(home + b'/plain', (1, 1))",
+                    "posix.utime(file, (1, 1))",
+                    "posix.mkfifo(home + b'/fifo')",
+                    "posix.mknod(home + b'/file')",
+                    "posix.mknod(home + b'/device', 0o20666, 0x103)",
+                    "posix.setxattr(home + b'/plain', b'user.x', b'y')",
+                    "load('fcntl').flock(file, 2)",
+                    "check(libc.inotify_init())",
+                    "check(libc.inotify_init1(0))",
+                    "posix.nice(1)",
+                    "posix.setpriority(0, 0, 5)",
+                    "posix.sched_setaffinity(0, [0])",
+                    "posix.sched_setscheduler(0, posix.SCHED_IDLE, posix.sched_param(0))",
+                    "check(libc.syscall(251 if posix.uname().machine == 'x86_64' else 30, 1, 0, 0x6000))",
+                    "check(libc.shmget(0, 4096, 0o1600))",
+                    "check(libc.shmat(0, 0, 0))",
+                )
+            ),
+        )
+        assert output.count("REFUSED") == 18, output
+
 
 @pytest.mark.usefixtures("hostile")
 class TestMemory:
@@ -276,6 +338,65 @@ class TestDisk:
         assert "cwd True\n" in found
 
 
+@pytest.mark.usefixtures("hostile")
+class TestUnseenFiles:
+    async def test_are_limited(self, slot: AppWorldSlot) -> None:
+        output = await attack(
+            slot,
+            """
+            posix.chdir(posix.environ[b"HOME"])
+            posix.umask(0)
+            posix.mkdir("closed", 0o300)
+            def fill(names):
+                for number in range(30):
+                    file = posix.open(names + str(number), posix.O_WRONLY | posix.O_CREAT)
+                    try:
+                        posix.unlink(names + str(number))
+                    except OSError as error:
+                        print("kept", error)
+                    for _ in range(20):
+                        posix.write(file, b"x" * (1 << 20))
+                libc.usleep(5000000)
+            """,
+            "attempt('without a name', lambda: fill('lost'))",
+            "attempt('in a closed folder', lambda: fill('closed/hidden'))",
+        )
+        # Where scratch is a mount it is full; elsewhere nothing is removed, and what cannot be counted is too much.
+        full = output.count("REFUSED OSError [Errno 28]") == 2
+        assert full or "CRASHED environment isolated" in output, output
+
+
+@pytest.mark.usefixtures("slot")
+class TestLinks:
+    async def test_are_not_followed_by_who_cleans_up(self, slot: AppWorldSlot, tasks: Tasks) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)
+            kept = Path(folder, "kept")
+            kept.mkdir()
+            Path(kept, "file").write_text("kept", encoding="utf-8")
+            kept.chmod(0o555)
+            Path(kept, "file").chmod(0o400)
+            await slot.open(tasks.next())
+            await attack(
+                slot,
+                f"""
+                for place in (posix.environ[b"HOME"], posix.environ[b"APPWORLD_ROOT"] + b"/experiments"):
+                    for target in ("{kept}", "{kept}/file"):
+                        for number in range(3):
+                            try:
+                                posix.symlink(target, place.decode() + "/link" + target[-4:] + str(number))
+                                posix.link(target, place.decode() + "/hard" + target[-4:] + str(number))
+                            except OSError:
+                                pass
+                    posix.mkdir(place + b"/closed", 0)
+                """,
+            )
+            await check_next_task_runs_clean(slot, tasks)
+            assert kept.stat().st_mode & 0o777 == 0o555
+            assert Path(kept, "file").stat().st_mode & 0o777 == 0o400
+            assert Path(kept, "file").read_text(encoding="utf-8") == "kept"
+
+
 @pytest.mark.usefixtures("slot")
 class TestHang:
     async def test_is_ended_by_the_wall_clock(self, slot: AppWorldSlot, sandbox_root: Path, tasks: Tasks) -> None:
@@ -305,3 +426,52 @@ class TestHang:
 class TestDeath:
     async def test_of_the_task_is_reported(self, slot: AppWorldSlot) -> None:
         assert "the task's process died (status 7)" in await attack(slot, "posix._exit(7)")
+
+
+WITHOUT_MOUNTS = """
+import asyncio, sys
+from pathlib import Path
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.slot import AppWorldSlot
+from tests.support.worlds import Tasks, attack, check_next_task_runs_clean
+
+async def main(root):
+    tasks = Tasks(root)
+    for level in ("landlock", "rlimits"):
+        slot = AppWorldSlot(EnvironmentConfig(isolation=level), root, load_ground_truth=True, name=level)
+        for cell in CELLS:
+            await slot.open(tasks.next())
+            print(level, await attack(slot, "home = posix.environ[b'HOME'].decode() + '/'\\n" + cell), flush=True)
+        await check_next_task_runs_clean(slot, tasks)
+        await slot.stop()
+
+CELLS = [
+    "file = posix.open(home + 'x', 65, 0o600)\\nattempt('unlink', lambda: posix.unlink(home + 'x'))"
+    "\\nattempt('rename', lambda: posix.rename(home + 'x', home + 'y'))"
+    "\\nattempt('nameless', lambda: posix.open(home, 0o20200002, 0o600))",
+    "posix.umask(0)\\nposix.mkdir(home + 'closed', 0o300)\\nlibc.sleep(5)",
+    "for number in range(9):\\n    file = posix.open(home + str(number), 65, 0o600)\\n"
+    "    for _ in range(20): posix.write(file, b'x' * (1 << 20))\\nlibc.sleep(5)",
+]
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_where_nothing_can_be_mounted_what_is_written_is_counted(sandbox_root: Path) -> None:
+    """As for an ordinary user: no mount that would give scratch a size, and nothing to be read in a closed folder."""
+    lacking = {linux.CAP_SYS_ADMIN, linux.CAP_DAC_OVERRIDE, linux.CAP_DAC_OVERRIDE + 1}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", WITHOUT_MOUNTS, str(sandbox_root)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        preexec_fn=lambda: linux.keep_capabilities(frozenset(range(64)) - lacking),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for level in ("landlock", "rlimits"):
+        assert done.stdout.count(f"CRASHED environment {level}") == 2, done.stdout
+    assert done.stdout.count("REFUSED PermissionError [Errno 1]") == 6, done.stdout
+    assert done.stdout.count("it wrote more than 128 MiB or 20000 files, or where nobody can count them") >= 2

@@ -151,12 +151,12 @@ async def run_agent(slot: AppWorldSlot, *lines: str) -> Trajectory:
     return await agent.run(slot, group="step0/x", rollout=0, attempt=0, seed=1)
 
 
-async def test_an_agent_whose_world_dies_ends_with_a_server_error(slot: AppWorldSlot, tasks: Tasks) -> None:
+async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, tasks: Tasks) -> None:
     task_id = tasks.next()
     await slot.open(task_id)
     kill = "json.codecs.builtins.__import__('posix')._exit(9)"
     trajectory = await run_agent(slot, "<code>print(5)</code>", f"<code>{kill}</code>")
-    assert trajectory.ended is EpisodeEnd.SERVER_ERROR
+    assert trajectory.ended is EpisodeEnd.CRASHED
     assert trajectory.task_id == task_id
     assert trajectory.error is not None
     assert "the task's process died (status 9)" in trajectory.error
@@ -164,7 +164,7 @@ async def test_an_agent_whose_world_dies_ends_with_a_server_error(slot: AppWorld
     evaluation = await slot.evaluate_rollout(trajectory, run=2)
     assert not evaluation.success
     assert evaluation.run == 2
-    assert evaluation.ended is EpisodeEnd.SERVER_ERROR
+    assert evaluation.ended is EpisodeEnd.CRASHED
     assert "crashed" in evaluation.failures[0]
     with pytest.raises(EnvironmentCrashed, match="the server is gone"):
         await slot.execute("print(1)")

@@ -11,7 +11,7 @@ import pytest
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.errors import EnvironmentCrashed, WorldBroken
 from draco_ray.records import GAP, EpisodeEnd, Task, Trajectory
 from draco_ray.rollout.code_agent import CodeAgent
 from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
@@ -192,6 +192,8 @@ async def test_a_crash_ends_the_episode_and_says_why() -> None:
     assert trajectory.error == "it died"
     assert len(trajectory.steps) == 2
     assert trajectory.turns[-1].output is None
+    broken, _, _ = await play([f"<code>a</code>{END}"], [WorldBroken("by its own code")])
+    assert (broken.ended, broken.error) == (EpisodeEnd.CRASHED, "by its own code")
 
 
 async def test_a_long_output_is_cut_before_it_is_told_and_recorded() -> None:

@@ -142,7 +142,7 @@ def test_push_shares_follow_tokens_and_advantage() -> None:
 
 def test_terminations_are_shares_of_the_step(run: RunDirectory) -> None:
     shares = {row["ended"]: row["share"] for row in terminations(run).to_pylist() if row["training_step"] == 2}
-    nothing = dict.fromkeys(("submitted", "no_action", "response_limit", "server_error"), 0.0)
+    nothing = dict.fromkeys(("submitted", "no_action", "response_limit", "crashed", "server_error"), 0.0)
     assert shares == {"gave_up": 0.5, "turn_limit": 0.5} | nothing
 
 

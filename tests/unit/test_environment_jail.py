@@ -17,8 +17,8 @@ from draco_ray.environments.appworld.template_process import (
     release_template,
 )
 from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
-from draco_ray.environments.jail.system_calls import Instruction, filter_program
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.environments.jail.system_calls import _REFUSED, Instruction, filter_program
+from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 
 ALLOW, REFUSE, MISSING, KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -26,7 +26,9 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 def judge(program: list[Instruction], architecture: int, number: int, *arguments: int) -> int:
     """What the kernel would do with a call: an interpreter of its filter language."""
-    data = {0: number, 4: architecture, **{16 + 8 * index: value for index, value in enumerate(arguments)}}
+    data = {0: number, 4: architecture}
+    for index, value in enumerate(arguments):
+        data |= {16 + 8 * index: value & 0xFFFFFFFF, 20 + 8 * index: value >> 32}
     accumulator, position = 0, 0
     while True:
         operation, if_true, if_false, operand = program[position]
@@ -66,6 +68,49 @@ def judge(program: list[Instruction], architecture: int, number: int, *arguments
         (("socketpair of datagrams", 1, 0x80802), 53, 199, REFUSE),
         (("own limits", 0), 302, 261, ALLOW),
         (("another's limits", 77), 302, 261, REFUSE),
+        (("a new limit", 0, 0, 0x1000), 302, 261, REFUSE),
+        (("a new limit far away", 0, 0, 1 << 32), 302, 261, REFUSE),
+        (("setrlimit",), 160, 164, REFUSE),
+        (("chmod",), 90, 53, REFUSE),
+        (("fchmod",), 91, 52, REFUSE),
+        (("fchmodat2",), 452, 452, MISSING),
+        (("utimensat",), 280, 88, REFUSE),
+        (("futimesat or its successor",), 261, 88, REFUSE),
+        (("inotify_init1",), 294, 26, REFUSE),
+        (("inotify_add_watch",), 254, 27, REFUSE),
+        (("setpriority",), 141, 140, REFUSE),
+        (("sched_setscheduler",), 144, 119, REFUSE),
+        (("sched_setattr",), 314, 274, REFUSE),
+        (("ioprio_set",), 251, 30, REFUSE),
+        (("mknodat",), 259, 33, REFUSE),
+        (("timer_create",), 222, 107, REFUSE),
+        (("setitimer",), 38, 103, ALLOW),
+        (("shmat",), 30, 196, REFUSE),
+        (("mq_unlink",), 241, 181, REFUSE),
+        (("copy a descriptor", 5, 0), 72, 25, ALLOW),
+        (("copy a descriptor, closed on exec", 5, 1030), 72, 25, ALLOW),
+        (("F_SETFL", 5, 4), 72, 25, ALLOW),
+        (("F_SETLK", 5, 6), 72, 25, ALLOW),
+        (("F_SETOWN", 5, 8), 72, 25, REFUSE),
+        (("F_SETSIG", 5, 10), 72, 25, REFUSE),
+        (("F_SETOWN_EX", 5, 15), 72, 25, REFUSE),
+        (("F_SETLEASE", 5, 1024), 72, 25, REFUSE),
+        (("F_NOTIFY", 5, 1026), 72, 25, REFUSE),
+        (("F_SETPIPE_SZ", 5, 1031), 72, 25, REFUSE),
+        (("FIONBIO", 5, 0x5421), 16, 29, ALLOW),
+        (("isatty", 5, 0x5401), 16, 29, ALLOW),
+        (("FIOSETOWN", 5, 0x8901), 16, 29, REFUSE),
+        (("SIOCSPGRP", 5, 0x8902), 16, 29, REFUSE),
+        (("FIOASYNC", 5, 0x5452), 16, 29, REFUSE),
+        (("TIOCSTI", 5, 0x5412), 16, 29, REFUSE),
+        (("FS_IOC_SETFLAGS", 5, 0x40086602), 16, 29, REFUSE),
+        (("openat for writing", -100 & 0xFFFFFFFF, 1, 0o101), 257, 56, ALLOW),
+        (("openat of a folder", -100 & 0xFFFFFFFF, 1, 0o200000), 257, 56, ALLOW),
+        (("openat2",), 437, 437, MISSING),
+        (("PR_SET_NAME", 15), 157, 167, ALLOW),
+        (("PR_SET_PDEATHSIG", 1), 157, 167, REFUSE),
+        (("PR_SET_DUMPABLE", 4), 157, 167, REFUSE),
+        (("PR_SET_PTRACER", 0x59616D61), 157, 167, REFUSE),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -74,6 +119,25 @@ def test_the_filter(call: tuple[str, *tuple[int, ...]], x86_64: int, aarch64: in
         program = filter_program(machine)
         assert program is not None
         assert judge(program, ARCHITECTURES[machine], number, *call[1:]) == expected, machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "x86_64", "aarch64"),
+    [((), 263, 35), ((), 84, 35), ((), 82, 276), ((), 316, 276), ((0xFFFFFF9C, 1, 0o20200002), 257, 56)],
+    ids=["unlinkat", "rmdir", "rename", "renameat2", "open without a name"],
+)
+def test_what_is_counted_is_not_removed(arguments: tuple[int, ...], x86_64: int, aarch64: int) -> None:
+    for machine, number in (("x86_64", x86_64), ("aarch64", aarch64)):
+        for may_remove, expected in ((True, ALLOW), (False, REFUSE)):
+            program = filter_program(machine, may_remove=may_remove)
+            assert program is not None
+            assert judge(program, ARCHITECTURES[machine], number, *arguments) == expected, machine
+
+
+def test_every_call_of_the_filter_has_its_own_number() -> None:
+    for column in (0, 1):
+        numbers = [pair[column] for pair in _REFUSED.values() if pair[column] is not None]
+        assert len(numbers) == len(set(numbers))
 
 
 def test_the_filter_kills_what_calls_by_another_convention() -> None:
@@ -187,15 +251,20 @@ def test_an_accident_does_not_weaken_the_isolation(starts: dict[str, Exception |
     assert acquire_template(key(), 1).level == "namespaces"
 
 
+def test_auto_does_not_take_limits_alone(starts: dict[str, Exception | None]) -> None:
+    for level in LEVELS[:-1]:
+        starts[level] = LevelUnavailable(f"no {level}")
+    with pytest.raises(IsolationUnavailable, match=r"no landlock; environment\.isolation=rlimits would"):
+        acquire_template(key(), 1)
+    assert next(iter(starts)) == "rlimits"  # never tried
+
+
 def test_a_warning_says_when_nothing_but_limits_is_left(
     starts: dict[str, Exception | None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for level in LEVELS[:-1]:
-        starts[level] = LevelUnavailable(f"no {level}")
-    assert acquire_template(key(), 1).level == "rlimits"
+    assert acquire_template(key("rlimits"), 1).level == "rlimits"
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "the host's files stay readable" in warning
-    assert "no landlock" in warning
+    assert "the host's files" in warning
 
 
 def test_a_template_is_shared_until_its_last_user_leaves(starts: dict[str, Exception | None]) -> None:

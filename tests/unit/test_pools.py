@@ -54,6 +54,7 @@ class Worker:
     def __init__(self) -> None:
         self.engine: dict[int, int] = {}
         self.ends: dict[int, asyncio.Future[RolloutSummary]] = {}
+        self.asked = asyncio.Semaphore(0)
 
     @property
     def rollout(self) -> Worker:
@@ -65,15 +66,16 @@ class Worker:
     def remote(self, request: RolloutRequest, engine: int) -> tuple[None, asyncio.Future[RolloutSummary], None]:
         self.engine[request.rollout] = engine
         self.ends[request.rollout] = asyncio.get_running_loop().create_future()
+        self.asked.release()
         return None, self.ends[request.rollout], None
 
-    def end(self, rollout: int) -> None:
+    def end(self, rollout: int, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> None:
         self.ends[rollout].set_result(
             RolloutSummary(
                 task_id="t",
                 rollout=rollout,
                 attempt=0,
-                ended=EpisodeEnd.FINISHED,
+                ended=ended,
                 termination=Termination.SUBMITTED,
                 error=None,
                 turns=1,
@@ -107,3 +109,20 @@ async def test_an_episode_goes_to_the_engine_with_the_fewest_and_stays_there() -
         worker.end(rollout)
     await asyncio.gather(*playing)
     assert pool.in_flight == 0
+
+
+async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_played_again() -> None:
+    worker = Worker()
+    pool = RolloutPool([worker], slots_per_worker=1, engines=1, retries=2, seed=0)
+    for ends, expected in (
+        ([EpisodeEnd.CRASHED], EpisodeEnd.CRASHED),
+        ([EpisodeEnd.SERVER_ERROR, EpisodeEnd.CRASHED], EpisodeEnd.CRASHED),
+        ([EpisodeEnd.SERVER_ERROR] * 3, None),
+    ):
+        playing = asyncio.create_task(pool.run("t", "g", 0, step=0, priority=0))
+        for ended in ends:
+            await worker.asked.acquire()
+            worker.end(0, ended)
+        member = await playing
+        assert (member.summary.ended if member is not None else None) is expected
+    assert pool.lost == 1

@@ -32,6 +32,7 @@ Cells = list[tuple[str | None, str | None]]
         # Its only turn was cut: the length stopped it.
         (EpisodeEnd.RESPONSE_LIMIT, [], Termination.RESPONSE_LIMIT),
         (EpisodeEnd.SERVER_ERROR, [LOOK, DONE], Termination.SERVER_ERROR),
+        (EpisodeEnd.CRASHED, [DONE, (LOOK[0], None)], Termination.CRASHED),
         (EpisodeEnd.SERVER_ERROR, [(DONE[0], None)], Termination.SERVER_ERROR),
     ],
 )

@@ -73,6 +73,7 @@ def test_a_step_counts_what_its_groups_report(groups: list[Group]) -> None:
         "no_action": 0,
         "response_limit": 0,
         "turn_limit": 1,
+        "crashed": 0,
         "server_error": 2,
     }
     assert metrics["rollouts_retried"] == 0

@@ -5,20 +5,22 @@ Runs in the jail, under AppWorld's Python.
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import importlib
 import io
 import os
+import shutil
 import socket
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
+
+from draco_ray.environments.appworld.saved_world import UnusableWorld, apply_changes, write_saved
 
 EXPERIMENT = "slot"
 """AppWorld's name for the folder a task's state is saved in."""
-
-MAX_SAVED_BYTES = 16 << 20
-"""Of the files AppWorld saved of a task; what goes beyond is left out."""
-_SAVED = ("dbs", "logs", "misc", "version")
 
 _CUT = "\n[output cut at {limit} bytes]\n"
 
@@ -43,6 +45,20 @@ class BoundedText(io.StringIO):
                 self._is_cut = True
                 super().write(_CUT.format(limit=self._limit))
         return len(text)
+
+
+class CapturedText(BoundedText):
+    """`BoundedText` that can be saved, tokenized and sent: lone surrogates are spelt out (`plain_text`)."""
+
+    def write(self, text: str) -> int:
+        """See `BoundedText.write`."""
+        super().write(plain_text(text[: self._limit + 1]))
+        return len(text)
+
+
+def plain_text(text: str) -> str:
+    """``text`` as UTF-8 can carry it: a lone surrogate is spelt out, as ``\\ud800``."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def cut_to_bytes(text: str, limit: int) -> str:
@@ -94,10 +110,23 @@ def prepare(output_bytes: int) -> None:
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)), include_response_schemas=True)
 
     capture: Any = importlib.import_module("IPython.utils.capture")
-    capture.StringIO = functools.partial(BoundedText, output_bytes)
+    capture.StringIO = functools.partial(CapturedText, output_bytes)
+    # IPython copies a file into the profile it makes for a task, and then its mode, which `system_calls` refuses.
+    shutil.copymode = lambda source, target, **options: None
+    environment: Any = importlib.import_module("appworld.environment")
+    trace = environment.get_stack_trace_from_exception
+    environment.get_stack_trace_from_exception = lambda *given, **options: plain_text(trace(*given, **options))
     execute = AppWorld.execute
 
     def execute_bounded(self: Any, code: str) -> str:
+        try:
+            ast.parse(code)
+        except SyntaxError:
+            pass  # told by AppWorld
+        except (ValueError, RecursionError, MemoryError) as error:
+            message = f"Execution failed. Traceback:\n{type(error).__name__}: {error or 'the code cannot be parsed'}"
+            self.environment_io.append({"input": code, "output": message})
+            return message
         return cut_with_mark(execute(self, code), output_bytes)
 
     AppWorld.execute = execute_bounded
@@ -123,39 +152,57 @@ def serve(listener: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def verdict(task_id: str) -> dict[str, Any]:
-    """AppWorld's evaluation of what a task's process saved: its report under ``verdict``, or why there is none.
-
-    With a verdict come the saved files, by name, under ``saved``.
-    """
-    from appworld.evaluator import evaluate_task
-
-    try:
-        tracker = evaluate_task(task_id, EXPERIMENT, suppress_errors=True, save_report=False)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
-    return {"verdict": tracker.to_dict(stats_only=False), "saved": saved_files(task_id)}
-
-
-def saved_files(task_id: str) -> dict[str, str]:
-    """What AppWorld saved of a task: name relative to the task's output folder -> content.
-
-    The task's process could write there: only plain files where AppWorld puts them are read, up to a size.
-    """
+def saved_folder(task_id: str) -> str:
+    """Where AppWorld saves what a task's process did."""
     from appworld.common.path_store import path_store
 
-    root = os.path.join(path_store.experiment_outputs, EXPERIMENT, "tasks", task_id)
-    found: dict[str, str] = {}
-    left = MAX_SAVED_BYTES
-    for folder in _SAVED:
-        path = os.path.join(root, folder)
-        if os.path.islink(path) or not os.path.isdir(path):
-            continue
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if not entry.is_file(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_size > left:
-                continue
-            with open(entry.path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-                text = file.read(left)
-            left -= len(text)
-            found[f"{folder}/{entry.name}"] = text
-    return found
+    return os.path.join(path_store.experiment_outputs, EXPERIMENT, "tasks", task_id)
+
+
+def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Have AppWorld evaluate a saved world, in a process that has never run its code.
+
+    Args:
+        task_id: the task it is of; its ground truth can be read, and nothing of the world is in the file system yet.
+        files: the saved world by name (`saved_world.read_saved`).
+        tell: is given ``{"tests", "difficulty"}`` once all that is not the world's is in order, and then either
+            ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world cannot have one. Where the task or
+            its ground truth cannot be used it is given ``{"error"}`` alone.
+    """
+    from appworld import evaluator
+    from appworld.apps import model_lib
+    from appworld.common.path_store import path_store
+
+    load, began = evaluator.Task.load, False
+
+    def load_task(**arguments: Any) -> Any:
+        nonlocal began
+        task = load(**arguments)
+        task.ground_truth.evaluation_module()
+        tell({"tests": len(task.ground_truth.test_data), "difficulty": task.ground_truth.metadata["difficulty"]})
+        began = True
+        write_saved(files, saved_folder(task_id))
+        return task
+
+    evaluator.Task = SimpleNamespace(load=load_task)
+    begins = os.path.join(path_store.data, "tasks", task_id)
+    model_lib.apply_db_changes = functools.partial(_apply_checked, model_lib.read_jsonl, begins)
+    try:
+        tracker = evaluator.evaluate_task(task_id, EXPERIMENT, suppress_errors=True, save_report=False)
+        report = tracker.to_dict(stats_only=False)
+        for failure in report["failures"]:
+            del failure["trace"]
+        tell({"verdict": report})
+    except Exception as error:
+        reason = str(error) if isinstance(error, UnusableWorld) else f"{type(error).__name__}: {error}"
+        tell({"unusable" if began else "error": reason[:2000]})
+
+
+def _apply_checked(read: Callable[..., list[Any]], begins: str, connection: Any, path: str | None) -> list[Any]:
+    """What AppWorld's `apply_db_changes` does, of a task's own changes as they are and of saved ones once checked."""
+    own = None if path is None else os.path.join(begins, "dbs", os.path.basename(path))
+    changes, trusted = (
+        [] if each is None or not os.path.exists(each) else read(each, use_json_plus=False) for each in (path, own)
+    )
+    apply_changes(connection, changes, trusted)
+    return changes

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
 import psutil
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.appworld.engine import MAX_SAVED_BYTES
 from draco_ray.environments.appworld.template_process import SCRATCH_MIB, TemplateProcess, last_line
-from draco_ray.environments.appworld.world_server import SlotSpec
+from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, SlotSpec
 from draco_ray.environments.jail import linux
 from draco_ray.errors import EnvironmentCrashed
+
+log = logging.getLogger(__name__)
 
 _PROCESSES = 64
 """Processes and threads of one task; AppWorld itself needs a handful of threads."""
@@ -32,8 +36,8 @@ _CPU_CELLS = 60
 """Cells that may use their whole time before the task's process has used up its processor time."""
 _WATCH_SECONDS = 0.25
 _GONE_SECONDS = 10.0
-_LONGEST_ANSWER = 6 * MAX_SAVED_BYTES + (8 << 20)
-"""Bytes of a line of the control socket: a verdict brings the saved files, and JSON may spell a byte with six."""
+_LONGEST_ANSWER = MAX_EVALUATION_BYTES + (1 << 20)
+"""Bytes of a line of the control socket."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -50,7 +54,16 @@ class _Directory:
 
     def remove(self) -> None:
         os.close(self._descriptor)
-        linux.remove_all([self.path])
+        linux.remove_tree(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the task's process was lost."""
+
+    reason: str
+    own: bool
+    """Whether it was the doing of the code that ran in it: not, where the server went too or somebody killed it."""
 
 
 class ServerProcess:
@@ -73,13 +86,15 @@ class ServerProcess:
         self._reader = reader
         self._writer = writer
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._exited: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._listening = asyncio.ensure_future(self._listen())
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(
                 uds=directory.socket_path, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
             ),
             base_url="http://world",
+            # Not to be carried from one task's process to the next one's.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             timeout=None,
             trust_env=False,
         )
@@ -98,6 +113,8 @@ class ServerProcess:
             processes=_PROCESSES,
             scratch_mib=SCRATCH_MIB,
             cpu_seconds=math.ceil(_CPU_CELLS * config.cell_timeout_seconds),
+            # An honest one takes a second or two; the slot waits for twice this.
+            evaluate_cpu_seconds=math.ceil(config.start_timeout_seconds / 2),
         )
         control, their_control = socket.socketpair()
         try:
@@ -124,10 +141,11 @@ class ServerProcess:
         """Process id of the outermost process."""
         return self._process.pid
 
-    async def order(self, do: str, task_id: str) -> dict[str, Any]:
-        """Have the server do something. Raises EOFError when it is gone."""
+    async def order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Have the server do something; ``files`` are those of a saved world. Raises EOFError when it is gone."""
         self._members = None
-        self._writer.write(json.dumps({"do": do, "task_id": task_id}).encode() + b"\n")
+        order = {"do": do, "task_id": task_id} | ({} if files is None else {"files": dict(files)})
+        self._writer.write(json.dumps(order).encode() + b"\n")
         await self._writer.drain()
         answer = await self._answers.get()
         if answer is None:
@@ -150,20 +168,24 @@ class ServerProcess:
             raise ValueError("an answer that is not a JSON object")
         return response.status_code, answer
 
-    async def watch(self, max_memory_mib: float) -> str:
-        """Wait until the task's process has ended or its processes outgrow what they may use. Returns which."""
+    async def watch(self, max_memory_mib: float) -> Ending:
+        """Wait until the task's process has ended, or end it when it outgrows what it may use, a cell or none."""
         while True:
             done, _ = await asyncio.wait({self._exited}, timeout=_WATCH_SECONDS)
             if done:
                 return self._exited.result()
             memory, processes = self.usage()
+            reason = None
             if memory > max_memory_mib:
-                return f"its processes held {memory:.0f} MiB of memory, more than the {max_memory_mib} MiB allowed"
-            if processes > _MOST_PROCESSES:
-                return f"it ran {processes} processes"
-            # Where the server's file system is made of mounts this folder stays empty and the mounts have a size.
-            if not _small(self._directory.path):
-                return f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files"
+                reason = f"its processes held {memory:.0f} MiB of memory, more than the {max_memory_mib} MiB allowed"
+            elif processes > _MOST_PROCESSES:
+                reason = f"it ran {processes} processes"
+            # Where scratch is mounted this folder stays empty, and the mounts have a size.
+            elif not _small(self._directory.path):
+                reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or where nobody can count them"
+            if reason is not None:
+                self._kill_tree()
+                return Ending(reason, own=True)
 
     def usage(self) -> tuple[float, int]:
         """(resident MiB, processes) of everything below the outermost process, which only waits."""
@@ -184,14 +206,18 @@ class ServerProcess:
     async def kill(self) -> None:
         """End the server and all its descendants and remove its folder."""
         self._listening.cancel()
+        tree = self._kill_tree()
+        self._writer.close()
+        await self._http.aclose()
+        await asyncio.to_thread(self._clean_up, tree)
+
+    def _kill_tree(self) -> list[psutil.Process]:
         # In a process namespace the second process takes all others with it; elsewhere each is ended by itself.
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self._writer.close()
-        await self._http.aclose()
-        await asyncio.to_thread(self._clean_up, tree)
+        return tree
 
     def _clean_up(self, tree: list[psutil.Process]) -> None:
         psutil.wait_procs(tree, timeout=_GONE_SECONDS)
@@ -204,23 +230,27 @@ class ServerProcess:
             return []
 
     async def _listen(self) -> None:
-        # A server that dies with an order unread resets the connection instead of ending it.
-        with contextlib.suppress(ConnectionError):
+        try:
             while line := await self._reader.readline():
                 self._hear(json.loads(line))
-        if not self._exited.done():
-            self._exited.set_result("the server died")
+        # A server that dies with an order unread resets the connection instead of ending it.
+        except (OSError, ValueError, RecursionError) as error:
+            log.debug("world server %d: %s", self.pid, error)
+        self._end(Ending("the server died", own=False))
         self._answers.put_nowait(None)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["event"] == "exited":
-            if not self._exited.done():
-                self._exited.set_result(f"the task's process died (status {message['status']})")
+            self._end(Ending(f"the task's process died (status {message['status']})", own=not message["killed"]))
             return
         if self._exited.done():
             # What ended was the process before this answer.
             self._exited = asyncio.get_running_loop().create_future()
         self._answers.put_nowait(message)
+
+    def _end(self, ending: Ending) -> None:
+        if not self._exited.done():
+            self._exited.set_result(ending)
 
 
 def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket, socket_path: str) -> None:
@@ -254,22 +284,26 @@ async def _hello(control: socket.socket, timeout_seconds: float) -> int:
 
 
 def _small(directory: str) -> bool:
-    """Whether what lies in a folder is within what a task may write; counting stops where it is not."""
-    blocks = 0
-    for files, entry in enumerate(_walk(directory)):
-        with contextlib.suppress(OSError):
-            blocks += entry.stat(follow_symlinks=False).st_blocks
-        if files > _MOST_FILES or blocks * 512 > SCRATCH_MIB << 20:
-            return False
-    return True
+    """Whether what lies in a folder is within what a task may write; counting stops where it is not.
 
-
-def _walk(directory: str) -> Iterator[os.DirEntry[str]]:
+    Where this counts, tasks remove and rename nothing (`system_calls`), so all that is written is there to be found; a
+    folder that cannot be listed is not one of AppWorld's.
+    """
+    blocks = files = 0
     folders = [directory]
     while folders:
-        # What cannot be listed or vanishes meanwhile is passed over.
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                yield entry
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    blocks += entry.stat(follow_symlinks=False).st_blocks
+                    if files > _MOST_FILES or blocks * 512 > SCRATCH_MIB << 20:
+                        return False
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except FileNotFoundError:
+            # The server has cleared it meanwhile.
+            continue
+        except OSError:
+            return False
+    return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,22 +21,23 @@ import httpx
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_task
-from draco_ray.environments.appworld.engine import EXPERIMENT
+from draco_ray.environments.appworld.engine import EXPERIMENT, cut_with_mark, plain_text
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.environments.appworld.server_process import ServerProcess
+from draco_ray.environments.appworld.server_process import Ending, ServerProcess
 from draco_ray.environments.appworld.template_process import (
     TemplateKey,
     TemplateProcess,
     acquire_template,
     release_template,
 )
-from draco_ray.errors import EnvironmentCrashed, WorldError
+from draco_ray.errors import EnvironmentCrashed, WorldBroken, WorldError
 from draco_ray.records import Evaluation, Task, Trajectory
 
 _SOFT_SHARE = 0.8
 """AppWorld interrupts a cell itself at this share of the cell timeout, which an honest endless loop survives as an
 error message. The wall clock is for code that does not let itself be interrupted."""
 _LAST_WORDS_SECONDS = 1.0
+_LONGEST_REASON = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +90,12 @@ class AppWorldSlot:
         self._over = False
         self._tasks_played = 0
         self._saved: dict[str, str] = {}
+        self._watch: asyncio.Task[Ending] | None = None
 
     @property
     def saved_files(self) -> dict[str, str]:
-        """What AppWorld saved of the task `evaluate` judged last: ``dbs/<app>.jsonl``, ``logs/...`` -> content. Names
-        are plain; the content is as the task's process left it, bytes that are no text as surrogates."""
+        """What AppWorld saved of the task `evaluate` judged last: ``dbs/<app>.jsonl``, ``logs/...`` -> content; empty
+        where it got no verdict. What its databases' statements may do has been checked (`saved_world`)."""
         return self._saved
 
     @property
@@ -126,6 +129,7 @@ class AppWorldSlot:
         """
         task = load_task(self._root, task_id)
         await self.close_task()
+        self._saved = {}
         if self._server is not None:
             try:
                 await self._begin(task)
@@ -141,33 +145,60 @@ class AppWorldSlot:
         """Run a cell of model-written code in the open task.
 
         Returns: what it printed, or AppWorld's message for it; at most ``max_output_bytes`` and a mark.
-        Raises: EnvironmentCrashed when the process died, outlived the cell timeout, outgrew its memory or broke the
-            protocol. The server has then been killed; the next `open` starts another.
+        Raises: WorldBroken when the process died, outlived the cell timeout, outgrew its memory or broke the protocol;
+            EnvironmentCrashed when that was no doing of the code that ran in it. The server has then been killed; the
+            next `open` starts another.
         """
         task_id = self.task.task_id
         if self._over:
             raise RuntimeError(f"environment {self._name}: task {task_id} has been evaluated: nothing more can be run")
+        # Source is UTF-8, which has no lone surrogates; an answer of an API may.
+        code = code.encode("utf-8", "replace").decode("utf-8")
         output = await self._request(
-            "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds
+            "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds, own=True
         )
         if not isinstance(output, str):
-            await self._crash(task_id, "the server answered a cell with something that is not text")
-        return output
+            await self._crash(task_id, "the server answered a cell with something that is not text", own=True)
+        # As `BoundedText` leaves it, whatever the code has made of that.
+        return cut_with_mark(plain_text(output), self._config.max_output_bytes)
 
     async def evaluate(self) -> WorldVerdict:
         """AppWorld's own evaluation of the open task. No more cells can be run in it.
 
+        A world that AppWorld cannot evaluate, as no world of its own making is, has failed.
+
         Raises: WorldError when the slot was made without ground truth or the task has none that can be used;
-            EnvironmentCrashed when the evaluator hangs or dies.
+            EnvironmentCrashed when the evaluator hangs or dies; WorldBroken when the world was over its limits.
         """
         task_id = self.task.task_id
         if not self._load_ground_truth:
             raise WorldError(f"environment {self._name} was started without ground truth and cannot evaluate {task_id}")
         self._over = True
+        return await self._evaluate(task_id, None)
+
+    async def evaluate_saved(self, task_id: str, files: Mapping[str, str]) -> WorldVerdict:
+        """AppWorld's evaluation of a saved world of any task, wherever it comes from; an open task is closed.
+
+        Args:
+            files: as `saved_files`.
+        Raises: as `evaluate`.
+        """
+        load_task(self._root, task_id)
+        await self.close_task()
+        if self._server is None:
+            self._server = await self._start()
+        return await self._evaluate(task_id, files)
+
+    async def _evaluate(self, task_id: str, files: Mapping[str, str] | None) -> WorldVerdict:
         self._saved = {}
-        answer = await self._order("evaluate", task_id)
+        answer = await self._order("evaluate", task_id, files)
+        if "killed" in answer:
+            await self._crash(task_id, answer["killed"], own=False)
+        if "error" in answer:
+            raise WorldError(f"task {task_id} cannot be evaluated: {answer['error']}")
         if "verdict" not in answer:
-            raise WorldError(f"task {task_id} cannot be evaluated: {answer.get('error')}")
+            unusable = f"the saved world cannot be evaluated: {one_line(answer.get('unusable'))}"
+            return _failed(unusable, answer.get("tests", 0), answer.get("difficulty"))
         self._saved = dict(answer["saved"])
         verdict = answer["verdict"]
         return WorldVerdict(
@@ -179,12 +210,16 @@ class AppWorldSlot:
         )
 
     async def evaluate_rollout(self, trajectory: Trajectory, *, run: int = 0) -> Evaluation:
-        """`evaluate`, as a record of the rollout that was just played; one that crashed its world has failed."""
-        if self._server is None:
-            lost = "the world crashed before it could be evaluated"
-            verdict = WorldVerdict(success=False, passed_tests=0, total_tests=0, difficulty=None, failures=(lost,))
-        else:
+        """`evaluate`, as a record of the rollout that was just played; one that crashed its world has failed.
+
+        Raises: as `evaluate`, but for WorldBroken.
+        """
+        try:
+            if self._server is None:
+                raise WorldBroken("before it could be evaluated")
             verdict = await self.evaluate()
+        except WorldBroken as error:
+            verdict = _failed(f"the world crashed: {error}", 0, None)
         return Evaluation(
             task_id=trajectory.task_id,
             run=run,
@@ -203,6 +238,7 @@ class AppWorldSlot:
         Raises: nothing: a server that cannot do it is ended.
         """
         task, self._task = self._task, None
+        await self._stop_watching()
         if self._server is None or task is None:
             return
         too_large = self._server.usage()[0] > self._config.recycle_above_mib
@@ -221,7 +257,10 @@ class AppWorldSlot:
             await asyncio.to_thread(release_template, self._key)
 
     async def _begin(self, task: Task) -> None:
+        server = self._server
+        assert server is not None
         await self._order("task", task.task_id)
+        self._watch = asyncio.ensure_future(server.watch(self._config.max_memory_mib))
         answer = await self._request(
             "/initialize",
             {
@@ -233,9 +272,10 @@ class AppWorldSlot:
             },
             task.task_id,
             self._config.start_timeout_seconds,
+            own=False,
         )
         if not isinstance(answer, dict) or answer.get("instruction") != task.instruction:
-            await self._crash(task.task_id, "the server opened another task than its specs describe")
+            await self._crash(task.task_id, "the server opened another task than its specs describe", own=False)
         self._task = task
         self._over = False
         self._tasks_played += 1
@@ -249,7 +289,7 @@ class AppWorldSlot:
                 self._template = await self._acquire()
             return await ServerProcess.start(self._template, self._config, evaluate=self._load_ground_truth)
         except EnvironmentCrashed as error:
-            raise EnvironmentCrashed(f"environment {self._name}: {error}") from error
+            raise type(error)(f"environment {self._name}: {error}") from error
 
     async def _acquire(self) -> TemplateProcess:
         starting = asyncio.ensure_future(
@@ -269,57 +309,83 @@ class AppWorldSlot:
     async def _end_server(self) -> None:
         server, self._server = self._server, None
         self._tasks_played = 0
+        await self._stop_watching()
         if server is not None:
             await server.kill()
 
-    async def _order(self, do: str, task_id: str) -> dict[str, Any]:
-        server = self._server
+    async def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+        server, watch = self._server, self._watch
         if server is None:
             raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server is gone")
         try:
             async with asyncio.timeout(self._config.start_timeout_seconds):
-                return await server.order(do, task_id)
+                return await server.order(do, task_id, files)
         except TimeoutError:
-            await self._crash(task_id, f"no answer to {do!r} within {self._config.start_timeout_seconds:g} s")
+            reason = f"no answer to {do!r} within {self._config.start_timeout_seconds:g} s"
+            await self._crash(task_id, reason, own=False)
         except (OSError, ValueError, EOFError):
-            await self._crash(task_id, f"the server died: {server.complaint()}")
+            if watch is not None and watch.done() and watch.result().own:
+                await self._crash(task_id, watch.result().reason, own=True)
+            await self._crash(task_id, f"the server died: {server.complaint()}", own=False)
         except asyncio.CancelledError:
             await self._end_server()
             raise
 
-    async def _request(self, path: str, body: dict[str, object], task_id: str, seconds: float) -> Any:
-        """POST to the task's process. Returns the ``output`` of its answer."""
-        server = self._server
-        if server is None:
+    async def _request(self, path: str, body: dict[str, object], task_id: str, seconds: float, *, own: bool) -> Any:
+        """POST to the task's process. Returns the ``output`` of its answer.
+
+        Args:
+            own: whether it runs the policy's code, to whose account everything that the process then does goes, and
+                its end unless somebody else has ended it.
+        """
+        server, watch = self._server, self._watch
+        if server is None or watch is None:
             raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server is gone")
         request = asyncio.ensure_future(server.post(path, body, 6 * self._config.max_output_bytes + (1 << 20)))
-        watch = asyncio.ensure_future(server.watch(self._config.max_memory_mib))
-        reason = f"{path} took longer than {seconds:g} s"
+        ending = Ending(f"{path} took longer than {seconds:g} s", own)
         try:
             await asyncio.wait({request, watch}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if request.done():
                 status, answer = request.result()
                 if status == 200 and "output" in answer:
                     return answer["output"]
-                reason = f"{path} answered {status}: {answer.get('error', answer)}"
+                ending = Ending(f"{path} answered {status}: {answer.get('error', answer)}", own)
             elif watch.done():
-                reason = watch.result()
-        except ValueError as error:
-            reason = f"{path}: {error}"
-        except (httpx.HTTPError, OSError) as error:
-            # Where the process died, its end says more than the broken connection does, and is known a moment later.
-            ended, _ = await asyncio.wait({watch}, timeout=_LAST_WORDS_SECONDS)
-            reason = watch.result() if ended else f"{path}: {type(error).__name__}: {error}"
+                ending = watch.result()
         except asyncio.CancelledError:
             # The cell goes on in the server: it cannot be used again.
             await self._end_server()
             raise
+        except (httpx.HTTPError, OSError) as error:
+            # Where the process died, its end says more than the broken connection does, and is known a moment later.
+            ended, _ = await asyncio.wait({watch}, timeout=_LAST_WORDS_SECONDS)
+            ending = watch.result() if ended else Ending(f"{path}: {type(error).__name__}: {error}", own)
+        # Hostile code answers as it likes, and there are as many ways to fail in reading it.
+        except Exception as error:
+            ending = Ending(f"{path}: {type(error).__name__}: {error}", own)
         finally:
-            for pending in (request, watch):
-                pending.cancel()
-            await asyncio.gather(request, watch, return_exceptions=True)
-        return await self._crash(task_id, reason)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+        return await self._crash(task_id, ending.reason, own=own and ending.own)
 
-    async def _crash(self, task_id: str, reason: str) -> NoReturn:
+    async def _crash(self, task_id: str, reason: str, *, own: bool) -> NoReturn:
         await self._end_server()
-        raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: {reason}")
+        kind = WorldBroken if own else EnvironmentCrashed
+        raise kind(f"environment {self._name}: task {task_id}: {one_line(reason)}")
+
+
+def _failed(failure: str, tests: int, difficulty: int | None) -> WorldVerdict:
+    return WorldVerdict(success=False, passed_tests=0, total_tests=tests, difficulty=difficulty, failures=(failure,))
+
+
+def one_line(said: object) -> str:
+    """What a process said, for a message: short, and nothing in it but what can be printed."""
+    text = str(said)[: 4 * _LONGEST_REASON]
+    printable = "".join(each if each.isprintable() else " " if each.isspace() else ascii(each)[1:-1] for each in text)
+    return printable if len(printable) <= _LONGEST_REASON else printable[:_LONGEST_REASON] + "…"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import tempfile
@@ -20,8 +21,8 @@ from pathlib import Path
 
 from draco_ray.environments.appworld.interpreter import link_package
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import LEVELS, JailSpec
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, UNAVAILABLE, JailSpec
+from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ _levels_reached: dict[str, str] = {}
 
 class LevelUnavailable(Exception):
     """The host does not offer an isolation level."""
+
+
+class _NotLoaded(LevelUnavailable):
+    """AppWorld could not be loaded at a level; that may be for another reason, and pass."""
 
 
 class TemplateProcess:
@@ -119,7 +124,8 @@ class TemplateProcess:
                 complaint = last_line(directory)
                 if status < 0 or status >= _SIGNALLED:
                     raise EnvironmentCrashed(f"the process that loads AppWorld was killed (status {status})")
-                raise LevelUnavailable(complaint)
+                refused = status == UNAVAILABLE or complaint.startswith("bwrap: ")
+                raise LevelUnavailable(complaint) if refused else _NotLoaded(complaint)
             ready = json.loads(message)
             template.system_calls_refused = ready["system_calls_refused"]
             if not template.system_calls_refused:
@@ -137,7 +143,9 @@ class TemplateProcess:
     @property
     def alive(self) -> bool:
         """Whether it can still fork."""
-        return self._process.poll() is None
+        # It has said all it says: what can be read is its end, of which the process around it may not know yet.
+        ended = select.select([self._control], [], [], 0)[0]
+        return not ended and self._process.poll() is None
 
     def fork(self, slot_spec: str, control: socket.socket, listener: socket.socket, stderr: int) -> None:
         """Order a world server, which says hello on its own control socket. Returns at once.
@@ -151,14 +159,15 @@ class TemplateProcess:
         self._control.close()
         self._process.kill()
         self._process.wait()
-        linux.remove_all([self.directory])
+        linux.remove_tree(self.directory)
 
 
 def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
     """The template that goes with ``key``, started if it does not run. Blocks while it starts.
 
     Give it back with `release_template`; one that has died is replaced by acquiring again.
-    Raises: EnvironmentCrashed when it cannot be started, at any level that ``key`` allows.
+    Raises: IsolationUnavailable when the host offers no level that ``key`` allows; EnvironmentCrashed when it was
+        killed or takes too long.
     """
     with _shares_lock:
         share = _shares.setdefault(key, _Share())
@@ -195,23 +204,29 @@ def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
     levels: tuple[str, ...] = (wanted,)
     if wanted == "auto":
         reached = _levels_reached.get(key.python)
-        levels = (reached,) if reached else LEVELS
-    complaints = []
+        levels = (reached,) if reached else AUTOMATIC_LEVELS
+    complaints: list[str] = []
+    failure: type[EnvironmentCrashed] = IsolationUnavailable
     for level in levels:
         started_at = time.monotonic()
         try:
             template = TemplateProcess.start(key, level, timeout_seconds)
         except LevelUnavailable as error:
             complaints.append(f"{level}: {error}")
+            if isinstance(error, _NotLoaded):
+                failure = EnvironmentCrashed
             continue
         if wanted == "auto":
             _levels_reached[key.python] = level
         log.info("AppWorld loaded in %.1f s; isolation: %s", time.monotonic() - started_at, level)
         if level == "rlimits":
-            reasons = f" ({'; '.join(complaints)})" if complaints else ""
-            log.warning("model-written code is isolated by rlimits alone: the host's files stay readable%s", reasons)
+            log.warning(
+                "model-written code is isolated by rlimits alone: the host's files, and the memory of this user's"
+                " processes, stay within its reach"
+            )
         return template
-    raise EnvironmentCrashed(f"AppWorld cannot be started: {'; '.join(complaints)}")
+    hint = "; environment.isolation=rlimits would run model-written code with limits alone" if wanted == "auto" else ""
+    raise failure(f"AppWorld cannot be started: {'; '.join(complaints)}{hint}")
 
 
 def last_line(directory: str) -> str:

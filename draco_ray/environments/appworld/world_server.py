@@ -8,12 +8,14 @@ next one, and a task begins within 0.2 s.
 The slot speaks to it over a socket, one JSON object a line:
 
     slot   {"do": "task", "task_id": ...}        end the current task, fork a process for this one
-           {"do": "evaluate", "task_id": ...}    end the task's process, run AppWorld's evaluator on what it saved
+           {"do": "evaluate", "task_id": ...}    end the task's process, run AppWorld's evaluator on what it saved,
+                                                 or on the files of a saved world under "files"
            {"do": "clear"}                       end the task's process
     server {"event": "forked"}                   it exists
            {"event": "done"}                     a "task" or "clear" has been carried out
-           {"event": "exited", "status": ...}    the task's process ended by itself
-           {"event": "evaluated", ...}           AppWorld's verdict, or "error"
+           {"event": "exited", "status": ..., "killed": ...}
+                                                 the task's process ended; whether somebody else killed it
+           {"event": "evaluated", ...}           AppWorld's verdict, or why there is none (`appworld_engine.judge`)
 
 End of file on that socket ends the server: it cannot outlive its slot.
 """
@@ -22,18 +24,24 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
-from draco_ray.environments.appworld.engine import serve, verdict
+from draco_ray.environments.appworld.engine import judge, saved_folder, serve
+from draco_ray.environments.appworld.saved_world import MAX_SAVED_BYTES, UnusableWorld, read_saved
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SHOWN_OF_A_TASK, JailSpec, readable_in_place
 from draco_ray.environments.jail.system_calls import refuse_system_calls
+
+MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
+"""Of what an evaluation says: a verdict brings the saved files, and JSON may spell a byte with six."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,9 @@ class SlotSpec:
     processes: int
     scratch_mib: int
     cpu_seconds: int
+    """Processor time of a task's process."""
+    evaluate_cpu_seconds: int
+    """Processor time of an evaluation."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -70,12 +81,14 @@ class WorldServer:
         listener: socket.socket,
         *,
         scratch: Sequence[str],
+        scratch_is_mounted: bool,
         task_uid: int | None,
     ) -> None:
         """Take over the sockets.
 
         Args:
             scratch: the folders a task may write in.
+            scratch_is_mounted: whether each is a file system with a size; else what is in them is counted.
             task_uid: user of the processes that run model-written code; None: the server's own.
         """
         self._jail = jail
@@ -83,38 +96,43 @@ class WorldServer:
         self._control = control
         self._listener = listener
         self._scratch = tuple(scratch)
+        self._scratch_is_mounted = scratch_is_mounted
         self._task_uid = task_uid
         self._task_pid: int | None = None
-        self._received = b""
+        self._wakes: tuple[int, ...] = ()
+        self._received = bytearray()
 
     def run(self) -> None:
         """Serve the slot until it closes its end."""
-        wake_reader, wake_writer = os.pipe()
+        self._wakes = wake_reader, wake_writer = os.pipe()
         os.set_blocking(wake_writer, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        # To find it out is to create a file and to remove it, which a task's process cannot.
+        tempfile.tempdir = os.environ["TMPDIR"]
         while True:
             ready, _, _ = select.select([self._control.fileno(), wake_reader], [], [])
             if wake_reader in ready:
                 os.read(wake_reader, 4096)
                 self._notice_exits()
             if self._control.fileno() in ready:
-                data = self._control.recv(65536)
+                data = self._control.recv(1 << 20)
                 if not data:
                     break
                 self._received += data
-                while b"\n" in self._received:
-                    line, self._received = self._received.split(b"\n", 1)
-                    self._obey(json.loads(line))
+                if data.endswith(b"\n"):
+                    orders, self._received = self._received.splitlines(), bytearray()
+                    for order in orders:
+                        self._obey(json.loads(order))
         self._end_task()
 
     def _say(self, **message: Any) -> None:
         self._control.sendall(json.dumps(message).encode() + b"\n")
 
-    def _obey(self, order: dict[str, str]) -> None:
+    def _obey(self, order: dict[str, Any]) -> None:
         self._end_task()
         if order["do"] == "evaluate":
-            self._say(event="evaluated", **self._evaluate(order["task_id"]))
+            self._say(event="evaluated", **self._evaluate(order["task_id"], order.get("files")))
             return
         self._clear_scratch()
         if order["do"] == "task":
@@ -132,15 +150,21 @@ class WorldServer:
                 os._exit(1)
 
     def _become_task(self, task_id: str) -> None:
+        self._part()
+        if self._jail.mounts:
+            show_only(task_id, os.path.join(self._jail.world, "data", "tasks"))
+        self._confine([os.path.join(task_id, name) for name in SHOWN_OF_A_TASK], self._slot.cpu_seconds)
+        serve(self._listener)
+
+    def _part(self) -> None:
+        """Leave the server's session and its descriptors, in a process forked from it."""
         _forget_signals()
         os.setsid()
         self._control.close()
-        if self._jail.mounts:
-            show_only(task_id, os.path.join(self._jail.world, "data", "tasks"))
-        self._confine([os.path.join(task_id, name) for name in SHOWN_OF_A_TASK])
-        serve(self._listener)
+        for descriptor in self._wakes:
+            os.close(descriptor)
 
-    def _confine(self, tasks: list[str]) -> None:
+    def _confine(self, tasks: list[str], cpu_seconds: int) -> None:
         """Give up everything but what is in sight. ``tasks``: what to read of the tasks' folder, where Landlock says
         what is in sight."""
         spec = self._slot
@@ -152,47 +176,77 @@ class WorldServer:
             memory_mib=spec.memory_mib,
             processes=processes,
             file_mib=spec.scratch_mib,
-            cpu_seconds=spec.cpu_seconds,
+            cpu_seconds=cpu_seconds,
         )
         linux.drop_privileges(self._task_uid)
         linux.close_to_inspection()
         linux.die_with_parent()
-        refuse_system_calls()
+        refuse_system_calls(may_remove=self._scratch_is_mounted)
         if self._jail.level == "landlock":
             linux.reach_only(readable=readable_in_place(self._jail, tasks), writable=(*self._scratch, os.devnull))
 
-    def _evaluate(self, task_id: str) -> dict[str, Any]:
-        """Run AppWorld's evaluator in a process of its own, which has never seen the model's code."""
+    def _evaluate(self, task_id: str, files: dict[str, str] | None) -> dict[str, Any]:
+        """Run AppWorld's evaluator in a process that has never seen the model's code, where nothing of it is left."""
         if not self._slot.evaluate:
             return {"error": "this slot was started without ground truth"}
+        if files is None:
+            answer = self._ask(lambda tell: _tell_saved(task_id, tell), [])
+            if "saved" not in answer:
+                return answer
+            files = answer["saved"]
+        self._clear_scratch()
+        answer = self._ask(lambda tell: judge(task_id, files, tell), [task_id])
+        return {**answer, "saved": files} if "verdict" in answer else answer
+
+    def _ask(self, work: Callable[[Callable[[dict[str, Any]], None]], None], tasks: list[str]) -> dict[str, Any]:
+        """Have a confined process of its own read or evaluate a saved world.
+
+        Args:
+            work: what it does, with a function that takes what it finds out.
+            tasks: see `_confine`.
+        Returns: all that it found out; ``unusable`` where the world made it die, ``killed`` where something else did.
+        """
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                _forget_signals()
-                self._control.close()
-                self._confine([task_id])
-                with open(writer, "w", encoding="utf-8") as pipe:
-                    json.dump(verdict(task_id), pipe)
-            finally:
+                os.close(reader)
+                self._part()
+                self._confine(tasks, self._slot.evaluate_cpu_seconds)
+                with open(writer, "wb") as pipe:
+                    work(lambda found: _write_line(pipe, found))
                 os._exit(0)
+            finally:
+                os._exit(1)
         os.close(writer)
-        with open(reader, encoding="utf-8") as pipe:
-            text = pipe.read()
-        os.waitpid(child, 0)
-        return json.loads(text) if text else {"error": "the evaluator's process died"}
+        with open(reader, "rb") as pipe:
+            said = pipe.read(MAX_EVALUATION_BYTES).splitlines()
+        _, status, usage = os.wait4(child, 0)
+        answer: dict[str, Any] = {}
+        try:
+            for line in said:
+                answer.update(json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            answer["unusable"] = "what the evaluator's process said cannot be read"
+        if status:
+            # Before it has said anything it has read nothing of the world's.
+            outside = not said or _killed(status, usage, self._slot.evaluate_cpu_seconds)
+            how = f"the evaluator's process died (status {os.waitstatus_to_exitcode(status)})"
+            answer["killed" if outside else "unusable"] = how
+        return answer
 
     def _notice_exits(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
             if pid == self._task_pid:
                 self._task_pid = None
-                self._say(event="exited", status=os.waitstatus_to_exitcode(status))
+                killed = _killed(status, usage, self._slot.cpu_seconds)
+                self._say(event="exited", status=os.waitstatus_to_exitcode(status), killed=killed)
 
     def _end_task(self) -> None:
         self._task_pid = None
@@ -215,10 +269,10 @@ class WorldServer:
 
     def _clear_scratch(self) -> None:
         for folder in self._scratch:
-            if self._jail.mounts:
+            if self._scratch_is_mounted:
                 linux.unmount(folder)
                 linux.mount_tmpfs(folder, self._slot.scratch_mib, 0o1777)
-            elif (found := [entry.path for entry in os.scandir(folder)]) and not linux.remove_all(found):
+            elif os.listdir(folder) and not linux.remove_tree(folder, itself=False, uid=self._task_uid):
                 raise OSError(f"{folder} cannot be cleared")
 
 
@@ -242,6 +296,27 @@ def show_only(task_id: str, tasks: str) -> None:
     linux.bind("/view", tasks)
     linux.seal("/view", recursive=False)
     linux.seal(tasks, recursive=False)
+
+
+def _killed(status: int, usage: resource.struct_rusage, cpu_seconds: int) -> bool:
+    """Whether a process was ended from outside, by an operator or for lack of memory on the machine.
+
+    Its own code cannot send SIGKILL, and has that coming from the kernel only when its processor time is used up.
+    """
+    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL and usage.ru_utime + usage.ru_stime < cpu_seconds
+
+
+def _tell_saved(task_id: str, tell: Callable[[dict[str, Any]], None]) -> None:
+    tell({})
+    try:
+        tell({"saved": read_saved(saved_folder(task_id))})
+    except UnusableWorld as error:
+        tell({"unusable": str(error)})
+
+
+def _write_line(pipe: IO[bytes], said: dict[str, Any]) -> None:
+    pipe.write(json.dumps(said).encode() + b"\n")
+    pipe.flush()
 
 
 def _forget_signals() -> None:

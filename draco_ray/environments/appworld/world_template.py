@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from draco_ray.environments.appworld.engine import prepare
 from draco_ray.environments.appworld.world_server import SlotSpec, WorldServer
@@ -79,11 +80,12 @@ class WorldTemplate:
                     os.waitpid(child, 0)
                     os._exit(0)
                 linux.die_with_parent()
-                world, scratch = self._spec.world, SCRATCH_FOLDERS
+                world, scratch, is_mounted = self._spec.world, SCRATCH_FOLDERS, True
             else:
                 linux.adopt_orphans()
                 world, home = make_world(slot.directory, self._spec.data)
                 scratch = (home, os.path.join(world, "experiments"))
+                is_mounted = mount_scratch(scratch, slot.scratch_mib)
                 os.environ.update(environment(world, home, os.environ["PYTHONPATH"]))
                 tempfile.tempdir = None
                 os.chdir(world)
@@ -91,12 +93,33 @@ class WorldTemplate:
             uids = self._spec.task_uids
             # By chance: templates do not know of each other, and there are millions.
             uid = random.SystemRandom().randint(*uids) if uids else None
-            WorldServer(self._spec, slot, control, listener, scratch=scratch, task_uid=uid).run()
+            server = WorldServer(
+                self._spec,
+                slot,
+                control,
+                listener,
+                scratch=scratch,
+                scratch_is_mounted=is_mounted,
+                task_uid=uid,
+            )
+            server.run()
             status = 0
         except BaseException as error:
             print(f"world server: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(status)
+
+
+def mount_scratch(folders: Sequence[str], scratch_mib: int) -> bool:
+    """Give scratch a size where files are otherwise the host's own. Returns whether this process may mount."""
+    try:
+        linux.unshare(linux.NEW_MOUNTS)
+        linux.detach_mounts()
+        for folder in folders:
+            linux.mount_tmpfs(folder, scratch_mib, 0o1777)
+    except OSError:
+        return False
+    return True
 
 
 def enter_own_namespaces(scratch_mib: int) -> None:

@@ -31,6 +31,8 @@ from pathlib import Path
 from draco_ray.environments.jail import linux
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
+AUTOMATIC_LEVELS = LEVELS[:-1]
+"""What ``auto`` may take; the last leaves the host's files in reach and must be asked for by name."""
 
 UNAVAILABLE = 3
 """Exit status: the host does not offer this level."""
@@ -55,7 +57,8 @@ _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
 """Of a task's folder; its ground truth is not among them."""
 
-_MODULES = ("linux", "system_calls", "jail", "appworld_engine", "world_server", "world_template")
+_CODE = ("__init__.py", "environments/__init__.py", "environments/jail", "environments/appworld")
+"""Of this package: what runs in the jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
@@ -142,7 +145,7 @@ def _leave_caretaker(spec: JailSpec) -> None:
         if not os.path.exists(spec.directory):
             break
         if select.select([host], [], [], 0.2)[0]:
-            linux.remove_all([spec.directory])
+            linux.remove_tree(spec.directory)
             break
     os._exit(0)
 
@@ -314,9 +317,8 @@ def _package() -> str:
 def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
     package = _package()
-    modules = ("__init__", *(f"environments/{name}" for name in ("__init__", *_MODULES)))
     pairs = [(spec.data, f"{_WORLD}/data")]
-    pairs += [(f"{package}/{module}.py", f"{_PROGRAM}/draco_ray/{module}.py") for module in modules]
+    pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in _CODE]
     system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))
     pairs += [(path, path) for path in system if os.path.exists(path)]
     pairs += [(f"/{name}", f"/{name}") for name in _libraries("/") if not os.path.islink(f"/{name}")]

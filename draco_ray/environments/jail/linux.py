@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterable
+from typing import Any
 
 NEW_MOUNTS = 0x00020000
 NEW_CGROUP = 0x02000000
@@ -42,6 +43,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER =
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 63
+_LAST_CPU_SECONDS = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -185,14 +187,14 @@ def limit(*, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int) -
         memory_mib: address space of one process.
         processes: processes and threads of this user (counted in its user namespace).
         file_mib: size of a file.
-        cpu_seconds: processor time of one process over its life.
+        cpu_seconds: processor time of one process over its life; SIGXCPU then, SIGKILL soon after.
     """
     mebibyte = 1 << 20
     for name, value in (
         (resource.RLIMIT_AS, memory_mib * mebibyte),
         (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_FSIZE, file_mib * mebibyte),
-        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_CPU, cpu_seconds + _LAST_CPU_SECONDS),
         (resource.RLIMIT_NOFILE, 256),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -201,17 +203,32 @@ def limit(*, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int) -
         hard = resource.getrlimit(name)[1]
         bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (bounded, bounded))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_seconds, hard), hard))
 
 
-def remove_all(paths: Iterable[str]) -> bool:
-    """Remove files and folders, whatever a task has made of them. Returns whether they are gone.
+def remove_tree(folder: str, *, itself: bool = True, uid: int | None = None) -> bool:
+    """Remove what is in a folder, whatever a task has made of it. No link is followed, no file's mode is changed.
 
-    By programs, because folders can be nested deeper than Python's recursion goes.
+    By a program, because folders can be nested deeper than Python's recursion goes.
+
+    Args:
+        itself: and the folder.
+        uid: the user to do it as; None is the caller's.
+    Returns: whether it is gone.
     """
-    found = list(paths)
-    for program in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run([*program, "--", *found], check=False, stderr=subprocess.DEVNULL)
-    return not any(map(os.path.lexists, found))
+    user: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
+    start = ["find", folder, "-mindepth", "0" if itself else "1"]
+
+    def find(*action: str) -> bool:
+        done = subprocess.run([*start, *action], check=False, stderr=subprocess.DEVNULL, cwd="/", **user)
+        return done.returncode == 0
+
+    if find("-delete"):
+        return True
+    # Folders that their maker has closed.
+    find("-type", "d", "!", "-perm", "-u=rwx", "-execdir", "chmod", "u+rwx", "{}", ";")
+    return find("-delete")
 
 
 def die_first() -> None:

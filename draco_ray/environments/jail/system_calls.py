@@ -1,8 +1,9 @@
 """A filter (seccomp) that refuses a task the system calls it has no use for.
 
 What model-written code may do then is compute, use the files it can see and answer on the socket it was given: it
-opens no socket, starts no process or program, signals, traces or limits nobody, and asks the kernel for nothing
-exotic. The filter needs no privilege and holds at every isolation level. Standard library only.
+opens no socket, starts no process or program, signals, traces, limits or outranks nobody, changes no file's mode or
+times, and asks the kernel for nothing exotic. The filter needs no privilege and holds at every isolation level.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -36,15 +37,49 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
-    # Memory that belongs to no process, so that no limit on processes sees it.
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    # A timer may send any signal, SIGKILL included, and so does a lower limit on processor time: an end that would look
+    # like the machine's doing.
+    "timer_create": (222, 107),
+    "setrlimit": (160, 164),
+    # Memory that belongs to no process, so that no limit on processes sees it; and what others keep there.
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    # Counted for a whole user or the whole machine.
+    "io_setup": (206, 0),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    # Its place among other processes.
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
     # Landlock leaves these of a file one owns alone.
     "truncate": (76, 45),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
     "chown": (92, None),
     "fchown": (93, 55),
     "lchown": (94, None),
@@ -52,6 +87,16 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "flock": (73, 32),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -77,9 +122,41 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "syslog": (103, 116),
+    "personality": (135, 92),
+    "modify_ldt": (154, None),
+    "seccomp": (317, 277),
 }
-_CLONE, _CLONE3 = (56, 220), (435, 435)
-_SOCKETPAIR, _PRLIMIT = (53, 199), (302, 261)
+_REMOVAL: dict[str, tuple[int | None, int | None]] = {
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "rmdir": (84, None),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+}
+"""Refused where what is written has to be found to be counted. AppWorld saves by writing the same names again, and does
+not mind that it cannot remove them first."""
+_MISSING = {"clone3": (435, 435), "openat2": (437, 437)}
+"""Their flags are in memory, where a filter cannot look; the C library uses the older ones without them."""
+
+_ONLY: dict[str, tuple[tuple[int | None, int | None], int, tuple[int, ...]]] = {
+    # Descriptors are copied, locked as SQLite does and made non-blocking. They have no owner, who would be signalled.
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
+    # The same by another name (FIOSETOWN, SIOCSPGRP), file attributes, devices: all but non-blocking, close-on-exec,
+    # the count of what can be read, and whether it is a terminal.
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+    # A thread's name, and questions. Not: to live on when the server ends, or to open itself to inspection.
+    "prctl": ((157, 167), 0, (3, 15, 16, 21, 23, 39)),
+}
+"""Call -> its numbers, the argument that decides, and the values of it that are allowed."""
+
+_OPEN = (((2, None), 1), ((257, 56), 2))
+"""open and openat, and where their flags are."""
+_NAMELESS_FILE = 0x400000
+"""Of O_TMPFILE: a file without a name, which no count finds either."""
+
+_CLONE, _SOCKETPAIR, _PRLIMIT = (56, 220), (53, 199), (302, 261)
 _NEWEST = 450
 """System calls above are younger than anything here needs; libraries fall back when they are missing."""
 
@@ -100,8 +177,12 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def filter_program(machine: str) -> list[Instruction] | None:
-    """The filter in the kernel's bytecode, None for a machine whose numbers are not known here."""
+def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction] | None:
+    """The filter in the kernel's bytecode, None for a machine whose numbers are not known here.
+
+    Args:
+        may_remove: whether files may be removed and renamed.
+    """
     if machine not in _ARCHITECTURES or sys.byteorder != "little":
         return None
     architecture, column = _ARCHITECTURES[machine]
@@ -116,35 +197,50 @@ def filter_program(machine: str) -> list[Instruction] | None:
         (_LOAD, 0, 0, _NUMBER_AT),
         (_IF_ABOVE, 0, 1, _NEWEST),
         missing,
-        # Its flags are in memory, where a filter cannot look; without it the C library uses clone.
-        (_IF_EQUAL, 0, 1, _CLONE3[column]),
-        missing,
     ]
-    for numbers in _REFUSED.values():
+    for answer, calls in ((missing, _MISSING), (refuse, _REFUSED), (refuse, {} if may_remove else _REMOVAL)):
+        for numbers in calls.values():
+            number = numbers[column]
+            if number is not None:
+                program += [(_IF_EQUAL, 0, 1, number), answer]
+    for numbers, argument, values in _ONLY.values():
+        number = numbers[column]
+        assert number is not None
+        tests = [each for value in values for each in ((_IF_EQUAL, 0, 1, value), allow)]
+        program += [(_IF_EQUAL, 0, len(tests) + 2, number), _load_argument(argument), *tests, refuse]
+    for numbers, argument in () if may_remove else _OPEN:
         number = numbers[column]
         if number is not None:
-            program += [(_IF_EQUAL, 0, 1, number), refuse]
+            program += [(_IF_EQUAL, 0, 4, number), _load_argument(argument)]
+            program += [(_IF_BITS, 0, 1, _NAMELESS_FILE), refuse, allow]
     return [
         *program,
         # Threads are allowed.
-        *((_IF_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARGUMENTS_AT)),
+        *((_IF_EQUAL, 0, 4, _CLONE[column]), _load_argument(0)),
         *((_IF_BITS, 0, 1, _CLONE_THREAD), allow, refuse),
         # An event loop wakes itself with a pair of streams. A datagram socket could be pointed elsewhere.
-        *((_IF_EQUAL, 0, 5, _SOCKETPAIR[column]), (_LOAD, 0, 0, _ARGUMENTS_AT + 8), (_AND, 0, 0, _SOCKET_KIND)),
+        *((_IF_EQUAL, 0, 5, _SOCKETPAIR[column]), _load_argument(1), (_AND, 0, 0, _SOCKET_KIND)),
         *((_IF_EQUAL, 0, 1, _SOCK_STREAM), allow, refuse),
-        # One's own limits, not those of another process.
-        *((_IF_EQUAL, 0, 4, _PRLIMIT[column]), (_LOAD, 0, 0, _ARGUMENTS_AT)),
-        *((_IF_EQUAL, 0, 1, 0), allow, refuse),
+        # One's own limits can be asked for: no other process, and no new limit, a pointer of two halves.
+        *((_IF_EQUAL, 0, 8, _PRLIMIT[column]), _load_argument(0), (_IF_EQUAL, 0, 5, 0)),
+        *(_load_argument(2), (_IF_EQUAL, 0, 3, 0), _load_argument(2, upper=True), (_IF_EQUAL, 0, 1, 0), allow, refuse),
         allow,
     ]
 
 
-def refuse_system_calls() -> bool:
+def _load_argument(index: int, *, upper: bool = False) -> Instruction:
+    # The lower half: of flags, commands and process ids the kernel looks at no more.
+    return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index + 4 * upper)
+
+
+def refuse_system_calls(*, may_remove: bool = True) -> bool:
     """Put the filter on this thread and what it starts, for good. Set no-new-privileges first.
 
+    Args:
+        may_remove: see `filter_program`.
     Returns: False where the machine or the kernel has no such filter; nothing has changed then.
     """
-    program = filter_program(os.uname().machine)
+    program = filter_program(os.uname().machine, may_remove=may_remove)
     if program is None:
         return False
     encoded = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

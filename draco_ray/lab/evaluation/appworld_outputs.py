@@ -20,7 +20,7 @@ from pathlib import Path
 
 DATASET = "evaluated"
 """The dataset name to give AppWorld."""
-_PLAIN = re.compile(r"(dbs|logs|misc|version)/[\w.-]+")
+_PLAIN = re.compile(r"(dbs|logs|version)/[a-z_]{1,64}\.(jsonl?|md|txt)")
 
 
 class AppWorldOutputs:
@@ -47,7 +47,7 @@ class AppWorldOutputs:
             return
         for name, text in saved.items():
             # Names come out of the jail of model-written code.
-            if not _PLAIN.fullmatch(name) or name.endswith(("/..", "/.")):
+            if not _PLAIN.fullmatch(name):
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+            (folder / name).write_bytes(text.encode())

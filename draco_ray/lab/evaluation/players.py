@@ -14,7 +14,7 @@ from draco_ray.judging.pricing import price_of
 from draco_ray.lab.evaluation.results import Usage
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
 from draco_ray.rollout.agent_prompt import render_agent_prompt
-from draco_ray.rollout.code_agent import CodeAgent, World
+from draco_ray.rollout.code_agent import CodeAgent, World, end_of
 from draco_ray.rollout.code_block import cut_output, extract_code
 
 _ATTEMPTS = 1_000
@@ -75,6 +75,7 @@ class ChatPlayer:
         usage = Usage()
         first_input: int | None = None
         error: str | None = None
+        lost = EpisodeEnd.SERVER_ERROR
         while True:
             asked_at = time.monotonic()
             reply = await self._complete(Request(messages=tuple(messages), vote=run * _ATTEMPTS + attempt))
@@ -94,7 +95,7 @@ class ChatPlayer:
                 try:
                     output = cut_output(await world.execute(code), config.max_output_characters)
                 except EnvironmentCrashed as crash:
-                    error = str(crash)
+                    error, lost = str(crash), end_of(crash)
             turns.append(
                 Turn(
                     text=reply.text,
@@ -110,7 +111,7 @@ class ChatPlayer:
                 ended = EpisodeEnd.RESPONSE_LIMIT if cut or over else EpisodeEnd.FINISHED
                 break
             if output is None:
-                ended = EpisodeEnd.SERVER_ERROR
+                ended = lost
                 break
             if len(turns) >= config.max_turns:
                 ended = EpisodeEnd.TURN_LIMIT

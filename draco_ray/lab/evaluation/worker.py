@@ -13,7 +13,7 @@ import ray
 
 from draco_ray.config.schema import AgentConfig, EnvironmentConfig, JudgeConfig, Price
 from draco_ray.engine.sampler import Sampler
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 from draco_ray.judging.limiter import Leases
 from draco_ray.lab.evaluation.results import Usage
 from draco_ray.records import EpisodeEnd, Evaluation
@@ -104,6 +104,8 @@ class EvaluationWorkerActor:
             saved = slot.saved_files
             await slot.close_task()
             return Played(evaluation=evaluation, usage=usage, seconds=time.monotonic() - began, saved=saved)
+        except IsolationUnavailable:
+            raise
         except EnvironmentCrashed as error:
             return Played(evaluation=None, usage=usage, seconds=time.monotonic() - began, error=str(error))
         finally:

@@ -127,7 +127,7 @@ function passes(group, wanted) {
   if (filters.kind === "nosignal" && group.signal) return false;
   if (filters.kind === "active" && !group.rollouts.some((rollout) => rollout[4] === false)) return false;
   if (filters.kind === "dropped" && !group.dropped.length) return false;
-  if (filters.kind === "problem" && !group.failed_calls && group.state !== "failed" && !group.rollouts.some((rollout) => rollout[1] === "server_error" || rollout[2] === null)) return false;
+  if (filters.kind === "problem" && !group.failed_calls && group.state !== "failed" && !group.rollouts.some((rollout) => ["crashed", "server_error"].includes(rollout[1]) || rollout[2] === null)) return false;
   return !wanted || [group.task, group.asked, ...group.titles].some((text) => text.toLocaleLowerCase().includes(wanted));
 }
 

@@ -1,0 +1,214 @@
+"""A world as AppWorld saves it: read where hostile code could write, checked before AppWorld's evaluator runs it.
+
+AppWorld saves a database as the SQL that changed it, ``dbs/<app>.jsonl`` with a line ``[statement, parameters, many]``
+each, and its evaluator executes whatever stands there: ``ATTACH DATABASE`` would write files. Here a statement may
+insert into, update and delete from the app's own tables, and nothing else, as SQLite's own compiler tells
+(`allow_changes`). Runs in the jail, under AppWorld's Python.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+MAX_SAVED_BYTES = 16 << 20
+"""Of the files of one saved world."""
+
+_DATABASES = "dbs"
+_STATE = re.compile(r"[a-z_]{1,64}\.jsonl|model_hashes\.json")
+"""AppWorld's names of what its evaluator reads. It would prefer a ``<app>.db``: a database of hostile make."""
+_RECORDS = (
+    ("logs", ("api_calls.jsonl", "environment_io.md")),
+    ("version", ("code.txt", "data.txt")),
+)
+"""What nobody executes: left out where it cannot be had."""
+
+Change = tuple[str, Sequence[Any] | Mapping[str, Any], bool]
+"""Statement, its parameters, and whether these are many rows of them."""
+
+
+class UnusableWorld(Exception):
+    """What was saved is no world of AppWorld's: the doing of the code that ran in it."""
+
+
+def read_saved(folder: str) -> dict[str, str]:
+    """Read a world from the folder AppWorld saved it in, into which hostile code could write.
+
+    Returns: name relative to ``folder`` -> content, ``dbs/<app>.jsonl`` and kin; only plain files by their plain names.
+    Raises: UnusableWorld when a database is something else, is no text, or does not fit.
+    """
+    found: dict[str, str] = {}
+    left = MAX_SAVED_BYTES
+    try:
+        databases = _open(folder, _DATABASES, os.O_DIRECTORY)
+    except OSError as error:
+        raise UnusableWorld(f"{_DATABASES}: {error.strerror}") from error
+    for name in sorted(filter(_STATE.fullmatch, os.listdir(databases))):
+        try:
+            text = _read(databases, name, left)
+        except (OSError, ValueError) as error:
+            raise UnusableWorld(f"{_DATABASES}/{name}: {error}") from error
+        left -= len(text.encode())
+        found[f"{_DATABASES}/{name}"] = text
+    os.close(databases)
+    for subfolder, names in _RECORDS:
+        for name in names:
+            try:
+                parent = _open(folder, subfolder, os.O_DIRECTORY)
+                text = _read(parent, name, left)
+            except (OSError, ValueError):
+                continue
+            os.close(parent)
+            left -= len(text.encode())
+            found[f"{subfolder}/{name}"] = text
+    return found
+
+
+def write_saved(files: Mapping[str, str], folder: str) -> None:
+    """Lay a saved world out in a new folder. Raises UnusableWorld for a name that `read_saved` would not give."""
+    known = {f"{subfolder}/{name}" for subfolder, names in _RECORDS for name in names}
+    for name, text in files.items():
+        database = name.removeprefix(f"{_DATABASES}/")
+        if name not in known and (database == name or not _STATE.fullmatch(database)):
+            raise UnusableWorld(f"{name[:80]!r} is not a file of a saved world")
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(text.encode())
+
+
+def _open(folder: str | int, name: str, flags: int) -> int:
+    # A FIFO would wait for a writer. A link is not followed.
+    parent, path = (None, os.path.join(folder, name)) if isinstance(folder, str) else (folder, name)
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
+
+
+def _read(folder: int, name: str, limit: int) -> str:
+    with open(_open(folder, name, 0), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a plain file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"beyond the {MAX_SAVED_BYTES >> 20} MiB that a saved world may have")
+    return data.decode("utf-8")
+
+
+def apply_changes(connection: sqlite3.Connection, changes: Sequence[Change], trusted: Sequence[Change]) -> None:
+    """Carry out the changes of a saved database.
+
+    Args:
+        connection: the app's database as it was before.
+        trusted: the changes with which the task itself begins; where ``changes`` begins with these they are not asked.
+    Raises: UnusableWorld for a change that is none; sqlite3's errors for one that does not fit.
+    """
+    begun = len(trusted) if list(changes[: len(trusted)]) == list(trusted) else 0
+    _run(connection, changes[:begun])
+    new = changes[begun:]
+    if new:
+        for change in new:
+            _check_shape(change)
+        check = allow_changes(connection)
+        for statement, (parameters, many) in {change[0]: change[1:] for change in new}.items():
+            check(statement, parameters, many)
+        # A statement that doubles a text, many times.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_SAVED_BYTES)
+        connection.set_authorizer(_stay_in_this_database)
+        _run(connection, new)
+        connection.set_authorizer(None)
+    connection.commit()
+
+
+def _run(connection: sqlite3.Connection, changes: Sequence[Change]) -> None:
+    for statement, parameters, many in changes:
+        (connection.executemany if many else connection.execute)(statement, parameters)
+
+
+def _stay_in_this_database(action: int, *_: str | None) -> int:
+    """A second wall: what the search index does while a statement runs is let through, other files are not."""
+    return sqlite3.SQLITE_DENY if action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH) else sqlite3.SQLITE_OK
+
+
+def _check_shape(change: Any) -> None:
+    if not (isinstance(change, list) and len(change) == 3):
+        raise UnusableWorld("a change that is not [statement, parameters, many]")
+    statement, parameters, many = change
+    rows = parameters if many is True and isinstance(parameters, list) else [parameters]
+    plain = all(
+        value is None or isinstance(value, str | int | float)
+        for row in rows
+        for value in (row.values() if isinstance(row, dict) else row if isinstance(row, list) else [row, ...])
+    )
+    if not (isinstance(statement, str) and isinstance(many, bool) and plain):
+        raise UnusableWorld("a change whose parameters are not rows of plain values")
+
+
+_BEGINS = ("INSERT INTO ", "UPDATE ", "DELETE FROM ")
+"""How AppWorld's changes begin. Not all that begins otherwise is told: ``VACUUM INTO`` is not, until it runs."""
+_INDEX_INSERT = re.compile(r"INSERT INTO \w+_fts \(id, saved_search_text\) VALUES \([?:\w, ]+\)")
+"""How AppWorld adds to a search index. With other columns the index takes commands."""
+_WORD = re.compile(r"\w+")
+_CHANGES = (sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE, sqlite3.SQLITE_READ)
+
+
+def allow_changes(connection: sqlite3.Connection) -> Callable[[str, Any, bool], None]:
+    """What checks a statement before it is carried out on ``connection``: compiled, not run.
+
+    SQLite tells the actions of a statement while it compiles it, whatever its parameters or the time of day are.
+    Allowed is to insert into, update and delete from tables and search indexes that are there, and to read their
+    columns for it. Not: selections (so no recursion either), functions, pragmas, other databases, schema changes.
+
+    Returns: takes a statement, its parameters and whether they are many; raises UnusableWorld for one that does more.
+    """
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    indexes = {name for _, name, sql in rows if (sql or "").upper().startswith("CREATE VIRTUAL")}
+    internal = tuple(f"{name}_" for name in indexes)
+    tables = {name for kind, name, _ in rows if kind == "table" and not name.startswith(("sqlite_", *internal))}
+    for index in indexes:
+        # An index reads its own tables when it is first used, which is no doing of the statement's.
+        connection.execute(f'SELECT 1 FROM "{index}" LIMIT 0').fetchall()
+    refused: list[str] = []
+
+    def authorize(action: int, name: str | None, _: str | None, database: str | None, source: str | None) -> int:
+        if action in _CHANGES and name in tables and database == "main":
+            return sqlite3.SQLITE_OK
+        refused.append(_ACTIONS.get(action, f"action {action} on") + (f" {name}" if name else ""))
+        return sqlite3.SQLITE_DENY
+
+    def check(statement: str, parameters: Any, many: bool) -> None:
+        if not statement.startswith(_BEGINS):
+            raise UnusableWorld(f"a saved change that inserts, updates and deletes nothing: {statement[:80]!r}")
+        of_index = statement.startswith("INSERT") and _named(indexes) & _named(_WORD.findall(statement))
+        if of_index and not _INDEX_INSERT.fullmatch(statement):
+            raise UnusableWorld(f"a saved change to a search index that is not AppWorld's: {statement[:80]!r}")
+        refused.clear()
+        connection.set_authorizer(authorize)
+        try:
+            connection.execute(f"EXPLAIN {statement}", parameters[0] if many else parameters).fetchall()
+        except (sqlite3.Error, sqlite3.Warning, IndexError, ValueError) as error:
+            why = f"is not allowed to {refused[0]}" if refused else f"cannot be used: {error}"
+            raise UnusableWorld(f"a saved change {why}: {statement[:80]!r}") from error
+        finally:
+            connection.set_authorizer(None)
+
+    return check
+
+
+def _named(names: Iterable[str]) -> set[str]:
+    return {name.lower() for name in names}
+
+
+_ACTIONS = {
+    sqlite3.SQLITE_ATTACH: "attach",
+    sqlite3.SQLITE_DETACH: "detach",
+    sqlite3.SQLITE_PRAGMA: "use the pragma",
+    sqlite3.SQLITE_FUNCTION: "call a function",
+    sqlite3.SQLITE_SELECT: "select",
+    sqlite3.SQLITE_READ: "read",
+    sqlite3.SQLITE_INSERT: "insert into",
+    sqlite3.SQLITE_UPDATE: "update",
+    sqlite3.SQLITE_DELETE: "delete from",
+}
