@@ -70,9 +70,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", root, cwd=root)
     python = root / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=root)
-    site_packages = sysconfig.get_path("purelib", vars={"base": str(root)})
+    site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(root)}))
+    dependencies = Path(sysconfig.get_path("purelib"))
     # A plain path line: the path files in there, an editable install's among them, are not read.
-    Path(site_packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages / "dependencies.pth").write_text(f"{dependencies}\n")
+    # What clashes with AppWorld's own packages lies beside the package, as in any installation.
+    for clashing in ("pydantic", "pydantic_core"):
+        (site_packages / clashing).symlink_to(dependencies / clashing)
     return root / "bin"
 
 
