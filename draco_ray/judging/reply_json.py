@@ -22,7 +22,7 @@ from draco_ray.errors import ReplyError
 
 MAX_LENIENT_CHARACTERS = 80_000
 """Longer broken replies are asked for again."""
-MAX_SCANNED = 4_000_000
+MAX_SCANNED = 20_000_000
 """Characters looked at in search of JSON among reasoning, beginnings that turn out to be none included."""
 MAX_DEPTH = 20
 
@@ -86,9 +86,10 @@ def without_json(text: str) -> str:
         try:
             _, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
-            # An unterminated string was read to the text's end, whatever place the error names.
+            # An unterminated string was read to the text's end, whatever place the error names; and to tell in which
+            # line a place is, the error has counted from the text's beginning.
             known = isinstance(error, json.JSONDecodeError) and not error.msg.startswith("Unterminated")
-            scanned += (error.pos if known else len(text)) - begin  # type: ignore[union-attr]
+            scanned += error.pos if known else len(text)  # type: ignore[union-attr]
             position = begin + 1
             continue
         scanned += end - begin

@@ -67,7 +67,7 @@ class JudgeWorkerActor:
         working_on(group)
         started = time.time()
         judged = await self._judge.stage1(prompt, CallContext(group=group, task_id=task_id))
-        return judged, _summary(Phase.STAGE1, task_id, None, judged, started)
+        return judged, phase_summary(Phase.STAGE1, task_id, None, judged, started)
 
     @ray.method(num_returns=2)
     async def stage2(self, trajectory: Trajectory, existing: Judged[Rubric]) -> tuple[Judged[Rubric], PhaseSummary]:
@@ -75,7 +75,7 @@ class JudgeWorkerActor:
         working_on(trajectory.group, trajectory.rollout)
         started = time.time()
         judged = await self._judge.stage2(trajectory, existing.value or (), _context(trajectory))
-        return judged, _summary(Phase.STAGE2, trajectory.task_id, trajectory.rollout, judged, started)
+        return judged, phase_summary(Phase.STAGE2, trajectory.task_id, trajectory.rollout, judged, started)
 
     @ray.method(num_returns=2)
     async def union(
@@ -93,14 +93,14 @@ class JudgeWorkerActor:
         candidates = [criterion for judged in judged_proposals for criterion in judged.value or ()]
         rollouts = [await trajectory for trajectory in trajectories]
         judged = await self._judge.union(prompt, candidates, rollouts, CallContext(group=group, task_id=task_id))
-        return judged, _summary(Phase.UNION, task_id, None, judged, started)
+        return judged, phase_summary(Phase.UNION, task_id, None, judged, started)
 
     @ray.method(num_returns=2)
     async def merge(self, name: str, prompt: str) -> tuple[Judged[Rubric], PhaseSummary]:
         """Merge what ``prompt`` lists; ``name`` stands for group and task in the archive."""
         started = time.time()
         judged = await self._judge.merge(prompt, CallContext(group=name, task_id=name))
-        return judged, _summary(Phase.UNION, name, None, judged, started)
+        return judged, phase_summary(Phase.UNION, name, None, judged, started)
 
     @ray.method(num_returns=2)
     async def score(
@@ -111,7 +111,7 @@ class JudgeWorkerActor:
         started = time.time()
         judged = await self._judge.score(trajectory, rubric.value or (), _context(trajectory))
         verdicts = [score.verdict for score in judged.value or ()]
-        summary = _summary(Phase.SCORE, trajectory.task_id, trajectory.rollout, judged, started, verdicts)
+        summary = phase_summary(Phase.SCORE, trajectory.task_id, trajectory.rollout, judged, started, verdicts)
         return judged, summary
 
     @ray.method(num_returns=2)
@@ -128,7 +128,7 @@ class JudgeWorkerActor:
         judged = await self._judge.credit(
             trajectory, rubric.value or (), scores.value or (), _context(trajectory), criteria
         )
-        return judged, _summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
+        return judged, phase_summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
 
 
 def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str) -> Callable[[str], Any]:
@@ -154,7 +154,7 @@ def _context(trajectory: Trajectory) -> CallContext:
     return CallContext(group=trajectory.group, task_id=trajectory.task_id, rollout=trajectory.rollout)
 
 
-def _summary(
+def phase_summary(
     phase: Phase,
     task_id: str,
     rollout: int | None,
@@ -162,6 +162,7 @@ def _summary(
     started: float,
     verdicts: Sequence[Verdict] = (),
 ) -> PhaseSummary:
+    """What the driver is told of a phase that began at ``started`` and ends now."""
     calls = judged.calls
     return PhaseSummary(
         phase=phase,

@@ -7,6 +7,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -18,7 +19,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ClusterError
 from draco_ray.judging.elastic import ElasticWorkers, Place
-from draco_ray.records import EpisodeEnd, Message
+from draco_ray.judging.worker import phase_summary
+from draco_ray.records import EpisodeEnd, Judged, Message, Phase
 from draco_ray.rollout.worker import RolloutRequest
 from draco_ray.summaries import PhaseSummary, RolloutSummary
 
@@ -34,6 +36,11 @@ LOOK_SECONDS = 5.0
 """Between a judge worker's answer and the next question whether it is there."""
 SILENT_SECONDS = 60.0
 """After which a judge worker that does not answer gets no more calls, and those it has are made elsewhere."""
+
+
+MOST_SENDS = 4
+"""Times a judge's phase is handed to a worker. One under which so many fall silent is more likely at fault than they,
+and goes on without a value rather than to stop them all."""
 
 
 class SlotQueue(Generic[WorkerT]):
@@ -161,8 +168,8 @@ class JudgePool:
     """Judge workers that come and go with the calls, and the union actor.
 
     A call goes to a worker that is up: one that waits for a node, or for its restart, gets none, and where it stopped
-    answering under calls they are made elsewhere (replies that had come are in the durable cache). The union actor's
-    calls go to a worker while it is not up.
+    answering under calls they are made elsewhere, `MOST_SENDS` times in all (replies that had come are in the durable
+    cache). The union actor's calls go to a worker while it is not up.
     """
 
     def __init__(self, start: Callable[[str], Any], config: JudgeConfig) -> None:
@@ -247,11 +254,13 @@ class JudgePool:
 
     async def stage1(self, group: str, task_id: str, prompt: tuple[Message, ...]) -> Judgement:
         """Criteria from the instruction alone."""
-        return await self._call("stage1", task_id, group, task_id, prompt)
+        return await self._call("stage1", task_id, None, group, task_id, prompt)
 
     async def stage2(self, member: Member, existing: Judgement) -> Judgement:
         """Criteria this rollout reveals."""
-        return await self._call("stage2", _label(member), member.trajectory, existing.judged)
+        return await self._call(
+            "stage2", member.summary.task_id, member.summary.rollout, member.trajectory, existing.judged
+        )
 
     async def union(
         self, group: str, task_id: str, prompt: tuple[Message, ...], proposals: list[Judgement], members: list[Member]
@@ -259,21 +268,23 @@ class JudgePool:
         """One rubric for the group."""
         judged = [proposal.judged for proposal in proposals]
         trajectories = [member.trajectory for member in members]
-        return await self._call("union", task_id, group, task_id, prompt, judged, trajectories)
+        return await self._call("union", task_id, None, group, task_id, prompt, judged, trajectories)
 
     async def merge(self, name: str, prompt: str) -> Judgement:
         """One set of criteria out of those that ``prompt`` lists, outside any group."""
-        return await self._call("merge", name, name, prompt)
+        return await self._call("merge", name, None, name, prompt)
 
     async def score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
         """Verdicts of one rollout."""
-        return await self._call("score", _label(member), member.trajectory, rubric)
+        return await self._call("score", member.summary.task_id, member.summary.rollout, member.trajectory, rubric)
 
     async def credit(
         self, member: Member, rubric: ray.ObjectRef[Any], scores: Judgement, criteria: tuple[int, ...] | None
     ) -> Judgement:
         """Citations of one rollout, for the criteria of those indices or for all."""
-        return await self._call("credit", _label(member), member.trajectory, rubric, scores.judged, criteria)
+        return await self._call(
+            "credit", member.summary.task_id, member.summary.rollout, member.trajectory, rubric, scores.judged, criteria
+        )
 
     async def drain(self, seconds: float) -> None:
         """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
@@ -281,13 +292,20 @@ class JudgePool:
             async with asyncio.timeout(seconds):
                 await asyncio.gather(*self._abandoned, return_exceptions=True)
 
-    async def _call(self, method: str, label: str, *arguments: Any) -> Judgement:
-        while True:
+    async def _call(self, method: str, task_id: str, rollout: int | None, *arguments: Any) -> Judgement:
+        label = task_id if rollout is None else f"{task_id}/{rollout}"
+        started = time.time()
+        for _ in range(MOST_SENDS):
             place = await self._acquire(method)
             judged, summary = getattr(place.worker, method).options(name=f"{method} {label}").remote(*arguments)
             if (finished := await self._finish(place, summary)) is not None:
                 return Judgement(judged=judged, summary=finished)
             log.warning("%s %s: its judge worker does not answer; asked of another", method, label)
+        error = f"{method} of {label}: {MOST_SENDS} judge workers fell silent under it, one after the other"
+        log.error("%s; it has no value", error)
+        phase = Phase.UNION if method == "merge" else Phase(method)
+        failed: Judged[Any] = Judged(value=None, error=error)
+        return Judgement(judged=ray.put(failed), summary=phase_summary(phase, task_id, rollout, failed, started))
 
     async def _acquire(self, method: str) -> Place[Any]:
         if method in ("union", "merge") and self._union is not None and self._union.up:
@@ -384,7 +402,3 @@ class JudgePool:
 
 async def _answer(summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary:
     return await summary
-
-
-def _label(member: Member) -> str:
-    return f"{member.summary.task_id}/{member.rollout}"

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from draco_ray.records import EpisodeEnd, Termination
-from draco_ray.rollout.pools import RolloutPool, SlotQueue
+import pytest
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging.elastic import Place
+from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.rollout import pools
+from draco_ray.rollout.pools import JudgePool, RolloutPool, SlotQueue
 from draco_ray.rollout.worker import RolloutRequest
 from draco_ray.summaries import RolloutSummary
 
@@ -126,3 +131,45 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
         member = await playing
         assert (member.summary.ended if member is not None else None) is expected
     assert pool.lost == 1
+
+
+class DeafWorker:
+    """In the place of a judge worker's handle: takes phases and never answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, method: str) -> DeafWorker:
+        self.asked.append(method)
+        return self
+
+    def options(self, **_: Any) -> DeafWorker:
+        return self
+
+    def remote(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+
+class DeafPool(JudgePool):
+    """A judge pool whose workers fall silent under whatever they are given."""
+
+    def __init__(self, worker: DeafWorker) -> None:
+        super().__init__(lambda name: worker, JudgeConfig())
+        self._worker = worker
+
+    async def _acquire(self, method: str) -> Place[Any]:
+        return Place(self._worker, 0, 0.0)
+
+    async def _finish(self, place: Place[Any], summary: Any) -> None:
+        return None
+
+
+async def test_a_phase_that_silences_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools.ray, "put", lambda value: value)
+    worker = DeafWorker()
+    judgement = await DeafPool(worker).stage1("step1/t_1", "t_1", ())
+    assert worker.asked.count("stage1") == pools.MOST_SENDS
+    assert not judgement.ok
+    assert judgement.judged.value is None
+    assert judgement.summary.error == "stage1 of t_1: 4 judge workers fell silent under it, one after the other"
+    assert (await DeafPool(worker).merge("all", "merge these")).summary.phase is Phase.UNION

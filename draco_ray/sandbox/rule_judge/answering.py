@@ -13,6 +13,7 @@ from draco_ray.sandbox.rule_judge.demands import read_demands
 from draco_ray.sandbox.rule_judge.matching import find_rule
 from draco_ray.sandbox.rule_judge.pairing import answer_pairing
 from draco_ray.sandbox.rule_judge.reading import TASK_MARK, JudgePrompt, Rubric, read_prompt
+from draco_ray.sandbox.rule_judge.traces import number_in
 
 MOST_PROPOSED = 15
 MOST_ADDED = 10
@@ -137,7 +138,7 @@ def _noted(rubric: Rubric, steps: Sequence[int]) -> Finding:
     verdict = Verdict[rubric.verdict] if rubric.verdict in Verdict.__members__ else Verdict.NOT_APPLICABLE
     if verdict is Verdict.NOT_APPLICABLE:
         return not_applicable(_UNKNOWN)
-    named = [int(word) for word in rubric.evidence.replace(",", " ").split() if word.isdigit()]
+    named = [number for word in rubric.evidence.replace(",", " ").split() if (number := number_in(word)) is not None]
     cited = tuple(sorted(set(named) & set(steps))) or tuple(steps[-1:])
     return Finding(verdict, cited, "These are the steps that the grader's evidence names.")
 

@@ -18,7 +18,7 @@ _BAD_CALL = re.compile(
     re.IGNORECASE,
 )
 _FORBIDDEN = re.compile(
-    r"^\s*(?:import|from)\s+(?:os|sys|subprocess|socket|shutil|pathlib|spotipy)\b|\bopen\(", re.MULTILINE
+    r"^[^\S\n]*+(?:import|from)[^\S\n]++(?:os|sys|subprocess|socket|shutil|pathlib|spotipy)\b|\bopen\(", re.MULTILINE
 )
 
 

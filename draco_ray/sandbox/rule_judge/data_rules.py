@@ -8,7 +8,7 @@ import re
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Case, Finding, not_applicable
 from draco_ray.sandbox.rule_judge.demands import Limit
-from draco_ray.sandbox.rule_judge.traces import EMPTY, Call, Test
+from draco_ray.sandbox.rule_judge.traces import EMPTY, Call, Test, number_in
 from draco_ray.sandbox.rule_judge.vocabulary import (
     DONE_LISTS,
     MOST_ON_A_PAGE,
@@ -107,13 +107,11 @@ def judge_pages(case: Case) -> Finding:
 
 def _proven_short(case: Case, call: Call) -> bool:
     """Whether the run saw that the only page it read was not full."""
-    limit = call.arguments.get("page_limit", EMPTY).text
-    size = min(int(limit), MOST_ON_A_PAGE) if limit and limit.isdigit() else PAGE_LIMIT
+    limit = number_in(call.arguments.get("page_limit", EMPTY).text)
+    size = PAGE_LIMIT if limit is None else min(limit, MOST_ON_A_PAGE)
     return any(
         shown.step >= call.step
-        and shown.text is not None
-        and shown.text.isdigit()
-        and 0 < int(shown.text) < size
+        and 0 < (number_in(shown.text) or 0) < size
         and shown.value.operations == {"len"}
         and not shown.value.tests
         and {case.trace.calls[index] for index in shown.value.calls} == {call}

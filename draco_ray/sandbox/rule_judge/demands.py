@@ -24,6 +24,8 @@ from draco_ray.sandbox.rule_judge.vocabulary import (
 
 Comparison = Literal["<", "<=", ">", ">="]
 
+MOST_CHARACTERS = 2000
+"""Of a task that are read: what poses as one in a criterion can be longer, and the patterns below look far ahead."""
 _QUOTED = re.compile(r'"([^"]+)"')
 _DATE = r"\d{4}-\d\d-\d\d"
 _TIME = r"\d?\d:\d\d"
@@ -124,7 +126,8 @@ class Demands:
 
 @lru_cache(maxsize=512)
 def read_demands(text: str) -> Demands:
-    """Read a task's instruction."""
+    """Read a task's instruction, or its beginning: none is as long as `MOST_CHARACTERS`."""
+    text = text[:MOST_CHARACTERS]
     plain = _QUOTED.sub('""', text)
     names, contents = _quotes(text)
     actions = tuple(action for action in ACTIONS if action.words.search(plain))

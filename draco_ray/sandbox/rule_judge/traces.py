@@ -185,6 +185,15 @@ class Trace:
         return frozenset(found)
 
 
+def number_in(text: str | None) -> int | None:
+    """The number that a text is; None for any other text, and for a number too long to be one of ours.
+
+    >>> number_in("17"), number_in("\u00b2"), number_in("9" * 5000)
+    (17, None, None)
+    """
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
 def failure(output: str | None) -> str | None:
     """The last visible line of an error in a step's output, or None.
 

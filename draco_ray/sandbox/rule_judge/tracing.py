@@ -21,7 +21,7 @@ from draco_ray.sandbox.rule_judge.known_values import api_of, evaluate
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 from draco_ray.sandbox.rule_judge.traces import EMPTY, NONE, Call, Key, Shown, Test, Trace, Value, failure
 
-_LINE = re.compile(r'File "<(?:python-input|ipython-input|string|stdin|unknown)[^>]*>", line (\d+)')
+_LINE = re.compile(r'File "<(?:python-input|ipython-input|string|stdin|unknown)[^>\n]{0,80}>", line (\d{1,9})\b')
 _SECRET_KEYS = frozenset({"password", "access_token", "card_number", "cvv_number", "verification_code"})
 _MAX_INLINED = 4
 _MAX_NODES = 4000
