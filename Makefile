@@ -139,11 +139,12 @@ mutate: .venv-mutate/.ready
 	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
 	$(VENV)/bin/python jobs/mutate.py report
 
-# Formatting, lint and types.
+# Formatting, lint, types, and the direction of imports.
 check: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 # Format and apply safe fixes.
 format: setup

@@ -23,9 +23,10 @@ import ray
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
+from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Criterion, Judged, Message
-from draco_ray.rollout.pools import Judgement, JudgePool, Member, RolloutPool
+from draco_ray.rollout.pool import Member, RolloutPool
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000

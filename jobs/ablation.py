@@ -21,9 +21,9 @@ from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 from draco_ray.lab.runs.cost import read_calls
-from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
 
 SETTINGS = "draco no-credit static-credit static outcome random"
 REFERENCE_JUDGE = "gpt-5.4"

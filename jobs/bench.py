@@ -18,8 +18,8 @@ import psutil
 import typer
 
 from draco_ray.lab.evaluation.summary import differences, summarise
-from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
 RUNS_PER_TASK = 2

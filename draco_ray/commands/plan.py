@@ -11,7 +11,7 @@ from rich.table import Table
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import ModelShape, model_shape
 from draco_ray.errors import ConfigError
-from draco_ray.lab.planning.judge_context import (
+from draco_ray.judging.judge_context import (
     context_problem,
     context_warning,
     judge_context,

@@ -61,16 +61,12 @@ def run(
 
 @tau.command()
 def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Trust = False) -> None:
-    """Say which tau2-bench would be run, and run commands in the agent's shell as an episode does."""
+    """Say which tau2-bench would be run, or what is missing."""
     from draco_ray.benchmarks.tau.installation import find_tau2
-    from draco_ray.benchmarks.tau.shell import check_shell
     from draco_ray.config.load import load_config
 
-    tau_bench = load_config(config, overrides or [], trust=trust).tau_bench
-    found = find_tau2(tau_bench)
+    found = find_tau2(load_config(config, overrides or [], trust=trust).tau_bench)
     typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")
-    if (srt := check_shell(tau_bench, found)) is not None:
-        typer.echo(f"shell tool: commands ran, and no solution could be read; {srt}")
 
 
 @tau.command(name="tables", epilog="Try:  draco tau tables tau/base tau/draco --format markdown --show interval")

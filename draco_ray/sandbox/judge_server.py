@@ -329,6 +329,8 @@ class JudgeServer:
     'http://127.0.0.1:43127/v1'
     """
 
+    model = MODEL_NAME
+
     def __init__(self, *, key: str | None = None, **behaviour: Any) -> None:
         """Raises ConfigError on a value out of range."""
         self._behaviour = _behaviour(require_key=key is not None, **behaviour)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from draco_ray.records import LOST, EpisodeEnd, Evaluation
-from draco_ray.rollout.pools import RolloutPool
+from draco_ray.rollout.pool import RolloutPool
 
 
 async def evaluate_tasks(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.judging.pool import JudgePool
 from draco_ray.observability.catalogue import (
     JUDGE_IN_FLIGHT,
     JUDGE_WAITING,
@@ -21,7 +22,7 @@ from draco_ray.observability.catalogue import (
 from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
-from draco_ray.rollout.pools import JudgePool, RolloutPool
+from draco_ray.rollout.pool import RolloutPool
 
 log = logging.getLogger(__name__)
 

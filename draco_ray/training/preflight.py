@@ -24,7 +24,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_shape import model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
-from draco_ray.lab.planning.judge_context import context_problem, context_warning, model_positions
+from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 
 ANONYMOUS_TYPE = "node_"
 """Begins the node type that Ray reports for a node which is of no autoscaler's making; its own id follows."""

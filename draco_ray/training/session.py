@@ -18,17 +18,22 @@ from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engin
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.appworld.data_root import load_split, load_task
 from draco_ray.errors import ClusterError, DracoError
+from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.outage import Pause
+from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.worker import Policy, judge_starter
-from draco_ray.lab.planning.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.records import Message
-from draco_ray.rollout.pools import JudgePool, RolloutPool
+from draco_ray.registry import find
+from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.worker import start_rollout_workers
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.cluster import connect
 from draco_ray.training.preflight import check_judge_context, check_session
+
+RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
+"""By name: what stands in is never imported by what trains."""
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
@@ -95,14 +100,12 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
             console.print(warning)
         yield judge
         return
-    from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
-
-    with JudgeServer(latency=judge.rule_judge.latency_seconds) as server:
+    with find("judge.rule_judge", RULE_JUDGE, {})(latency=judge.rule_judge.latency_seconds) as server:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
         # The server asks for no key, but OpenAI's protocol sends one.
         os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
         served = {
-            "model": f"openai/{MODEL_NAME}",
+            "model": f"openai/{server.model}",
             "api_base": server.base_url,
             "api_key_env": "DRACO_RULE_JUDGE_KEY",
         }

@@ -24,13 +24,13 @@ from draco_ray.engine.canary import run_canary
 from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.judging.static_rubric import load_static_rubric
-from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.learner.group import LearnerGroup
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Criterion, Evaluation, FloatArray, Message
-from draco_ray.rollout.pools import Member
+from draco_ray.rollout.pool import Member
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.evaluate import evaluate_tasks

@@ -48,9 +48,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-ALL_TOOLS = "alltools-qwen"
-
-
 def configure(machine: Path, script: dict[str, Any] | None = None, **tau: Any) -> DracoConfig:
     settings = {
         "tau2_python": str(write_python(machine / "python")),
@@ -60,8 +57,6 @@ def configure(machine: Path, script: dict[str, Any] | None = None, **tau: Any) -
         "agent": {"api_base": "http://user/v1"},
         "embedder": {"api_base": "http://embedder/v1"},
         "embeddings_cache": str(machine / "embeddings"),
-        # Without the shell tool, which is tried at length, unless a test is about it.
-        "retrieval": "bm25",
         "tasks": TASKS[:2],
         "trials": 2,
         **tau,
@@ -103,7 +98,7 @@ def test_the_full_split_with_what_tau2_lost(machine: Path) -> None:
 
 def test_what_tau2_is_told(machine: Path) -> None:
     out = machine / "out"
-    evaluate(configure(machine, retrieval=ALL_TOOLS), out)
+    evaluate(configure(machine), out)
     probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
     assert probe["config"]["max_steps"] == 200
     assert probe["config"]["auto_resume"] is True
@@ -118,7 +113,7 @@ def test_what_tau2_is_told(machine: Path) -> None:
 def test_keys_are_in_no_file_and_no_argument(machine: Path) -> None:
     """Although tau2 prints one and keeps another in a result file, as a provider's error might make it."""
     out = machine / "out"
-    evaluate(configure(machine, {"quote": "OPENAI_API_KEY"}, retrieval=ALL_TOOLS), out)
+    evaluate(configure(machine, {"quote": "OPENAI_API_KEY"}), out)
     assert "incorrect key ***" in (out / "tau2" / AGENT / "runner.log").read_text()
     probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
     assert not {"UNRELATED_TOKEN", "TAU_JUDGE_KEY"} & set(probe["variables"])
@@ -132,16 +127,11 @@ def test_the_agents_shell_sees_no_keys_and_no_solutions(machine: Path) -> None:
     out = machine / "out"
     (machine / "home").mkdir()
     (machine / "home" / ".env").write_text("OPENAI_API_KEY=sk-another")
-    (machine / "sibling" / "tau2").mkdir(parents=True)
-    evaluate(configure(machine, retrieval=ALL_TOOLS), out)
+    evaluate(configure(machine), out)
     probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
     names = {line.partition("=")[0] for line in probe["shell"] if "=" in line}
     assert names <= {"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
-    denied = probe["denied"]
-    assert denied[:4] == ["~/.ssh", str(machine / "home" / "data"), str(machine / "home" / ".env"), str(out)]
-    # An evaluation beside this one, and whatever else lies about: but not what the commands themselves need.
-    assert {str(machine / name) for name in ("sibling", "home")} <= set(denied)
-    assert not [path for path in denied if str(machine / "bin").startswith(path) or probe["tmp"].startswith(path)]
+    assert probe["denied"] == ["~/.ssh", str(machine / "home" / "data"), str(machine / "home" / ".env"), str(out)]
     # Temporary files and the working directory are private, and gone.
     assert Path(probe["tmp"]).parent == machine / "tmp"
     assert probe["folder"] == probe["tmp"]
@@ -224,9 +214,9 @@ def test_a_part_of_tau2_that_is_gone_is_a_refusal(machine: Path) -> None:
     for file in STAND_IN.rglob("*.py"):
         copy = package / file.relative_to(STAND_IN)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(file.read_text().replace("run_command", "execute"))
-    config = configure(machine, retrieval=ALL_TOOLS, tau2_python=str(write_python(machine / "other", package=package)))
-    with pytest.raises(ConfigError, match="SandboxManager.run_command is gone; expected tau2-bench 1.0.1"):
+        copy.write_text(file.read_text().replace("_create_srt_settings", "_create_settings"))
+    config = configure(machine, tau2_python=str(write_python(machine / "other", package=package)))
+    with pytest.raises(TauBenchError, match="tau2 is not run: SandboxManager._create_srt_settings is gone"):
         evaluate(config, machine / "out")
     assert starts(machine) == 0
 
@@ -280,63 +270,7 @@ def test_a_checkout_of_other_tasks_is_refused(machine: Path) -> None:
 
 def test_missing_shell_programs_are_named(machine: Path) -> None:
     (machine / "bin" / "srt").unlink()
-    assert "srt not on PATH" in refusal(machine, retrieval=ALL_TOOLS)
-
-
-def test_the_check_runs_the_shell_as_an_episode_does(machine: Path) -> None:
-    words = overrides(configure(machine, retrieval=ALL_TOOLS))
-    done = draco("tau", "check", "qwen3.6-27b", *words)
-    assert done.returncode == 0, done.stderr
-    assert f"shell tool: commands ran, and no solution could be read; {machine / 'bin' / 'srt'}" in done.stdout
-    without = draco("tau", "check", "qwen3.6-27b", *words, "tau_bench.retrieval=bm25")
-    assert without.returncode == 0, without.stderr
-    assert "shell tool" not in without.stdout
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ('#!/bin/sh\nexec sh -c "$5"\n', "the agent's shell does not work: 'ls' gave exit code"),
-        ("#!/bin/sh\necho 'Sandbox dependencies are not available' >&2\nexit 1\n", "dependencies are not available"),
-        # Runs the first command, and leaves something behind that stops every later one.
-        (
-            '#!/bin/sh\n[ -e "$HOME/stub" ] && exit 1\ntouch "$HOME/stub"\nexec sh -c "$4"\n',
-            "does not work: \"grep -c 'Monday  9 to 5' opening_hours.md\" gave exit code 1",
-        ),
-        (None, "can read "),
-    ],
-)
-def test_a_shell_that_does_not_work_is_no_evaluation(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, said: str
-) -> None:
-    """As with srt 0.0.83: every command with a space ended with 127, and the evaluation scored on without its tool."""
-    monkeypatch.setenv("HOME", str(machine))
-    if program is None:
-        write_shell_programs(machine / "bin", hides=False)
-    else:
-        (machine / "bin" / "srt").write_text(program)
-    config = configure(machine, retrieval=ALL_TOOLS)
-    with pytest.raises(ConfigError) as refusal:
-        evaluate(config, machine / "out")
-    assert said in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert starts(machine) == 0
-    checked = draco("tau", "check", "qwen3.6-27b", *overrides(config))
-    assert checked.returncode == 2
-    # The third program has left its stub already.
-    assert said in checked.stderr or "does not work" in checked.stderr
-
-
-def test_an_episodes_own_process_tries_the_shell_too(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What worked when the command began may be gone when tau2 starts again."""
-    config = configure(machine, retrieval=ALL_TOOLS)
-    monkeypatch.setattr("draco_ray.benchmarks.tau.evaluate.check_shell", lambda *_: None)
-    (machine / "bin" / "srt").write_text("#!/bin/sh\nexit 127\n")
-    with pytest.raises(
-        TauBenchError, match="tau2 is not run: the agent's shell does not work: 'ls' gave exit code 127"
-    ):
-        evaluate(config, machine / "out")
-    assert starts(machine) == 0
+    assert "srt not on PATH" in refusal(machine)
 
 
 def overrides(config: DracoConfig) -> list[str]:
@@ -344,7 +278,7 @@ def overrides(config: DracoConfig) -> list[str]:
     words = [
         f"tau_bench.{name}={value}"
         for name, value in config.tau_bench.model_dump().items()
-        if name in ("tau2_python", "tau2_home", "trials", "embeddings_cache", "retrieval")
+        if name in ("tau2_python", "tau2_home", "trials", "embeddings_cache")
     ]
     return [*words, f"tau_bench.tasks=[{TASKS[0]}]", "tau_bench.judge.api_key_env=TAU_JUDGE_KEY"]
 

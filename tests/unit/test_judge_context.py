@@ -17,15 +17,15 @@ from draco_ray.config.schema import AgentConfig, DracoConfig
 from draco_ray.engine.model_shape import model_shape
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge import union_prompt
-from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.static_rubric import load_static_rubric
-from draco_ray.lab.planning.judge_context import (
+from draco_ray.judging.judge_context import (
     api_warning,
     context_problem,
     context_tokens,
     judge_context,
     model_positions,
 )
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.planning.memory import GIB, engine_memory
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
 from draco_ray.training.preflight import check_judge_context

@@ -13,7 +13,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, model_shape, read_shape
 from draco_ray.errors import ConfigError
-from draco_ray.lab.planning.judge_context import context_tokens
+from draco_ray.judging.judge_context import context_tokens
 from draco_ray.lab.planning.memory import (
     GIB,
     LearnerMemory,

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging import pool as judge_pool
 from draco_ray.judging.elastic import Place
+from draco_ray.judging.pool import JudgePool
 from draco_ray.records import EpisodeEnd, Phase, Termination
-from draco_ray.rollout import pools
-from draco_ray.rollout.pools import JudgePool, RolloutPool, SlotQueue
+from draco_ray.rollout.pool import RolloutPool, SlotQueue
 from draco_ray.rollout.worker import RolloutRequest
 from draco_ray.summaries import RolloutSummary
 
@@ -165,10 +166,10 @@ class DeafPool(JudgePool):
 
 
 async def test_a_phase_that_silences_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools.ray, "put", lambda value: value)
+    monkeypatch.setattr(judge_pool.ray, "put", lambda value: value)
     worker = DeafWorker()
     judgement = await DeafPool(worker).stage1("step1/t_1", "t_1", ())
-    assert worker.asked.count("stage1") == pools.MOST_SENDS
+    assert worker.asked.count("stage1") == judge_pool.MOST_SENDS
     assert not judgement.ok
     assert judgement.judged.value is None
     assert judgement.summary.error == "stage1 of t_1: 4 judge workers fell silent under it, one after the other"

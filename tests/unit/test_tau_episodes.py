@@ -238,7 +238,7 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
     records = [simulation("task_001", trial) for trial in range(2)] + [infrastructure_error("task_002", 0)]
     episodes = read_episodes(write(tmp_path / "r", records), ["task_001", "task_002"], 2)
     config = DracoConfig.model_validate({"tau_bench": {"trials": 2}})
-    found = summary(episodes, Tokens(400, 40), "some/where/Qwen3.6-27B", config, "a2c0247", {})
+    found = summary(episodes, Tokens(400, 40), "some/where/Qwen3.6-27B", config, "a2c0247")
     dollars = {role: cost["dollars"] for role, cost in found["costs"].items()}
     # 4,000 tokens in and 200 out for agent and user; 0.289/0.9 and 2.5/15 dollars per million.
     assert dollars["agent"] == pytest.approx((4000 * 0.289 + 200 * 0.9) / 1e6)
@@ -265,6 +265,6 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
 
 def test_an_unknown_price_is_no_price(tmp_path: Path) -> None:
     episodes = read_episodes(write(tmp_path / "r", [simulation("task_001", 0)]), ["task_001"], 1)
-    found = summary(episodes, Tokens(), "a/model-without-a-price", DracoConfig(), "unknown", {})
+    found = summary(episodes, Tokens(), "a/model-without-a-price", DracoConfig(), "unknown")
     assert found["costs"]["agent"]["dollars"] is None
     assert cost_by_role_table({"x": [found]}).rows[0][1][2] is None

@@ -19,7 +19,7 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.engine.canary import CanaryReading
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
-from draco_ray.rollout.pools import SlotQueue
+from draco_ray.rollout.pool import SlotQueue
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import trainer as trainer_module
 from draco_ray.training.order import TaskOrder

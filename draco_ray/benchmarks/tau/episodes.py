@@ -129,17 +129,6 @@ def read_judge_tokens(folder: Path) -> Tokens:
     return _sum(Tokens(usage.prompt_tokens, usage.completion_tokens) for usage in usages)
 
 
-def read_requests(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Role -> the parameters of its requests as they were sent, each that occurred; empty where none were recorded."""
-    file = folder / "requests.jsonl"
-    found: dict[str, list[dict[str, Any]]] = {}
-    for line in file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []:
-        sent = json.loads(line)
-        if sent["parameters"] not in found.setdefault(sent["role"], []):
-            found[sent["role"]].append(sent["parameters"])
-    return found
-
-
 def _simulation_files(folder: Path) -> list[Path]:
     # tau2 writes to a hidden file first.
     return sorted(path for path in (folder / "simulations").glob("*.json") if not path.name.startswith("."))

@@ -7,7 +7,7 @@
     summary.json                        costs by role and failures by kind of every measurement
     tau2/<measurement>/results.json     tau2's own files, in its directory format, readable by `tau2 view`
     tau2/<measurement>/simulations/
-    tau2/<measurement>/judge_calls.jsonl, requests.jsonl, runner.log, server.log
+    tau2/<measurement>/judge_calls.jsonl, runner.log, server.log
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from draco_ray.benchmarks.tau.episodes import (
     count_episodes,
     read_episodes,
     read_judge_tokens,
-    read_requests,
 )
 from draco_ray.benchmarks.tau.installation import Tau2, find_tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy
 from draco_ray.benchmarks.tau.process import Scrubber
 from draco_ray.benchmarks.tau.report import rollout_result, summary
 from draco_ray.benchmarks.tau.server import SERVED, free_port, serve_command, served
-from draco_ray.benchmarks.tau.shell import check_shell, unreadable_paths
 from draco_ray.benchmarks.tau.supervise import run_job
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
@@ -110,9 +108,7 @@ def evaluate_tau(
             (out / "results" / f"{policy.name}.jsonl").unlink(missing_ok=True)
             for episode in episodes:
                 directory.add(policy.name, rollout_result(episode, price))
-            found[policy.name] = summary(
-                episodes, read_judge_tokens(folder), policy.model, config, tau2.commit, read_requests(folder)
-            )
+            found[policy.name] = summary(episodes, read_judge_tokens(folder), policy.model, config, tau2.commit)
             _note_errors(policy.name, found[policy.name])
         directory.write_summary({"label": directory.plan.label, "measurements": found})
     return directory
@@ -168,8 +164,6 @@ def _anything_to_run(episodes: Sequence[Episode], retry_errors: bool) -> bool:
 def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, folder: Path, out: Path, planned: int) -> None:
     tau = config.tau_bench
     keys = jobs.read_keys(tau, policy)
-    # Before a model is served for minutes; tau2's process tries it again.
-    check_shell(tau, tau2, out)
     with ExitStack() as stack:
         tmp = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draco-tau-", ignore_cleanup_errors=True)))
         endpoint = None
@@ -177,7 +171,8 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, folder: Path, out: 
             withhold = list(jobs.key_variables(tau, policy).values())
             log.info("serving %s as %s", policy.name, SERVED)
             endpoint = stack.enter_context(served(config, policy, folder / "server.log", tmp, withhold))
-        job = jobs.tau2_job(tau, tau2, policy, endpoint, folder.resolve(), unreadable=unreadable_paths(tau2, out))
+        unreadable = [*tau2.solutions, str(out.resolve())]
+        job = jobs.tau2_job(tau, tau2, policy, endpoint, folder.resolve(), unreadable=unreadable)
         environment = jobs.tau2_environment(tau, tau2, policy, endpoint, keys, tmp)
         scrubber = Scrubber([*keys.values(), *([endpoint.key] if endpoint else [])])
         bar = stack.enter_context(_bar())

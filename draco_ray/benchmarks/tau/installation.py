@@ -7,10 +7,10 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.benchmarks.tau.tau2_runner import SHELL_PROGRAMS
 from draco_ray.config.schema import TauBenchConfig
 from draco_ray.errors import ConfigError
 
@@ -26,6 +26,7 @@ TESTED_COMMIT = "a2c0247"
 CHECK_SECONDS = 300.0
 SHELL_RETRIEVAL = ("alltools-qwen", "terminal_use")
 DENSE_RETRIEVAL = ("alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep")
+SHELL_PROGRAMS = ("srt", "rg", "bwrap", "socat") if sys.platform.startswith("linux") else ("srt", "rg")
 _INSTALL = "install tau2-bench as its own README says (docs/tau_bench.md)"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draco_ray.benchmarks.tau.installation import DENSE_RETRIEVAL, DOMAIN, SHELL_RETRIEVAL, Tau2
+from draco_ray.benchmarks.tau.installation import DENSE_RETRIEVAL, DOMAIN, Tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy
 from draco_ray.benchmarks.tau.server import Endpoint
 from draco_ray.config.schema import TauBenchConfig, TauModelConfig
@@ -17,8 +17,6 @@ from draco_ray.errors import ConfigError
 STEPS_PER_TURN = 2
 """tau2's max_steps counts messages of both sides."""
 JUDGE_KEY, EMBEDDER_KEY = "DRACO_TAU_JUDGE_KEY", "DRACO_TAU_EMBEDDER_KEY"
-REQUESTS = "requests.jsonl"
-"""File of a measurement: the parameters of its requests, as they were sent."""
 PROVIDER_VARIABLES = {"openai": "OPENAI", "hosted_vllm": "HOSTED_VLLM"}
 """Providers whose endpoint LiteLLM takes from <NAME>_API_BASE and <NAME>_API_KEY."""
 PASSED_ON = (
@@ -76,7 +74,18 @@ def tau2_environment(
     Raises:
         ConfigError: two roles need one variable with different values, or an endpoint cannot be told to the provider.
     """
-    environment = base_environment(tau2, tmp) | {JUDGE_KEY: keys["judge"]}
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    local = [name for name in (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost") if name]
+    environment |= {
+        "NO_PROXY": ",".join(local),
+        "no_proxy": ",".join(local),
+        "TAU2_DATA_DIR": str(tau2.data),
+        "TMPDIR": str(tmp),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "PYTHON_DOTENV_DISABLED": "1",
+        "PYTHONUNBUFFERED": "1",
+        JUDGE_KEY: keys["judge"],
+    }
     if "embedder" in keys:
         environment[EMBEDDER_KEY] = keys["embedder"]
     roles = [_provider_variables("user", config.user, config.user.model, keys["user simulator"])]
@@ -92,21 +101,6 @@ def tau2_environment(
                 "one endpoint and key, or models of different providers"
             )
     return environment | {name: value for role in roles for name, value in role.items() if value}
-
-
-def base_environment(tau2: Tau2, tmp: Path) -> dict[str, str]:
-    """What tau2's process gets to know besides keys and endpoints."""
-    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    local = ",".join(name for name in (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost") if name)
-    return environment | {
-        "NO_PROXY": local,
-        "no_proxy": local,
-        "TAU2_DATA_DIR": str(tau2.data),
-        "TMPDIR": str(tmp),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "PYTHON_DOTENV_DISABLED": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def tau2_job(
@@ -144,11 +138,9 @@ def tau2_job(
         },
         "embedder": {"model": config.embedder.model, "api_base": config.embedder.api_base, "key": EMBEDDER_KEY},
         "embeddings_cache": str(_embeddings_folder(config)),
-        "shell": config.retrieval in SHELL_RETRIEVAL,
         "unreadable": unreadable,
         "results": str(folder / "results.json"),
         "judge_calls": str(folder / "judge_calls.jsonl"),
-        "requests": str(folder / REQUESTS),
     }
 
 

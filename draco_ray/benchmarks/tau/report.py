@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,7 @@ def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
 
 
 def summary(
-    episodes: Sequence[Episode],
-    judge: Tokens,
-    policy_model: str,
-    config: DracoConfig,
-    commit: str,
-    sent: Mapping[str, Sequence[Mapping[str, Any]]],
+    episodes: Sequence[Episode], judge: Tokens, policy_model: str, config: DracoConfig, commit: str
 ) -> dict[str, Any]:
     """What one measurement took and how it failed, as JSON.
 
@@ -74,7 +68,6 @@ def summary(
         judge: tokens of all judge calls.
         policy_model: for its price.
         commit: of tau2-bench, which decides how episodes are graded.
-        sent: role -> the parameters of its requests, as the wire carried them.
     """
     tokens = {
         "agent": sum((episode.agent for episode in episodes), start=Tokens()),
@@ -100,7 +93,6 @@ def summary(
         },
         "trials": config.tau_bench.trials,
         "tau2_commit": commit,
-        "sent": sent,
     }
 
 
@@ -111,31 +103,13 @@ def tau_tables(settings: Settings, summaries: Mapping[str, Sequence[Mapping[str,
         settings: label -> split -> result.
         summaries: label -> `summary` of each measurement.
     """
-    main = main_table(settings)
     return [
-        replace(main, notes=(*main.notes, *sent_notes(summaries))),
+        main_table(settings),
         consistency_table(settings),
         efficiency_table(settings),
         cost_by_role_table(summaries),
         failure_table(summaries),
     ]
-
-
-def sent_notes(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Which temperature the requests of each role really carried, a note for the settings that were alike."""
-    said: dict[str, list[str]] = {}
-    for label, measured in summaries.items():
-        roles = []
-        for role in ROLES:
-            sent = [parameters for each in measured for parameters in each.get("sent", {}).get(role, [])]
-            values = {str(parameters.get("temperature", "none")) for parameters in sent}
-            roles.append(f"{role} {' or '.join(sorted(values)) or 'not recorded'}")
-        said.setdefault(", ".join(roles), []).append(label)
-    notes = []
-    for sentence, labels in said.items():
-        whose = f" ({', '.join(labels)})" if len(said) > 1 else ""
-        notes.append(f"Temperature as sent{whose}: {sentence}; none: the model's own.")
-    return notes
 
 
 def cost_by_role_table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:

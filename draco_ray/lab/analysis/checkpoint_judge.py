@@ -13,9 +13,9 @@ from typing import Protocol
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete
+from draco_ray.judging.judge_context import context_tokens
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.lab.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
-from draco_ray.lab.planning.judge_context import context_tokens
 from draco_ray.records import Adapter
 from draco_ray.runs.directory import RunDirectory
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.consistency import pass_at_k, pass_hat_k, task_values
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
 TRAINING = "training"

@@ -8,10 +8,10 @@ import pyarrow as pa
 
 from draco_ray.judging.costs import phase_costs
 from draco_ray.lab.runs.cost import read_calls
-from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.records import EpisodeEnd, Phase, Termination
 from draco_ray.rollout.termination import termination
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.training.overlap import busy_seconds, hidden_seconds, merged
 

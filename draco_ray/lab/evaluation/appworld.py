@@ -34,7 +34,7 @@ from draco_ray.lab.evaluation.policies import Checkpoint, Policy, deciding_setti
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage, lost_rollout
 from draco_ray.lab.evaluation.setting import SplitResult, read_split
 from draco_ray.lab.evaluation.worker import ApiPolicy, LocalPolicy, Played, PlayRequest, start_evaluation_workers
-from draco_ray.rollout.pools import SlotQueue
+from draco_ray.rollout.pool import SlotQueue
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.session import checked_model, plain_error

@@ -10,9 +10,9 @@ from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import Measure
 from draco_ray.lab.evaluation.setting import compared_measures
-from draco_ray.lab.runs.show import read_evaluations
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

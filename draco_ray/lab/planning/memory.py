@@ -10,7 +10,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import LayerKind, ModelShape
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LIVE_ADAPTERS, LORA_RANKS
 from draco_ray.errors import ConfigError
-from draco_ray.lab.planning.judge_context import context_tokens, uses_self_judge
+from draco_ray.judging.judge_context import context_tokens, uses_self_judge
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -29,11 +29,12 @@ from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.errors import ConfigError, RubricError
+from draco_ray.judging.pool import Judgement
 from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
 from draco_ray.lab.rubric_authoring.reduction import CriterionSet, batches, reduction_prompt, reduction_template
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
-from draco_ray.rollout.pools import Judgement, Member
+from draco_ray.rollout.pool import Member
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import (

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs.directory import RunDirectory, damaged
+from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
 COLUMNS = {
@@ -27,25 +27,6 @@ COLUMNS = {
     "seconds": "{:.0f}",
 }
 """Metrics shown, under their names in metrics.jsonl."""
-
-
-def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation]]:
-    """(training step, split) -> evaluated rollouts; step 0 is the untrained policy."""
-    found: dict[tuple[int, str], list[Evaluation]] = {}
-    for row in run.table("evaluations").to_pylist():
-        evaluation = Evaluation(
-            task_id=row["task_id"],
-            run=row["run"],
-            success=row["success"],
-            passed_tests=row["passed_tests"],
-            total_tests=row["total_tests"],
-            turns=row["turns"],
-            ended=EpisodeEnd(row["ended"]),
-            difficulty=row["difficulty"],
-            failures=tuple(row["failures"] or ()),
-        )
-        found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
-    return dict(sorted(found.items()))
 
 
 def show(directory: Path, console: Console | None = None) -> None:

@@ -101,16 +101,14 @@ def _probe(config: TextRunConfig) -> dict[str, Any]:
     """What the adjusted parts do and know, for the test to look at."""
     reply = evaluator_nl_assertions.judge()
     embedder = OpenRouterEmbedder()
-    with SandboxManager() as shell:
-        _, printed, _ = shell.run_command("env | sort")
-        denied = json.loads(shell.settings_path.read_text())["filesystem"]["denyRead"]
+    shell = SandboxManager()
     return {
         "config": config.values,
         "judge": {"model": reply.model, "api_base": reply.arguments.get("api_base"), "keyed": bool(_key(reply))},
         "embedder": {"model": embedder.model, "base_url": embedder.client.arguments["base_url"]},
         "cache": str(embeddings_cache._global_cache.cache_dir),
-        "shell": printed.split("\n"),
-        "denied": denied,
+        "shell": shell.run_command("env").split("\n"),
+        "denied": json.loads(shell.settings_path.read_text())["filesystem"]["denyRead"],
         "tmp": tempfile.gettempdir(),
         "folder": os.getcwd(),
         "arguments": sys.argv,

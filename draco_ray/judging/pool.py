@@ -1,18 +1,15 @@
-"""The driver's handles on the actor pools: which worker runs what, and what to do when one dies."""
+"""Judge workers that come and go with the calls."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-import itertools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
@@ -20,13 +17,11 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ClusterError
 from draco_ray.judging.elastic import ElasticWorkers, Place
 from draco_ray.judging.worker import phase_summary
-from draco_ray.records import EpisodeEnd, Judged, Message, Phase
-from draco_ray.rollout.worker import RolloutRequest
-from draco_ray.summaries import PhaseSummary, RolloutSummary
+from draco_ray.records import Judged, Message, Phase
+from draco_ray.rollout.pool import Member
+from draco_ray.summaries import PhaseSummary
 
 log = logging.getLogger(__name__)
-
-WorkerT = TypeVar("WorkerT")
 
 METHODS = ("stage1", "stage2", "union", "merge", "score", "credit")
 """Of a judge worker, in the order in which a group needs them."""
@@ -36,52 +31,9 @@ LOOK_SECONDS = 5.0
 """Between a judge worker's answer and the next question whether it is there."""
 SILENT_SECONDS = 60.0
 """After which a judge worker that does not answer gets no more calls, and those it has are made elsewhere."""
-
-
 MOST_SENDS = 4
 """Times a judge's phase is handed to a worker. One under which so many fall silent is more likely at fault than they,
 and goes on without a value rather than to stop them all."""
-
-
-class SlotQueue(Generic[WorkerT]):
-    """Free slots of the workers, handed to whoever waits with the lowest priority number."""
-
-    def __init__(self, workers: list[WorkerT], slots_per_worker: int) -> None:
-        self._free = [worker for _ in range(slots_per_worker) for worker in workers]
-        self._waiting: list[tuple[int, int, asyncio.Future[WorkerT]]] = []
-        self._arrivals = itertools.count()
-
-    async def acquire(self, priority: int) -> WorkerT:
-        """Wait for a slot; equal priorities are served in order of arrival."""
-        if self._free:
-            return self._free.pop(0)
-        future: asyncio.Future[WorkerT] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), future))
-        return await future
-
-    def release(self, worker: WorkerT) -> None:
-        """Give a slot back."""
-        while self._waiting:
-            _, _, future = heapq.heappop(self._waiting)
-            if not future.done():
-                future.set_result(worker)
-                return
-        self._free.append(worker)
-
-    @property
-    def waiting(self) -> int:
-        """Rollouts that wait for a slot."""
-        return sum(not future.done() for _, _, future in self._waiting)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A finished rollout of a group: references to what is large, the summary itself."""
-
-    rollout: int
-    trajectory: ray.ObjectRef[Any]
-    evaluation: ray.ObjectRef[Any]
-    summary: RolloutSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,73 +47,6 @@ class Judgement:
     def ok(self) -> bool:
         """Whether the phase produced a value."""
         return self.summary.error is None
-
-
-class RolloutPool:
-    """Rollout workers and the engines they sample from.
-
-    A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
-    retries are spent the group goes on without it.
-    """
-
-    def __init__(self, workers: list[Any], slots_per_worker: int, engines: int, retries: int, seed: int) -> None:
-        self._slots: SlotQueue[Any] = SlotQueue(workers, slots_per_worker)
-        self._load = [0] * engines
-        self._retries = retries
-        self._seed = seed
-        self._recorded: dict[tuple[str, int], Member] = {}
-        self.lost = 0
-
-    def take_over(self, group: str, member: Member) -> None:
-        """A rollout of ``group`` that an earlier process of this run has finished: it is not played again."""
-        self._recorded[group, member.rollout] = member
-
-    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Member | None:
-        """Play one rollout of ``group``; None when every try failed."""
-        if (recorded := self._recorded.pop((group, rollout), None)) is not None:
-            return recorded
-        for attempt in range(self._retries + 1):
-            # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
-            entropy = (self._seed, step, rollout, attempt, *task_id.encode())
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-            request = RolloutRequest(task_id=task_id, group=group, rollout=rollout, attempt=attempt, seed=seed)
-            member = await self._try(request, priority)
-            if member is not None and member.summary.ended is not EpisodeEnd.SERVER_ERROR:
-                return member
-            reason = member.summary.error if member is not None else "its worker died"
-            log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, reason)
-        self.lost += 1
-        return None
-
-    @property
-    def waiting(self) -> int:
-        """Rollouts that wait for a slot."""
-        return self._slots.waiting
-
-    @property
-    def in_flight(self) -> int:
-        """Rollouts that hold a slot."""
-        return sum(self._load)
-
-    async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
-        worker = await self._slots.acquire(priority)
-        engine = self._load.index(min(self._load))
-        self._load[engine] += 1
-        try:
-            method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
-            trajectory, summary, evaluation = method.remote(request, engine)
-            try:
-                finished = await summary
-            except asyncio.CancelledError:
-                ray.cancel(summary)
-                raise
-            return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=finished)
-        except RayActorError:
-            # Ray has replaced the worker and repeated the rollout as often as it may.
-            return None
-        finally:
-            self._load[engine] -= 1
-            self._slots.release(worker)
 
 
 class JudgePool:
