@@ -32,6 +32,7 @@ from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.analysis.trend import trends
+from draco_ray.lab.files import check_folder
 from draco_ray.records import Phase
 from draco_ray.runs.directory import RunDirectory
 
@@ -51,6 +52,7 @@ def replay_algorithm(
     """
     run = _open(directory, steps)
     std_epsilon = run.setting("algorithm.std_epsilon")
+    folder = check_folder(out or run.path / REPLAYS)
     table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
     if not table.num_rows:
         raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
@@ -61,7 +63,6 @@ def replay_algorithm(
     survival = survival_by_group_size(run, steps)
     shown = survival.select(["group_size", "surviving", "survival"])
     _print_means(console, "criteria that survive dropout, by group size", shown, "group_size", ())
-    folder = out or run.path / REPLAYS
     return [
         path
         for name, found in (("rules", table), ("dropout", dropout), ("survival", survival))
@@ -119,7 +120,7 @@ def replay_judge(
     rubric = None if static_rubric is None else load_static_rubric(static_rubric)
     if not calls and not written and rubric is None:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
-    folder = out or run.path / REPLAYS
+    folder = check_folder(out or run.path / REPLAYS)
     config = _cached(judge_config(own, judge, api_base=api_base, api_key_env=api_key_env, cache=None), folder)
     tables = folder / folder_name(judge)
     found: list[Path] = []
@@ -235,6 +236,7 @@ def attribution_bench(
         JudgeUnavailable: the judge does not answer.
     """
     recorded = None if run is None else _open(run, steps)
+    check_folder(out)
     source = config if config is not None or recorded is None else str(recorded.path)
     settings = judge_config(
         _config(source, (judge,), api_base, api_key_env, trust=trust).judge,

@@ -29,6 +29,7 @@ from draco_ray.lab.evaluation.tables import (
     termination_table,
     what_was_played,
 )
+from draco_ray.lab.files import check_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,8 @@ def print_tables(
     """
     if unknown := [name for name in tables if name not in TABLES]:
         raise ConfigError(f"--table {unknown[0]}: unknown; expected one of {', '.join(TABLES)}")
+    if out is not None:
+        check_folder(out)
     settings = read_settings(directories)
     made = [TABLES[name](settings) for name in tables or TABLES if name != "self-judge" or tables]
     if against is not None:
@@ -112,7 +115,6 @@ def print_tables(
     if out is None:
         typer.echo("\n".join(render(table, form, shown) for table in made), nl=False)
         return
-    out.mkdir(parents=True, exist_ok=True)
     for table in made:
         for each in TableFormat:
             path = out / f"{table.name}{SUFFIXES[each]}"

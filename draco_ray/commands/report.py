@@ -16,8 +16,8 @@ def write(directories: Sequence[Path], *, figures: bool, tables: bool, out: Path
     """Write the page of one run, or figures and tables of one or several; returns the files.
 
     Args:
-        out: the page's file, or the folder of figures and tables; None is ``report.html``, ``figures/`` and ``tidy/``
-            in the first run directory.
+        out: the page's file or a folder for it, or the folder of figures and tables; None is ``report.html``,
+            ``figures/`` and ``tidy/`` in the first run directory.
 
     Raises:
         ConfigError: if a directory is no run, has no rows yet or shares its name with another, or if ``out`` cannot be
@@ -32,7 +32,8 @@ def write(directories: Sequence[Path], *, figures: bool, tables: bool, out: Path
         raise ConfigError(f"a report is about one run, not {len(runs)}; add --figures or --tables to compare runs")
     try:
         if not (figures or tables):
-            page = out or runs[0].path / "report.html"
+            page = out or runs[0].path
+            page = page / "report.html" if page.is_dir() else page
             write_report(runs[0], page)
             return [page]
         written = []

@@ -46,13 +46,16 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
         if variant := _NO_THINK_LINE.search(text):
             kept = think.rstrip("\n").split("\n")[:-2]
             files[AGENT_FILES[1]] = "\n".join([*kept, _plain(variant["line"])]) + "\n"
-    for name, content in files.items():
-        path = out / name
-        if path.exists() and path.read_bytes() != content.encode("utf-8"):
-            raise ConfigError(f"{path}: exists with other content; choose another --out or remove it")
-    out.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (out / name).write_bytes(content.encode("utf-8"))
+    try:
+        for name, content in files.items():
+            path = out / name
+            if path.exists() and path.read_bytes() != content.encode("utf-8"):
+                raise ConfigError(f"{path}: exists with other content; choose another --out or remove it")
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (out / name).write_bytes(content.encode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
     return [out / name for name in files]
 
 

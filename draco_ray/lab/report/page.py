@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -21,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draco_ray.lab.analysis.tables import tidy
+from draco_ray.lab.files import whole_file
 from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
 from draco_ray.lab.report.drawing import Drawing
@@ -67,13 +67,9 @@ def write_report(run: RunDirectory, path: Path) -> None:
         percent=lambda value: "–" if value is None else percent(value),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    # What lies there under that name may be a link.
-    temporary.unlink(missing_ok=True)
     page.enable_buffering(64)
-    page.dump(str(temporary), encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        page.dump(str(temporary), encoding="utf-8")
 
 
 def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:

@@ -30,6 +30,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.errors import ConfigError, RubricError
 from draco_ray.judging.pool import Judgement
+from draco_ray.lab.files import check_file
 from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
 from draco_ray.lab.rubric_authoring.reduction import CriterionSet, batches, reduction_prompt, reduction_template
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
@@ -83,6 +84,7 @@ def author_rubric(
         raise ConfigError(f"algorithm.reward is {config.algorithm.reward}: a rubric is authored with 'rubric'")
     if out.exists():
         raise ConfigError(f"--out {out}: exists already; choose another file")
+    check_file(out)
     load_split(config.data.root, config.data.train_split)
     config = checked_model(config)
     prompts = dict(list(usable_prompts(config, console).items())[: settings.tasks])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from draco_ray.lab.files import whole_file
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion
 
 
@@ -28,10 +28,8 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
             f" ({each.applicability:.1%}), told apart the rollouts of {each.discriminated} of {each.tasks} tasks"
         )
         parts.append(f"# {figures}\n{yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=110)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("\n".join(parts), encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
 
 
 def rubric_table(kept: Sequence[MeasuredCriterion], pruned: Sequence[MeasuredCriterion]) -> Table:

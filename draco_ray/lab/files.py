@@ -1,0 +1,59 @@
+"""Files that a command writes where ``--out`` says: whole or not at all, and nothing beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from draco_ray.errors import ConfigError
+
+
+def check_file(path: Path) -> None:
+    """Make sure before any work that a file can be written there.
+
+    Raises:
+        ConfigError: ``path`` is a folder, or its own folder cannot be made or written.
+    """
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: is a folder; expected a file in it, e.g. {path / 'NAME'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from None
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--out {path}: cannot be written: no permission to write in {path.parent}")
+
+
+def check_folder(path: Path) -> Path:
+    """Make a folder for what will be written, before any work.
+
+    Raises:
+        ConfigError: ``path`` is a file, or cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: is no folder and cannot be made one: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"--out {path}: cannot be written: no permission")
+    return path
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path``, which takes its name when the block ends well and goes when it does not.
+
+    Raises:
+        ConfigError: as `check_file`, or a full disk.
+    """
+    check_file(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
