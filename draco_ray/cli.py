@@ -494,6 +494,19 @@ def evaluate(
     run_evaluation(options, STARTER_MODEL)
 
 
+@app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")
+def reevaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation directory.")],
+    overrides: Overrides = None,
+    config: Annotated[str | None, typer.Option(help="A preset or a YAML file; else sandbox or the defaults.")] = None,
+) -> None:
+    """Have AppWorld's evaluator judge the worlds of an evaluation again, in the jail; exit code 1 where it differs."""
+    from draco_ray.commands.evaluate import reevaluate as evaluate_again
+
+    if not evaluate_again(directory, config, overrides or []):
+        raise typer.Exit(1)
+
+
 @app.command(
     epilog="Try:  draco tables Base=evaluations/base DRACO=evaluations/draco --against Base --table main --show std"
 )

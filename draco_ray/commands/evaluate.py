@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +89,39 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     for table in (main_table, difficulty_table, termination_table, cost_table):
         typer.echo(render(table(settings), TableFormat.TEXT, Shown.INTERVAL))
     typer.echo(f"turns: {result.turns.mean:.1f}; more with: draco tables {out}")
+
+
+def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool:
+    """Print AppWorld's verdicts over the worlds that an evaluation left, and where they are not the recorded ones.
+
+    Returns: whether all are.
+    Raises:
+        ConfigError: no evaluation of AppWorld, or of another world than ``data.root``.
+        DracoError: as `draco_ray.lab.evaluation.reevaluate.reevaluate`.
+    """
+    from draco_ray.lab.evaluation.appworld import BENCHMARK
+    from draco_ray.lab.evaluation.reevaluate import reevaluate as evaluate_again
+
+    directory = EvaluationDirectory.open(path)
+    if directory.plan.benchmark != BENCHMARK:
+        raise ConfigError(f"{path}: an evaluation of {directory.plan.benchmark}; expected one of {BENCHMARK}")
+    default = "sandbox" if directory.plan.generated else None
+    worlds = asyncio.run(evaluate_again(directory, load_config(config or default, overrides)))
+    for measurement, run in dict.fromkeys((world.measurement, world.run) for world in worlds):
+        mine = [world for world in worlds if (world.measurement, world.run) == (measurement, run)]
+        scenarios: dict[str, bool] = {}
+        for world in mine:
+            scenario = world.task_id.rpartition("_")[0]
+            scenarios[scenario] = scenarios.get(scenario, True) and world.success
+        tgc, sgc = (100 * sum(solved) / len(solved) for solved in ([w.success for w in mine], scenarios.values()))
+        typer.echo(f"{measurement}-run{run + 1}: TGC {tgc:.1f} %, SGC {sgc:.1f} % ({len(mine)} tasks)")
+    differing = [world for world in worlds if world.success != world.recorded]
+    for world in differing:
+        said = "; ".join(world.failures) or "every test passes"
+        recorded = "solved" if world.recorded else "failed"
+        typer.echo(f"{world.measurement}-run{world.run + 1} {world.task_id}: recorded as {recorded}, but {said}")
+    typer.echo(f"{len(worlds) - len(differing)} of {len(worlds)} verdicts are those of {path / 'results'}")
+    return not differing
 
 
 def print_tables(

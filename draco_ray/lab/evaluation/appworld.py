@@ -99,7 +99,7 @@ def evaluate_appworld(
         runs=runs,
         measurements=tuple(checkpoint.name for checkpoint in policy.checkpoints),
         tasks={task: _difficulty(config.data.root, task) for task in tasks},
-        world=_world_digest(config.data.root, tasks),
+        world=world_digest(config.data.root, tasks),
         generated=(config.data.root / MANIFEST).is_file(),
         split_size=len(whole),
         settings=settings,
@@ -447,7 +447,8 @@ def _difficulty(root: Path, task_id: str) -> int | None:
     return level if isinstance(level, int) else None
 
 
-def _world_digest(root: Path, tasks: Sequence[str]) -> str:
+def world_digest(root: Path, tasks: Sequence[str]) -> str:
+    """What tells two worlds with the same task ids apart."""
     digest = hashlib.sha256()
     for task in tasks:
         digest.update((root / "data" / "tasks" / task / "specs.json").read_bytes())

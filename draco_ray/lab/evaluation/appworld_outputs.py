@@ -1,11 +1,9 @@
-"""Rollouts laid out as AppWorld lays out an experiment, so that its own ``appworld evaluate`` reads them.
+"""Rollouts laid out as AppWorld lays out an experiment: `draco reevaluate` reads them, and AppWorld's tools do.
 
 ::
 
     <evaluation>/appworld/data/            links into the data root, and datasets/evaluated.txt: this evaluation's tasks
     <evaluation>/appworld/experiments/outputs/<measurement>-run<n>/tasks/<task>/{dbs,logs,...}
-
-    appworld evaluate step00090-run1 evaluated --root <evaluation>/appworld
 
 A rollout that was lost is laid out as the world nobody touched, which AppWorld's evaluator fails, so that its rates are
 over the same tasks as ours.
@@ -21,6 +19,11 @@ from pathlib import Path
 DATASET = "evaluated"
 """The dataset name to give AppWorld."""
 _PLAIN = re.compile(r"(dbs|logs|version)/[a-z_]{1,64}\.(jsonl?|md|txt)")
+
+
+def outputs_folder(root: Path, measurement: str, run: int) -> Path:
+    """The folder of one measurement's 0-based run, which has a folder for each task."""
+    return root / "experiments" / "outputs" / f"{measurement}-run{run + 1}" / "tasks"
 
 
 class AppWorldOutputs:
@@ -40,7 +43,7 @@ class AppWorldOutputs:
 
     def write(self, measurement: str, run: int, task_id: str, saved: Mapping[str, str]) -> None:
         """Lay out one rollout; ``saved`` is `AppWorldSlot.saved_files`, empty for one that was lost."""
-        folder = self.path / "experiments" / "outputs" / f"{measurement}-run{run + 1}" / "tasks" / task_id
+        folder = outputs_folder(self.path, measurement, run) / task_id
         shutil.rmtree(folder, ignore_errors=True)
         if not any(name.startswith("dbs/") for name in saved):
             shutil.copytree(self._data / "tasks" / task_id / "dbs", folder / "dbs")
