@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from draco_ray.lab.analysis.evaluations import consistency, evaluations
-from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.analysis.progress import success
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Usage, lost_rollout
 from draco_ray.lab.report.charts import scatter
 from draco_ray.lab.report.drawing import Dot, Drawing, Text
 from draco_ray.lab.report.figures import figures
 from draco_ray.lab.report.output import text_width
+from draco_ray.lab.runs.show import show
+from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
 from tests.support.evaluations import a_plan, a_result
 from tests.support.small_run import small_run
 
@@ -25,8 +31,8 @@ def add(run: RunDirectory, name: str, split: str, steps: dict[str, list[tuple[st
     plan = a_plan(split=split, tasks=TASKS, runs=2, measurements=tuple(steps))
     directory = EvaluationDirectory.begin(run.path / "evaluations" / name, plan)
     for measurement, outcomes in steps.items():
-        for task, number, success in outcomes:
-            directory.add(measurement, a_result(task, number, success))
+        for task, number, solved in outcomes:
+            directory.add(measurement, a_result(task, number, solved))
     return directory
 
 
@@ -56,8 +62,36 @@ def test_measurements_are_read_where_they_are_finished(run: RunDirectory) -> Non
 
 def test_consistency_needs_several_runs(run: RunDirectory) -> None:
     rows = [row for row in consistency(run).to_pylist() if row["split"] == "dev"]
-    assert [(row["k"], row["pass_hat_k"], row["pass_at_k"]) for row in rows] == [(1, 0.75, 0.75), (2, 0.5, 1.0)]
+    assert [(row["metric"], row["k"], row["pass_hat_k"], row["pass_at_k"]) for row in rows] == [
+        ("TGC", 1, 0.75, 0.75),
+        ("TGC", 2, 0.5, 1.0),
+        # Both tasks of the scenario in the first run only.
+        ("SGC", 1, 0.5, 0.5),
+        ("SGC", 2, 0.0, 1.0),
+    ]
     assert {row["evaluation"] for row in consistency(run).to_pylist()}.isdisjoint({"training"})
+
+
+def test_consistency_of_several_checkpoints_is_their_mean(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "three", steps=1)
+    half = [("a_1", 0, True), ("a_1", 1, True), ("a_2", 0, True), ("a_2", 1, False)]
+    every = [(task, number, True) for task, number, _ in half]
+    add(run, "appworld-dev-last2", "dev", {"step00005": half, "step00010": every})
+    add(run, "appworld-dev-cut", "dev2", {"step00005": half, "step00010": every[:3]})
+    add(run, "appworld-train-train-curve", "train", {"step00000": half, "step00005": every})
+    means = [row for row in consistency(run).to_pylist() if row["training_step"] is None]
+    assert [(row["evaluation"], row["checkpoints"], row["metric"], row["k"]) for row in means] == [
+        ("appworld-dev-last2", 2, metric, k) for metric in ("TGC", "SGC") for k in (1, 2)
+    ]
+    assert [(row["pass_hat_k"], row["pass_at_k"]) for row in means] == [
+        (0.875, 0.875),
+        (0.75, 1.0),
+        (0.75, 0.75),
+        (0.5, 1.0),
+    ]
+    drawn = hints(figures([run])["pass_k"])
+    assert "three, dev TGC: pass^k, k 2: 75%" in drawn
+    assert "three, dev SGC: pass^k, k 2: 50%" in drawn
 
 
 def test_an_unreadable_evaluation_does_not_hide_the_run(tmp_path: Path) -> None:
@@ -66,6 +100,26 @@ def test_an_unreadable_evaluation_does_not_hide_the_run(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "evaluation.json").write_text(json.dumps({"format": "another"}))
     assert [row["evaluation"] for row in evaluations(run).to_pylist()] == ["training"]
+
+
+def test_what_was_lost_in_an_evaluation_is_said(tmp_path: Path) -> None:
+    """By the tables, and by `draco runs show`."""
+    run = small_run(tmp_path / "lossy", steps=1)
+    gone = lost_rollout("a_2", 0, Usage(), seconds=1.0, attempts=3, error="the world crashed")
+    plan = a_plan(split="dev", tasks=TASKS, runs=1, measurements=("step00001",))
+    directory = EvaluationDirectory.begin(run.path / "evaluations" / "dev", plan)
+    for result in (a_result("a_1", 0, True), gone):
+        directory.add("step00001", result)
+    [row] = [row for row in evaluations(run).to_pylist() if row["evaluation"] == "dev"]
+    assert (row["lost"], row["tgc"]) == (1, 0.5)
+    measured = [result.evaluation for result in directory.results("step00001")]
+    RunStore(run).write("evaluations", 5, "dev", rows.evaluation_rows(5, "dev", measured))
+    [row] = [row for row in success(run).to_pylist() if row["split"] == "dev"]
+    assert (row["rollouts"], row["lost"]) == (2, 1)
+    printed = io.StringIO()
+    show(run.path, Console(file=printed, width=200))
+    assert "on dev (2 rollouts, 1 of them lost, counted as failures)" in printed.getvalue()
+    assert printed.getvalue().count("lost") == 1
 
 
 def hints(drawing: Drawing) -> list[str]:
@@ -78,10 +132,10 @@ def test_figures_of_evaluations_say_what_the_tables_say(run: RunDirectory) -> No
     assert hints(drawn["judge_cost_and_success"]) == ["small, test: 0.24, 50%", "small, dev: 0.24, 75%"]
     assert "small, dev, step 2: 0.5, 75%" in hints(drawn["evaluation_cost"])
     assert hints(drawn["pass_k"])[:4] == [
-        "small, dev: pass^k, k 1: 75%",
-        "small, dev: pass^k, k 2: 50%",
-        "small, dev: pass@k, k 1: 75%",
-        "small, dev: pass@k, k 2: 100%",
+        "small, dev TGC: pass^k, k 1: 75%",
+        "small, dev TGC: pass^k, k 2: 50%",
+        "small, dev TGC: pass@k, k 1: 75%",
+        "small, dev TGC: pass@k, k 2: 100%",
     ]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.consistency import pass_at_k, pass_hat_k, task_values
+from draco_ray.lab.evaluation.consistency import pass_at_k
+from draco_ray.lab.evaluation.measures import rate
+from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
@@ -30,6 +32,7 @@ EVALUATIONS = pa.schema(
         *_KEYS,
         ("tasks", pa.int64()),
         ("runs", pa.int64()),
+        ("lost", pa.int64()),
         ("tgc", pa.float64()),
         ("sgc", pa.float64()),
         ("dollars_per_pass", pa.float64()),
@@ -37,7 +40,15 @@ EVALUATIONS = pa.schema(
     ]
 )
 CONSISTENCY = pa.schema(
-    [*_KEYS, ("runs", pa.int64()), ("k", pa.int64()), ("pass_hat_k", pa.float64()), ("pass_at_k", pa.float64())]
+    [
+        *_KEYS,
+        ("checkpoints", pa.int64()),
+        ("metric", pa.string()),
+        ("runs", pa.int64()),
+        ("k", pa.int64()),
+        ("pass_hat_k", pa.float64()),
+        ("pass_at_k", pa.float64()),
+    ]
 )
 
 
@@ -51,6 +62,8 @@ class _Measurement:
     dollars: float | None = None
     """Of all runs together."""
     tokens: float | None = None
+    averaged: int = 1
+    """How many checkpoints of one setting it is one of."""
 
     @property
     def tasks(self) -> int:
@@ -72,6 +85,7 @@ def evaluations(run: RunDirectory) -> pa.Table:
             **_keys(run, found),
             "tasks": found.tasks,
             "runs": found.runs,
+            "lost": sum(evaluation.lost for evaluation in found.evaluations),
             "tgc": task_goal_completion(found.evaluations),
             "sgc": scenario_goal_completion(found.evaluations) if found.scenarios else None,
             "dollars_per_pass": None if found.dollars is None else found.dollars / found.runs,
@@ -83,18 +97,39 @@ def evaluations(run: RunDirectory) -> pa.Table:
 
 
 def consistency(run: RunDirectory) -> pa.Table:
-    """One row per finished measurement of several runs and k: pass^k and pass@k over tasks."""
+    """pass^k and pass@k of TGC and SGC, a row per k, of each finished measurement of several runs.
+
+    The checkpoints of one evaluation directory (the last three of a run) also have the rows of their mean, without a
+    training step; those of a training curve have no common mean.
+    """
     rows = []
+    together: dict[str, list[_Measurement]] = {}
     for found in _measurements(run):
-        # Of one run, both are the rate itself.
-        for k in range(1, found.runs + 1) if found.runs > 1 else ():
-            all_k, any_k = (
-                list(task_values(found.evaluations, found.runs, k, estimator).values())
-                for estimator in (pass_hat_k, pass_at_k)
-            )
-            rates = {"pass_hat_k": sum(all_k) / len(all_k), "pass_at_k": sum(any_k) / len(any_k)}
-            rows.append({**_keys(run, found), "runs": found.runs, "k": k, **rates})
+        together.setdefault(found.evaluation, []).append(found)
+        rows += _consistency(run, [found])
+    for of_one in together.values():
+        if 1 < len(of_one) == of_one[0].averaged:
+            rows += _consistency(run, of_one)
     return pa.Table.from_pylist(rows, schema=CONSISTENCY)
+
+
+def _consistency(run: RunDirectory, measured: Sequence[_Measurement]) -> list[dict[str, object]]:
+    """Rows of the mean over measurements of the same tasks; none of a single run, where both are the rate itself."""
+    first = measured[0]
+    about = {**_keys(run, first), "checkpoints": len(measured), "runs": first.runs}
+    about |= {"training_step": first.step if len(measured) == 1 else None}
+    seeds = [[found.evaluations for found in measured]]
+    return [
+        {
+            **about,
+            "metric": metric,
+            "k": k,
+            "pass_hat_k": rate(seeds, first.runs, k, whole=metric == "SGC").mean,
+            "pass_at_k": rate(seeds, first.runs, k, whole=metric == "SGC", estimator=pass_at_k).mean,
+        }
+        for metric in (("TGC", "SGC") if first.scenarios else ("SR",))
+        for k in (range(1, first.runs + 1) if first.runs > 1 else ())
+    ]
 
 
 def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
@@ -127,6 +162,7 @@ def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
                 step=int(number[1]) if number else None,
                 evaluations=[result.evaluation for result in results],
                 scenarios=directory.plan.scenarios,
+                averaged=1 if UNTRAINED in directory.plan.measurements else len(directory.plan.measurements),
                 dollars=sum(priced) if len(priced) == len(usages) else None,
                 tokens=float(sum(usage.input_tokens + usage.output_tokens for usage in usages)),
             )

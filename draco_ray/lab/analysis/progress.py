@@ -47,6 +47,7 @@ SUCCESS = pa.schema(
         ("training_step", pa.int64()),
         ("split", pa.string()),
         ("rollouts", pa.int64()),
+        ("lost", pa.int64()),
         ("tgc", pa.float64()),
         ("sgc", pa.float64()),
     ]
@@ -113,13 +114,14 @@ def judge_cost(run: RunDirectory) -> pa.Table:
 
 
 def success(run: RunDirectory) -> pa.Table:
-    """One row per evaluation: TGC and SGC in [0, 1]; training step 0 is the untrained policy."""
+    """One row per evaluation: TGC and SGC in [0, 1], lost rollouts as failures; step 0 is the untrained policy."""
     rows = [
         {
             "run": run.path.name,
             "training_step": step,
             "split": split,
             "rollouts": len(evaluations),
+            "lost": sum(evaluation.lost for evaluation in evaluations),
             "tgc": task_goal_completion(evaluations),
             "sgc": scenario_goal_completion(evaluations),
         }

@@ -170,26 +170,32 @@ def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Draw
 
 
 def pass_k(rows: Sequence[Row]) -> Drawing | None:
-    """pass^k and pass@k of the last measurement of each run and split; they coincide at k = 1."""
+    """pass^k and pass@k of tasks and of scenarios, of the last measurement of each run and split; equal at k = 1.
+
+    A mean of several checkpoints goes before any one of them.
+    """
     last: dict[tuple[str, str], Row] = {}
     for row in rows:
-        if row["k"] == 1 and (row["training_step"] or 0) >= (
-            last.get((row["run"], row["split"]), row)["training_step"] or 0
-        ):
+        other = last.setdefault((row["run"], row["split"]), row)
+        if _recency(row) >= _recency(other):
             last[row["run"], row["split"]] = row
     series = []
     for (name, split), chosen in last.items():
-        mine = [
-            row
-            for row in rows
-            if all(row[key] == chosen[key] for key in ("run", "split", "evaluation", "training_step"))
-        ]
-        ks = [row["k"] for row in mine]
-        series.append(Series(f"{name}, {split}: pass^k", ks, [row["pass_hat_k"] for row in mine]))
-        series.append(Series(f"{name}, {split}: pass@k", ks, [row["pass_at_k"] for row in mine]))
+        about = ("run", "split", "evaluation", "training_step", "checkpoints")
+        mine = [row for row in rows if all(row[key] == chosen[key] for key in about)]
+        for metric in dict.fromkeys(row["metric"] for row in mine):
+            of_metric = [row for row in mine if row["metric"] == metric]
+            ks = [row["k"] for row in of_metric]
+            label = f"{name}, {split} {metric}"
+            series.append(Series(f"{label}: pass^k", ks, [row["pass_hat_k"] for row in of_metric]))
+            series.append(Series(f"{label}: pass@k", ks, [row["pass_at_k"] for row in of_metric]))
     if not series:
         return None
     return line_chart("All of k runs succeed, or one does", series, bounds=(0, 1), number=percent, axis="k")
+
+
+def _recency(row: Row) -> tuple[int, int]:
+    return row["checkpoints"], row["training_step"] or 0
 
 
 def evaluation_cost(measured: Sequence[Row]) -> Drawing | None:

@@ -50,9 +50,11 @@ def show(directory: Path, console: Console | None = None) -> None:
             raise damaged(run.metrics_file, f"step {line['step']}: {error}") from None
     console.print(table if metrics else "no finished step")
     for (step, split), evaluations in read_evaluations(run).items():
+        lost = sum(evaluation.lost for evaluation in evaluations)
         console.print(
             f"after step {step}: TGC {task_goal_completion(evaluations):.1%} "
-            f"SGC {scenario_goal_completion(evaluations):.1%} on {split} ({len(evaluations)} rollouts)"
+            f"SGC {scenario_goal_completion(evaluations):.1%} on {split} ({len(evaluations)} rollouts"
+            + (f", {lost} of them lost, counted as failures)" if lost else ")")
         )
     counts = {name: run.table(name).num_rows for name in ("trajectories", "steps", "criteria", "verdicts", "citations")}
     calls = run.table("judge_calls")
