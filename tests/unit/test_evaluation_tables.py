@@ -174,6 +174,22 @@ def test_latex_is_escaped_and_spans_headers() -> None:
     assert [many + span - 1 for many, span in zip(ands, spans, strict=True)] == [3] * 5
 
 
+def test_latex_is_scaled_to_the_page_and_its_braces_close(directories: list[str]) -> None:
+    """A table of two benchmarks with intervals is three pages wide."""
+    wide = main_table(read_settings(directories))
+    for table in (wide, SMALL):
+        text = render(table, TableFormat.LATEX, Shown.INTERVAL)
+        before, inside, after = re.split(r"\\begin\{tabular\}|\\end\{tabular\}", text)
+        assert [name in before for name in (r"\textwidth", r"\textheight")] == [True, True]
+        assert before.count(r"\resizebox") == 2
+        # What is scaled is the tabular alone: the caption keeps its size.
+        assert after.splitlines()[:2] == ["%", "}}"]
+        assert r"\caption" in after
+        for part, opened in ((before, 2), (inside, 0), (after, -2)):
+            plain = re.sub(r"\\[{}]", "", part)
+            assert plain.count("{") - plain.count("}") == opened
+
+
 BLOCKS = Table(
     name="blocks",
     title="p^k of 2 models",
@@ -404,6 +420,9 @@ def test_a_generated_world_and_a_part_of_a_split_are_in_the_title_and_in_the_hea
         ({"generated": True, "split_size": 24}, "generated world, 24 tasks"),
         ({"generated": True, "split_size": 45}, "generated world, 24 of 45 tasks"),
         ({"split_size": 168}, "24 of 168 tasks"),
+        # A data root whose split is another than AppWorld's, whatever it is called.
+        ({"split_size": 24}, "24 of 168 tasks"),
+        ({"generated": True}, "generated world, 24 tasks"),
         ({"benchmark": "another", "split": "part"}, "24 tasks"),
     )
     for number, (changes, played) in enumerate(cases):

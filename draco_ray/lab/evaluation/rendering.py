@@ -244,7 +244,8 @@ def _csv(table: Table, shown: Shown) -> str:
 
 def _latex(table: Table, shown: Shown) -> str:
     depth = max((len(column.path) for column in table.columns), default=1)
-    lines = [r"\begin{table*}[t]", r"\centering", rf"\begin{{tabular}}{{l{'c' * len(table.columns)}}}", r"\toprule"]
+    lines = [r"\begin{table*}[t]", r"\centering", r"\setlength{\tabcolsep}{4pt}", *_FIT]
+    lines += [rf"\begin{{tabular}}{{l{'c' * len(table.columns)}}}", r"\toprule"]
     for level in range(depth):
         paths = [column.path[: max(level + 1 - (depth - len(column.path)), 0)] for column in table.columns]
         cells = [_escape(table.row_header) if level == depth - 1 else ""]
@@ -270,7 +271,7 @@ def _latex(table: Table, shown: Shown) -> str:
                 texts.append(_latex_cell(cell, column, shown, bold=row in best[index]))
             lines.append(" & ".join(texts) + r" \\")
     caption = " ".join(_escape(text) for text in (table.title + ".", *table.notes))
-    lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{caption}}}"]
+    lines += [r"\bottomrule", r"\end{tabular}%", "}}", rf"\caption{{{caption}}}"]
     return "\n".join([*lines, rf"\label{{tab:{table.name}}}", r"\end{table*}"]) + "\n"
 
 
@@ -286,6 +287,11 @@ def _latex_cell(cell: Cell | None, column: Column, shown: Shown, *, bold: bool) 
     return text
 
 
+_FIT = (
+    r"\resizebox*{!}{\ifdim\totalheight>.7\textheight.7\textheight\else\totalheight\fi}{%",
+    r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
+)
+"""Scales a table down where it is wider or taller than the page, and only there (package graphicx)."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "^": r"\textasciicircum{}",

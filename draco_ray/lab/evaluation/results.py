@@ -112,8 +112,9 @@ class Plan(BaseModel):
 
     @property
     def whole_split(self) -> int | None:
-        """Tasks of the whole split; those of AppWorld's own where it was not recorded; None where nobody knows."""
-        return self.split_size or OFFICIAL_TASKS.get((self.benchmark, self.split))
+        """Tasks of the whole split, as published unless the world is generated; None where nobody knows."""
+        published = None if self.generated else OFFICIAL_TASKS.get((self.benchmark, self.split))
+        return published or self.split_size
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -129,6 +130,7 @@ OFFICIAL_TASKS = {
     ("appworld", "test_normal"): 168,
     ("appworld", "test_challenge"): 417,
     ("tau-banking", "full"): 97,
+    ("tau-banking", "part"): 97,
 }
 """Benchmark and split -> tasks of the split as published."""
 
