@@ -115,7 +115,8 @@ def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed(
 
 
 def test_a_run_says_its_gain_where_it_was_measured_before_and_after(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "run", dump_config(DracoConfig()))
+    config = DracoConfig.model_validate({"data": {"root": tmp_path / "world"}})
+    run = RunDirectory.create(tmp_path / "run", dump_config(config))
     store = RunStore(run)
     assert gain_of(run) is None
     before, after = measurement(0, 0.3), measurement(1, 0.8)
@@ -123,5 +124,8 @@ def test_a_run_says_its_gain_where_it_was_measured_before_and_after(tmp_path: Pa
     assert gain_of(run) is None
     store.write("evaluations", 5, "dev", rows.evaluation_rows(5, "dev", after))
     assert gain_of(run) == f"on dev, {before_and_after(before, after, RUNS)}"
+    (tmp_path / "world").mkdir()
+    (tmp_path / "world" / "sandbox.json").write_text("{}")
+    assert gain_of(run) == f"on dev of a generated world, {before_and_after(before, after, RUNS)}"
     store.write("evaluations", 6, "dev", rows.evaluation_rows(6, "dev", after[:-1]))
     assert gain_of(run) is None

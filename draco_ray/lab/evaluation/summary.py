@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.intervals import Interval
@@ -13,6 +16,7 @@ from draco_ray.lab.evaluation.setting import compared_measures
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.sandbox.world.build import MANIFEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,9 @@ def gain_of(run: RunDirectory) -> str | None:
     if {(each.task_id, each.run) for each in before} != {(each.task_id, each.run) for each in after}:
         # Continued with another evaluation than it began with.
         return None
-    return f"on {split}, {before_and_after(before, after, max(each.run for each in before) + 1)}"
+    root = Path(yaml.safe_load(run.config_text())["data"]["root"])
+    world = " of a generated world" if (root / MANIFEST).is_file() else ""
+    return f"on {split}{world}, {before_and_after(before, after, max(each.run for each in before) + 1)}"
 
 
 def before_and_after(before: Sequence[Evaluation], after: Sequence[Evaluation], runs: int) -> str:
