@@ -53,6 +53,7 @@ REQUIRED: dict[Phase, tuple[frozenset[str], ...]] = {
 """What it must mention: at least one name of each group."""
 
 KEY_FILE = "evidence_key"
+_OF_PROCESS = secrets.token_bytes(32)
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
@@ -91,14 +92,14 @@ def evidence_key(folder: Path | None) -> bytes:
     """The secret behind the codes of evidence, kept beside the judge's replies: a resumed run asks the same again.
 
     Args:
-        folder: the replies' (`draco_ray.config.schema.JudgeConfig.cache`); None: a secret that nobody keeps.
+        folder: the replies' (`draco_ray.config.schema.JudgeConfig.cache`); None: a secret of this process.
 
     Raises:
         StoreError: it can neither be read nor written.
     """
-    new = secrets.token_hex(16)
     if folder is None:
-        return new.encode()
+        return _OF_PROCESS
+    new = secrets.token_hex(16)
     path = folder / KEY_FILE
     try:
         if not path.exists():

@@ -38,6 +38,7 @@ _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
 _WRAPPER = re.compile(r"\{\s*+\"\w++\"\s*+:\s*+")
 _SPACE = re.compile(r"\s*+")
 _KEY = re.compile(r"\"(\w[\w -]*+)\"\s*+:\s*+")
+_KEY_INSIDE = re.compile(r"(?<!\\)\"[^\"\\\n]{1,60}+\"\s*+:")
 _TOKEN = re.compile(r"[^\s,\[\]{}\":]++")
 _NUMBER = re.compile(rf"({INTEGER.pattern})(?:\.0{{1,6}})?")
 _QUOTE = re.compile(r"\\.|\"", re.DOTALL)
@@ -67,7 +68,13 @@ def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
     Raises:
         ReplyError: no such array, or one that cannot be read without guessing.
     """
-    return _strict_arrays(text) or [_lenient_array(text, fields)]
+    named = re.compile(rf"""(?<!\\)["']({"|".join(map(re.escape, fields))})["']\s*+:""")
+    arrays, besides = _strict_arrays(text)
+    if not arrays:
+        return [_lenient_array(text, named)]
+    if named.search(besides):
+        raise ReplyError(f"{NO_ARRAY}: fields stand outside of it")
+    return arrays
 
 
 def without_json(text: str) -> str:
@@ -98,20 +105,25 @@ def without_json(text: str) -> str:
     return "".join([*parts, text[kept:]])
 
 
-def _strict_arrays(text: str) -> list[list[Any]]:
-    """Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of
-    the trajectory, which must not be taken for the judge's word."""
+def _strict_arrays(text: str) -> tuple[list[list[Any]], str]:
+    """The arrays, and the text around them.
+
+    Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of the
+    trajectory, which must not be taken for the judge's word.
+    """
     decoder = json.JSONDecoder(
         parse_constant=_refuse_constant, parse_int=_plain_int, parse_float=_plain_float, object_pairs_hook=_object
     )
     arrays: list[list[Any]] = []
     objects: list[Any] = []
+    besides = []
     position = 0
     while match := BEGIN.search(text, position):
+        besides.append(text[position : match.start()])
         try:
             value, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
-            return []
+            return [], text
         if isinstance(value, list):
             arrays.append(value)
         elif wrapped := _wrapped_array(value):
@@ -120,7 +132,7 @@ def _strict_arrays(text: str) -> list[list[Any]]:
             objects.append(value)
     if objects:
         arrays.append(objects)
-    return arrays
+    return arrays, " ".join([*besides, text[position:]])
 
 
 def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:
@@ -160,7 +172,7 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 # --- lenient reading --------------------------------------------------------------------------------------------------
 
 
-def _lenient_array(text: str, fields: Sequence[str]) -> list[Any]:
+def _lenient_array(text: str, named: re.Pattern[str]) -> list[Any]:
     begin = _ARRAY_BEGIN.search(text)
     if begin is None:
         raise ReplyError(NO_ARRAY)
@@ -171,7 +183,6 @@ def _lenient_array(text: str, fields: Sequence[str]) -> list[Any]:
         wrapper = _WRAPPER.fullmatch(text, first.start(), begin.start())
         if wrapper is None:
             raise ReplyError(f"{NO_ARRAY}: there is broken JSON in front of it")
-    named = re.compile(rf"""(?<!\\)["']({"|".join(map(re.escape, fields))})["']\s*+:""")
     reader = _Lenient(text, begin.start(), named)
     entries = reader.entries()
     if named.search(text, reader.position):
@@ -260,6 +271,8 @@ class _Lenient:
         begin = self.position + 1
         for mark in _QUOTE.finditer(self._text, begin):
             if mark[0] == '"' and ends.match(self._text, mark.start()):
+                if _KEY_INSIDE.search(self._text, begin, mark.start()):
+                    raise self._doubt("a text may hold further fields")
                 self.position = mark.end()
                 written = _ESCAPE.sub(_escaped, self._text[begin : mark.start()])
                 return str(json.loads(f'"{written}"', strict=False))

@@ -289,6 +289,15 @@ def test_a_draft_that_does_not_fit_is_not_passed_over_for_one_that_does() -> Non
         parse_scores(f"Draft: {PLAIN}\nFinal: {final}", RUBRIC)
 
 
+def test_fields_outside_of_the_array_are_not_passed_over() -> None:
+    for text in (
+        PLAIN[1:].replace('"score": 1', '"score": 1}', 1),
+        f'{PLAIN} On second thought "score": -1 for the first.',
+    ):
+        with pytest.raises(ReplyError, match="fields stand outside|no complete JSON"):
+            parse_scores(text, RUBRIC)
+
+
 def test_a_verdict_beside_the_score_must_say_the_same() -> None:
     entries = scores(1, -1, 0)
     entries[1]["verdict"] = "fail"

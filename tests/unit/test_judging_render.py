@@ -314,7 +314,7 @@ def test_nobody_inside_can_know_the_code_of_a_prompt(tmp_path: Path) -> None:
     key = evidence_key(tmp_path / "replies")
     assert evidence_key(tmp_path / "replies") == key
     assert len(key) == 32
-    assert evidence_key(tmp_path / "others") != key != evidence_key(None) != evidence_key(None)
+    assert evidence_key(tmp_path / "others") != key != evidence_key(None) == evidence_key(None)
     prompts, others = load_prompts(SETS[0], key), load_prompts(SETS[0], evidence_key(tmp_path / "others"))
     group = [replace(example_trajectory(index), group="step7/example_1") for index in range(2)]
     codes = {
