@@ -18,7 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # A background job of a script is started with SIGINT ignored, and what it starts inherits that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # For code that is broken on purpose (`make mutate`): that a test fails is enough, and always on the same examples.
-settings.register_profile("broken", derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
+settings.register_profile(
+    "broken", derandomize=True, database=None, max_examples=30, phases=(Phase.explicit, Phase.generate)
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
