@@ -39,6 +39,8 @@ def arguments(world: Path, model: Path, root: Path, name: str) -> list[str]:
         "environment.slots=2",
         "environment.slots_per_worker=2",
         "ray.dashboard=false",
+        # A key that is taken only from one's own run directory.
+        f"engine.adapter_directory={root / 'adapters'}",
     ]
 
 
@@ -134,6 +136,24 @@ def test_show_and_cost_read_the_run(run: RunDirectory) -> None:
     cost = draco("runs", "cost", str(run.path))
     assert cost.returncode == 0, cost.stderr
     assert "stage2" in cost.stdout
+
+
+def test_nobody_else_may_read_a_run_and_nothing_in_it_is_unpickled(run: RunDirectory) -> None:
+    everything = [run.path, *run.path.rglob("*")]
+    assert [path for path in everything if path.stat().st_mode & 0o077] == []
+    files = [path for path in everything if path.is_file()]
+    kinds = {".json", ".jsonl", ".yaml", ".parquet", ".safetensors"}
+    others = {path.relative_to(run.path).parts[0] for path in files if path.suffix not in kinds}
+    assert others <= {".lock", "tensorboard", "judge_cache", "checkpoints"}
+    # A pickle begins with its protocol; torch.save puts it into a ZIP file.
+    begun = {path: path.read_bytes()[:4] for path in files}
+    assert [path for path, bytes_ in begun.items() if bytes_[:1] == b"\x80" or bytes_ == b"PK\x03\x04"] == []
+
+
+def test_ones_own_run_is_continued_by_one_command(run: RunDirectory) -> None:
+    result = draco("train", "--resume", str(run.path))
+    assert result.returncode == 0, result.stderr
+    assert "two: finished with step 2" in result.stdout
 
 
 def test_interrupt_keeps_what_was_finished(blind_world: Path, starter_model: Path, tmp_path: Path) -> None:

@@ -146,9 +146,12 @@ def attempt(words: Sequence[str], run: Path, out: Path, capsys: pytest.CaptureFi
     return code, [line for line in capsys.readouterr().err.splitlines() if line.strip()]
 
 
-def check(run: Path, file: Path, needs: set[str], capsys: pytest.CaptureFixture[str], out: Path) -> None:
-    """Every command fails in one line that names the file, or does without it."""
-    for name, (words, _) in COMMANDS.items():
+def check(
+    run: Path, file: Path, needs: set[str], capsys: pytest.CaptureFixture[str], out: Path, tried: set[str]
+) -> None:
+    """Each command fails in one line that names the file, or does without it."""
+    for name in sorted(tried):
+        words, _ = COMMANDS[name]
         code, lines = attempt(words, run, out / name, capsys)
         assert code != 0 or name not in needs, name
         assert len(lines) == (code != 0), (name, lines)
@@ -168,17 +171,19 @@ def test_a_damaged_file_of_the_run(
         METRICS: {"show", "page", "tables"},
         ORIGIN: set(COMMANDS) - {"config", "plan"},
     }[name]
-    check(run, run / name, needs, capsys, tmp_path)
+    # Every command with one kind of damage, those that are quick with each: one reader is behind all of them.
+    tried = set(COMMANDS) if damage is truncated else {"show", "config", "evaluate", "resume"}
+    check(run, run / name, needs, capsys, tmp_path, tried)
 
 
 @pytest.mark.parametrize("name", sorted(ALL_TABLES))
 def test_a_damaged_table(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """One damage for every command, another for each table; what each damage is to the reader is tested below."""
+    """For the commands that need it, another damage for each table; what each is to the reader is tested below."""
     run = shutil.copytree(whole, tmp_path / "run")
     file = run / "tables" / name / "step00001.parquet"
     [truncated, another_kind, garbage][sorted(ALL_TABLES).index(name) % 3](file)
     needs = {command for command, (_, needed) in COMMANDS.items() if name in needed}
-    check(run, file, needs, capsys, tmp_path)
+    check(run, file, needs, capsys, tmp_path, needs | {"show"})
 
 
 @pytest.mark.parametrize("damage", OF_TABLES, ids=lambda damage: damage.__name__)
