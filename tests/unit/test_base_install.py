@@ -24,7 +24,7 @@ from tests.support.small_run import small_run
 
 BASE = ("algorithm", "judging", "runs", "lab.runs", "lab.report", "lab.analysis", "lab.planning", "sandbox.rule_judge")
 """Packages that work in the base install, but for these modules of theirs:"""
-ACTORS = ("judging.limiter_actor", "judging.worker", "runs.store_actor")
+ACTORS = ("judging.limiter_actor", "judging.pool", "judging.worker", "runs.store_actor")
 IN_APPWORLD = ("lab.analysis.attribution.execute",)
 
 
