@@ -50,6 +50,11 @@ def test_many_scenarios_are_drawn_close_to_the_truth_and_never_zero() -> None:
     assert 0 < permutation_p_value(certain, scenario_of, permutations=2_500) == pytest.approx(2 / 2_501)
 
 
+def test_a_single_scenario_is_no_evidence() -> None:
+    for found in ({"a_1": 1.0}, {"a_1": 1.0, "a_2": 0.5, "a_3": 0.25}):
+        assert permutation_p_value(found, scenario_of) == brute_p_value(found) == 1.0
+
+
 def test_no_difference_at_all_is_no_evidence() -> None:
     assert permutation_p_value({f"{n}_1": 0.0 for n in range(5)}, scenario_of) == 1.0
     with pytest.raises(ValueError, match="no differences"):

@@ -178,7 +178,8 @@ def permutation_p_value(
         sums[cluster(key)] = sums.get(cluster(key), 0.0) + value
     # Equal sums must come out as ties, whatever the order of addition.
     sum_C = np.round(list(sums.values()), _DIGITS)
-    if not sum_C.any():
+    # One cluster has two assignments of signs, both as far from 0 as each other.
+    if len(sum_C) < 2 or not sum_C.any():
         return 1.0
     found = permutation_test(
         (sum_C,),
