@@ -136,7 +136,7 @@ Draw = Callable[[random.Random], tuple[int, int]]
 
 # Prompt and reply tokens of the phases of one DRACO group, as the rule judge and the paper's cost table have them: a
 # prompt of 2 to 26 thousand tokens, replies of some hundred to some thousand tokens with a long tail.
-RECORDED: dict[str, Draw] = {
+SIZES: dict[str, Draw] = {
     "stage1": lambda r: (r.randint(1500, 2500), int(r.lognormvariate(6.9, 0.3))),
     "stage2": lambda r: (r.randint(4000, 26000), int(r.lognormvariate(6.3, 0.6))),
     "union": lambda r: (r.randint(24000, 120000), int(r.lognormvariate(7.6, 0.3))),
@@ -185,7 +185,7 @@ def used(sent: list[tuple[float, int]]) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("limit", [1_000_000, 3_000_000])
 def test_a_token_limit_is_used_to_nine_tenths_and_never_exceeded(limit: int, seed: int) -> None:
-    sent = simulate(limit, RECORDED, GROUP, minutes=12, seed=seed)
+    sent = simulate(limit, SIZES, GROUP, minutes=12, seed=seed)
     assert max(used(sent)) <= limit
     # After two minutes there is enough to learn from.
     settled = sum(tokens for at, tokens in sent if 120 <= at < 720)
