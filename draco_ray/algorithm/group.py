@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from draco_ray.algorithm.advantage import STD_EPSILON
-from draco_ray.algorithm.credit import credit_fallback, is_inert, step_quality, unanimous_attributions
+from draco_ray.algorithm.credit import credit_fallback, is_inert, step_advantages, step_quality, unanimous_attributions
 from draco_ray.algorithm.reward import mixed_verdicts
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.records import (
@@ -31,6 +32,15 @@ class Uncalled(Enum):
 
     UNANIMOUS = "unanimous"
     """Its surviving verdicts agree: whichever steps were named, each would receive the same total."""
+
+
+class Share(NamedTuple):
+    """One rollout's part in its group, before it is spread over steps."""
+
+    rollout: int
+    reward: float
+    advantage: float
+    tokens_M: IntArray
 
 
 def group_advantages(
@@ -67,34 +77,12 @@ def group_advantages(
     mixed_G = mixed_verdicts(verdict_GK, surviving_K)
     members = []
     for row, rollout in enumerate(rollouts):
-        reward, advantage, tokens_M = float(reward_G[row]), float(advantage_G[row]), tokens_GM[row]
-        given, fallback = attributions[row], CreditFallback.NONE
-        attributed: Sequence[Attribution] = ()
-        if not rule.cites:
-            fallback = CreditFallback.CREDIT_OFF
-        elif given is None:
-            fallback = CreditFallback.CREDIT_CALL_FAILED
-        elif given is Uncalled.UNANIMOUS:
-            attributed = unanimous_attributions(verdict_GK[row] * surviving_K) if len(tokens_M) else ()
+        share = Share(rollout, float(reward_G[row]), float(advantage_G[row]), tokens_GM[row])
+        attributed = _attributed(rule, attributions[row], verdict_GK[row], surviving_K, share.tokens_M)
+        if isinstance(attributed, CreditFallback):
+            members.append(_uniform(share, attributed))
         else:
-            attributed = rule.attributions(given, verdict_GK[row])
-        if fallback is not CreditFallback.NONE:
-            members.append(_uniform(rollout, reward, advantage, tokens_M, fallback, rule))
-            continue
-        quality = step_quality(attributed, surviving_K, len(tokens_M))
-        fallback = credit_fallback(advantage, quality.quality_M, tokens_M)
-        members.append(
-            RolloutAdvantage(
-                rollout=rollout,
-                reward=reward,
-                advantage=advantage,
-                quality_M=quality.quality_M,
-                step_advantage_M=rule.spread(advantage, quality.quality_M, tokens_M),
-                cited_M=quality.cited_M,
-                fallback=fallback,
-                inert=is_inert(quality, fallback, mixed_scores=None if attributed else bool(mixed_G[row])),
-            )
-        )
+            members.append(_credited(share, attributed, surviving_K, bool(mixed_G[row]), rule))
     return GroupAdvantages(group=group, surviving_K=surviving_K, rollouts=tuple(members))
 
 
@@ -117,7 +105,7 @@ def group_advantages_from_rewards(
         group=group,
         surviving_K=np.zeros(0, dtype=np.bool_),
         rollouts=tuple(
-            _uniform(rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF, rule)
+            _uniform(Share(rollout, float(reward), float(advantage), tokens_M), CreditFallback.CREDIT_OFF)
             for rollout, reward, advantage, tokens_M in zip(rollouts, reward_G, advantage_G, tokens_GM, strict=True)
         ),
     )
@@ -165,17 +153,50 @@ def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage,
     )
 
 
-def _uniform(
-    rollout: int, reward: float, advantage: float, tokens_M: IntArray, fallback: CreditFallback, rule: AdvantageRule
+def _attributed(
+    rule: AdvantageRule,
+    given: Sequence[Attribution] | Uncalled | None,
+    verdict_K: IntArray,
+    surviving_K: BoolArray,
+    tokens_M: IntArray,
+) -> Sequence[Attribution] | CreditFallback:
+    """What a row's step quality is made of, or why it has none."""
+    if not rule.cites:
+        return CreditFallback.CREDIT_OFF
+    if given is None:
+        return CreditFallback.CREDIT_CALL_FAILED
+    if isinstance(given, Uncalled):
+        return unanimous_attributions(verdict_K * surviving_K) if len(tokens_M) else ()
+    return rule.attributions(given, verdict_K)
+
+
+def _credited(
+    share: Share, attributed: Sequence[Attribution], surviving_K: BoolArray, mixed: bool, rule: AdvantageRule
 ) -> RolloutAdvantage:
-    unknown_M = np.full(len(tokens_M), np.nan)
+    quality = step_quality(attributed, surviving_K, len(share.tokens_M))
+    fallback = credit_fallback(share.advantage, quality.quality_M, share.tokens_M)
     return RolloutAdvantage(
-        rollout=rollout,
-        reward=reward,
-        advantage=advantage,
+        rollout=share.rollout,
+        reward=share.reward,
+        advantage=share.advantage,
+        quality_M=quality.quality_M,
+        step_advantage_M=rule.spread(share.advantage, quality.quality_M, share.tokens_M),
+        cited_M=quality.cited_M,
+        fallback=fallback,
+        inert=is_inert(quality, fallback, mixed_scores=None if attributed else mixed),
+    )
+
+
+def _uniform(share: Share, fallback: CreditFallback) -> RolloutAdvantage:
+    """A_i on every step, whatever the rule: where nothing is cited there is nothing to spread it by."""
+    unknown_M = np.full(len(share.tokens_M), np.nan)
+    return RolloutAdvantage(
+        rollout=share.rollout,
+        reward=share.reward,
+        advantage=share.advantage,
         quality_M=unknown_M,
-        step_advantage_M=rule.spread(advantage, unknown_M, tokens_M),
-        cited_M=np.zeros(len(tokens_M), dtype=np.bool_),
+        step_advantage_M=step_advantages(share.advantage, unknown_M, share.tokens_M),
+        cited_M=np.zeros(len(share.tokens_M), dtype=np.bool_),
         fallback=fallback,
         inert=True,
     )

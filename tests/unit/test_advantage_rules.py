@@ -54,6 +54,12 @@ def test_a_rule_of_ones_own_is_named_by_its_file(own: str) -> None:
         assert share.step_advantage_M == pytest.approx([0.0, share.advantage * 6 / 4])
 
 
+def test_a_failed_credit_call_is_uniform_whatever_the_rule(own: str) -> None:
+    shares = group_advantages("g", VERDICTS, (None, *CITED[1:]), TOKENS, range(3), rule=find_rule(own)).rollouts
+    assert shares[0].fallback is CreditFallback.CREDIT_CALL_FAILED
+    assert shares[0].step_advantage_M.tolist() == [shares[0].advantage] * 2
+
+
 def test_a_relative_file_is_the_same_one_in_a_worker(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = load_config(None, ["algorithm.rule=own.py:LastStep"]).algorithm.rule
