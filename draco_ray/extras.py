@@ -5,6 +5,7 @@ Judging, the algorithm, reading runs and reports need none of it.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,3 +36,9 @@ def naming_extras() -> Iterator[None]:
         if package not in INSTALL:
             raise
         raise MissingExtra(f"{package} is not installed, and this needs it: {INSTALL[package]}") from error
+
+
+def need(package: str) -> None:
+    """Import nothing, and raise ModuleNotFoundError where the package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)

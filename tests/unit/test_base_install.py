@@ -79,7 +79,7 @@ def test_commands_need_an_extra_or_not(tmp_path: Path) -> None:
         "train --resume .": "ray",
         "evaluate --policy starter": "ray",
         "rubric author sandbox --out rubric.yaml": "ray",
-        "starter build": "transformers",
+        f"starter build --world {tmp_path}": "torch",
     }
     code = f"""
 import sys

@@ -24,6 +24,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.extras import need
 from draco_ray.records import Task
 from draco_ray.rollout.agent_prompt import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
@@ -40,8 +41,16 @@ RECIPE = "starter.json"
 PRESET = "sandbox"
 """The configuration the starter policy is made for: its agent is the one that is demonstrated."""
 PACKAGE = Path(__file__).resolve().parents[2]
-SOURCES = ("offline/starter", "agent", "environments/sandbox/scripts.py", "environments/sandbox/families")
-"""Code that decides the weights."""
+SOURCES = (
+    "sandbox/starter",
+    "sandbox/world/scripts.py",
+    "sandbox/world/families",
+    "rollout/agent_prompt.py",
+    "rollout/code_agent.py",
+    "rollout/code_block.py",
+    "engine/chat.py",
+)
+"""Code that decides the weights, below the package's folder."""
 
 
 def build_starter(
@@ -62,8 +71,11 @@ def build_starter(
         settings: the recipe; None is the default one.
         progress: say what is going on.
     Returns: ``out``.
-    Raises: WorldError if ``world`` is not a sandbox or AppWorld fails; ConfigError if ``out`` holds something else.
+    Raises: WorldError if ``world`` is not a sandbox or AppWorld fails; ConfigError if ``out`` holds something else;
+        ModuleNotFoundError without PyTorch and transformers.
     """
+    for package in ("torch", "transformers"):
+        need(package)
     settings = settings or StarterSettings()
     console = Console(quiet=not progress, highlight=False, soft_wrap=True)
     out = out.absolute()
@@ -112,8 +124,9 @@ def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSetti
 
 
 def _source_digest(agent: AgentConfig) -> str:
-    found = [path for name in SOURCES for path in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))]
-    files = [path for path in (*found, find_prompt(agent.prompt)) if path.is_file()]
+    named = [PACKAGE / name for name in SOURCES]
+    files = [file for path in named for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    files.append(find_prompt(agent.prompt))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
