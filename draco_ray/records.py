@@ -7,6 +7,7 @@ around NumPy buffers, so Ray keeps one copy in the object store and every reader
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Generic, TypeVar
@@ -19,14 +20,14 @@ IntArray = NDArray[np.integer]
 BoolArray = NDArray[np.bool_]
 
 GAP = -1
-"""Step index of a token that belongs to no step: prompt, template glue, tool output, a turn without code."""
+"""Step index of a token that belongs to no step: prompt, template glue, tool output, a turn without an action."""
 
 
 class EpisodeEnd(StrEnum):
     """What stopped the agent's loop; `Termination` says how that counts."""
 
     FINISHED = "finished"
-    """The agent wrote a turn without a code block."""
+    """The agent wrote a turn without an action."""
     TURN_LIMIT = "turn_limit"
     RESPONSE_LIMIT = "response_limit"
     """The next turn or the environment's output would not fit the response length."""
@@ -73,21 +74,14 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One AppWorld task as the policy may see it: no ground truth, no difficulty."""
+    """One task as the policy may see it: no ground truth, no difficulty."""
 
     task_id: str
-    """``<scenario>_<1..3>``."""
+    group: str = ""
+    """The scenario whose variants the tasks of a group are: SGC asks that all of them succeed. Empty: none."""
     instruction: str
-    supervisor_first_name: str
-    supervisor_last_name: str
-    supervisor_email: str
-    supervisor_phone_number: str
-    app_descriptions: str = ""
-
-    @property
-    def scenario(self) -> str:
-        """The scenario (task generator) this task instantiates; SGC asks that all its tasks succeed."""
-        return self.task_id.rsplit("_", 1)[0]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What else the agent's prompt may say of it, by the name of its placeholder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +94,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One agent turn. It is a *step* if it emitted a code block, a gap otherwise."""
+    """One agent turn. It is a *step* if it acted, a gap otherwise."""
 
     text: str
     """What the policy sampled, decoded, without the end-of-turn token."""
-    code: str | None
-    """Contents of the code block; None for a closing turn."""
-    output: str | None
-    """What the environment printed, as fed back to the policy (already cut). None where nothing was executed."""
+    action: str | None
+    """What the environment was given, the contents of the code block say; None for a turn that did nothing."""
+    observation: str | None
+    """What the environment answered, as fed back to the policy (already cut). None where nothing was done."""
     first_token: int
     last_token: int
     """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
@@ -163,8 +157,8 @@ class Trajectory:
 
     @property
     def steps(self) -> tuple[Turn, ...]:
-        """The turns that emitted code, in order; index j here is the value in ``step_T``."""
-        return tuple(turn for turn in self.turns if turn.code is not None)
+        """The turns that acted, in order; index j here is the value in ``step_T``."""
+        return tuple(turn for turn in self.turns if turn.action is not None)
 
     @property
     def tokens_M(self) -> IntArray:

@@ -61,14 +61,14 @@ def example_trajectory(rollout: int = 0) -> Trajectory:
     turns = tuple(
         Turn(
             text=f"<think>Next, step {number}.</think>\n<code>\n{code}\n</code>",
-            code=code,
-            output=output,
+            action=code,
+            observation=output,
             first_token=2 * number,
             last_token=2 * number + 1,
         )
         for number, (code, output) in enumerate(zip(codes, outputs, strict=True), start=1)
     )
-    closing = Turn(text="Done.", code=None, output=None, first_token=6, last_token=7)
+    closing = Turn(text="Done.", action=None, observation=None, first_token=6, last_token=7)
     step_T = np.array([GAP, GAP, 0, GAP, 1, GAP, GAP])
     return Trajectory(
         task_id="example_1",

@@ -81,18 +81,18 @@ def steps_summary(trajectory: Trajectory, code: str) -> str:
     blocks = []
     step = 0
     for turn in trajectory.turns:
-        if turn.code is None:
+        if turn.action is None:
             blocks.append(f"### Closing turn (no code) [{code}]\n{escape(turn.text.strip())}".rstrip())
             continue
         step += 1
         sections = [f"### Step {step} [{code}]"]
-        if reasoning := _outside_code(turn.text, turn.code):
+        if reasoning := _outside_code(turn.text, turn.action):
             sections.append(f"Reasoning [{code}]:\n{escape(reasoning)}")
         # Its indentation stays: on the first line it is an error, which must be seen.
-        executed = turn.code.strip("\r\n")
+        executed = turn.action.strip("\r\n")
         sections.append(f"Code [{code}]:\n{escape(executed)}")
-        if turn.output is not None:
-            sections.append(f"Output [{code}]:\n{escape(turn.output.strip())}")
+        if turn.observation is not None:
+            sections.append(f"Output [{code}]:\n{escape(turn.observation.strip())}")
         blocks.append("\n".join(sections))
     return evidence("\n\n".join(blocks), code)
 
@@ -147,16 +147,16 @@ def _conversation(trajectory: Trajectory, code: str) -> str:
     step = 0
     for turn in trajectory.turns:
         blocks.append(f"[ASSISTANT {code}] {_heading(turn, step + 1)}\n{escape(turn.text.strip())}")
-        if turn.code is None:
+        if turn.action is None:
             continue
         step += 1
-        if turn.output is not None:
-            blocks.append(f"[ENVIRONMENT {code}] (output of step {step})\n{escape(turn.output.strip())}")
+        if turn.observation is not None:
+            blocks.append(f"[ENVIRONMENT {code}] (output of step {step})\n{escape(turn.observation.strip())}")
     return "\n\n".join([*blocks, f"[END {code}] {trajectory.ended.value}"])
 
 
 def _heading(turn: Turn, step: int) -> str:
-    return "(no code)" if turn.code is None else f"(step {step})"
+    return "(no code)" if turn.action is None else f"(step {step})"
 
 
 def _outside_code(text: str, code: str) -> str:

@@ -1,8 +1,9 @@
 """The agent's prompt: a template file filled in for a task.
 
 A line ``--- user ---`` parts the system message from the user message; without it all of it is the user message.
-Placeholders: ``{supervisor_first_name}``, ``{supervisor_last_name}``, ``{supervisor_email}``,
-``{supervisor_phone_number}``, ``{task_description}``. Any other brace is text.
+Placeholders: ``{task_description}``, and ``{name}`` for every field of the task; AppWorld's are
+``{supervisor_first_name}``, ``{supervisor_last_name}``, ``{supervisor_email}`` and ``{supervisor_phone_number}``. Any
+other brace is text.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from draco_ray.records import Message, Task
 
 SPLIT = "--- user ---"
 
-_PLACEHOLDER = re.compile(
-    r"\{(supervisor_first_name|supervisor_last_name|supervisor_email|supervisor_phone_number|task_description)\}"
-)
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def find_prompt(path: Path) -> Path:
@@ -49,15 +48,9 @@ def render_agent_prompt(template_path: Path, task: Task) -> tuple[Message, ...]:
         raise ConfigError(
             f"agent prompt {str(template_path)!r} has no {{task_description}}: the agent would not know its task"
         )
-    values = {
-        "supervisor_first_name": task.supervisor_first_name,
-        "supervisor_last_name": task.supervisor_last_name,
-        "supervisor_email": task.supervisor_email,
-        "supervisor_phone_number": task.supervisor_phone_number,
-        "task_description": task.instruction,
-    }
+    values = {**task.fields, "task_description": task.instruction}
     parts = re.split(rf"^{re.escape(SPLIT)}$\n?", template, maxsplit=1, flags=re.MULTILINE)
-    filled = [_PLACEHOLDER.sub(lambda match: values[match[1]], part).strip() for part in parts]
+    filled = [_PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), part).strip() for part in parts]
     if len(filled) == 1:
         return (Message(role="user", content=filled[0]),)
     return (Message(role="system", content=filled[0]), Message(role="user", content=filled[1]))

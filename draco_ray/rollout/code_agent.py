@@ -93,8 +93,8 @@ class CodeAgent:
             turns.append(
                 Turn(
                     text=text,
-                    code=code,
-                    output=output,
+                    action=code,
+                    observation=output,
                     first_token=first,
                     last_token=len(tokens.ids),
                     seconds_generating=sampled_at - asked_at,

@@ -167,7 +167,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
-        termination=termination(trajectory.ended, ((turn.code, turn.output) for turn in trajectory.steps)),
+        termination=termination(trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.steps)),
         error=trajectory.error,
         turns=len(trajectory.turns),
         steps=len(trajectory.steps),

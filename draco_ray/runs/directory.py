@@ -37,7 +37,7 @@ from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import EpisodeEnd, Phase, Verdict
-from draco_ray.runs.schema import REQUIRED, TABLES
+from draco_ray.runs.schema import BEFORE, REQUIRED, TABLES
 
 STEP = re.compile(r"step(\d+)")
 """Name of a training step's folder or file."""
@@ -82,7 +82,8 @@ def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, o
     """
     schema = TABLES[name]
     wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns])
-    found = read_parquet(path, wanted, older=older)
+    before = {column: BEFORE[name, column] for column in wanted.names if (name, column) in BEFORE} if older else {}
+    found = read_parquet(path, wanted, older=older, before=before)
     try:
         _check_rows(found, name, older=older)
     except DamagedRun as error:
@@ -90,11 +91,14 @@ def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, o
     return found
 
 
-def read_parquet(path: Path, schema: pa.Schema, *, older: bool = False) -> pa.Table:
+def read_parquet(
+    path: Path, schema: pa.Schema, *, older: bool = False, before: Mapping[str, str] | None = None
+) -> pa.Table:
     """The columns of ``schema`` from a Parquet file of a run directory.
 
     Args:
         older: a column that is not there reads as null.
+        before: column -> what older files call it.
 
     Raises:
         DamagedRun: the file cannot be read, or its columns are others.
@@ -102,11 +106,13 @@ def read_parquet(path: Path, schema: pa.Schema, *, older: bool = False) -> pa.Ta
     try:
         _check_regular(path)
         names = pq.read_schema(path).names
-        absent = [column for column in schema.names if column not in names]
+        called = {column: (before or {}).get(column, column) for column in schema.names if column not in names}
+        absent = [column for column, old in called.items() if old not in names]
         if absent and not older:
             raise DamagedRun(f"it has no column {absent[0]!r}")
-        present = [column for column in schema.names if column in names]
+        present = [called.get(column, column) for column in schema.names if column not in absent]
         found = pq.read_table(path, columns=present, partitioning=None, page_checksum_verification=True)
+        found = found.rename_columns([column for column in schema.names if column not in absent])
         for column in absent:
             found = found.append_column(column, pa.nulls(found.num_rows, schema.field(column).type))
         found = found.select(schema.names)

@@ -69,8 +69,8 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
 def _turn(row: Row) -> Turn:
     return Turn(
         text=row["text"],
-        code=row["code"],
-        output=row["output"],
+        action=row["action"],
+        observation=row["observation"],
         first_token=row["first_token"],
         last_token=row["last_token"],
         seconds_generating=row["seconds_generating"],

@@ -45,21 +45,21 @@ def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
 
 
 def step_rows(step: int, trajectory: Trajectory) -> list[Row]:
-    """One row of ``steps`` per turn; ``step`` is null for a turn without code."""
+    """One row of ``steps`` per turn; ``step`` is null for a turn without an action."""
     rows: list[Row] = []
     number = 0
     for index, turn in enumerate(trajectory.turns):
-        number += turn.code is not None
+        number += turn.action is not None
         rows.append(
             {
                 "training_step": step,
                 "task_id": trajectory.task_id,
                 "rollout": trajectory.rollout,
                 "turn": index + 1,
-                "step": number if turn.code is not None else None,
+                "step": number if turn.action is not None else None,
                 "text": turn.text,
-                "code": turn.code,
-                "output": turn.output,
+                "action": turn.action,
+                "observation": turn.observation,
                 "first_token": turn.first_token,
                 "last_token": turn.last_token,
                 "seconds_generating": turn.seconds_generating,

@@ -38,8 +38,8 @@ TABLES: dict[str, pa.Schema] = {
             ("turn", pa.int32()),
             ("step", pa.int32()),
             ("text", pa.string()),
-            ("code", pa.string()),
-            ("output", pa.string()),
+            ("action", pa.string()),
+            ("observation", pa.string()),
             ("first_token", pa.int32()),
             ("last_token", pa.int32()),
             ("seconds_generating", pa.float64()),
@@ -154,6 +154,9 @@ TABLES: dict[str, pa.Schema] = {
     ),
 }
 """Table name -> schema. A null ``rollout`` marks a row about the whole task or group."""
+
+BEFORE: dict[tuple[str, str], str] = {("steps", "action"): "code", ("steps", "observation"): "output"}
+"""(table, column) -> what it was called up to schema version 1."""
 
 REQUIRED: dict[str, frozenset[str]] = {
     "trajectories": frozenset(

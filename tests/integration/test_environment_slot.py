@@ -160,7 +160,7 @@ async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, t
     assert trajectory.task_id == task_id
     assert trajectory.error is not None
     assert "the task's process died (status 9)" in trajectory.error
-    assert [turn.output for turn in trajectory.turns] == ["5\n", None]
+    assert [turn.observation for turn in trajectory.turns] == ["5\n", None]
     evaluation = await slot.evaluate_rollout(trajectory, run=2)
     assert not evaluation.success
     assert evaluation.run == 2

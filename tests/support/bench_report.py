@@ -33,7 +33,7 @@ WORDS = ("blue", "song", "night", "river", "payment", "dinner", "rent", "taxi", 
 
 def longer(rows: pa.Table, kib: float, rng: random.Random) -> pa.Table:
     """The ``steps`` table with more output: records such as an API lists, the last turn of a rollout left alone."""
-    ran = [output is not None for output in rows.column("output").to_pylist()]
+    ran = [output is not None for output in rows.column("observation").to_pylist()]
     rollouts = len({(row["task_id"], row["rollout"]) for row in rows.select(["task_id", "rollout"]).to_pylist()})
     characters = 1024 * kib * rollouts / max(1, sum(ran))
 
@@ -44,8 +44,8 @@ def longer(rows: pa.Table, kib: float, rng: random.Random) -> pa.Table:
             lines.append(f"{{'id': {rng.randrange(100_000)}, 'title': '{name}', 'rating': {rng.random():.2f}}}")
         return "\n".join(lines)
 
-    outputs = [None if output is None else more(output) for output in rows.column("output").to_pylist()]
-    place = rows.column_names.index("output")
+    outputs = [None if output is None else more(output) for output in rows.column("observation").to_pylist()]
+    place = rows.column_names.index("observation")
     return rows.set_column(place, rows.schema.field(place), pa.array(outputs, rows.schema.field(place).type))
 
 

@@ -114,14 +114,14 @@ Reader = Callable[[str], object]
 def with_turn(text: str, *, output: str = "", code: str = "x = 1") -> str:
     """The scoring prompt of a run with that turn."""
     trajectory = example_trajectory()
-    turn = replace(trajectory.turns[0], text=text, code=code, output=output)
+    turn = replace(trajectory.turns[0], text=text, action=code, observation=output)
     return score_prompt(PROMPTS, replace(trajectory, turns=(turn, *trajectory.turns[1:])), CATALOGUE)
 
 
 def credit_of(output: str) -> str:
     """The credit prompt of a run with that output."""
     trajectory = example_trajectory()
-    turn = replace(trajectory.turns[0], output=output)
+    turn = replace(trajectory.turns[0], observation=output)
     return credit_prompt(PROMPTS, replace(trajectory, turns=(turn,)), CATALOGUE, [SCORES[0]] * len(CATALOGUE))
 
 

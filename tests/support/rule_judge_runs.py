@@ -53,10 +53,16 @@ def run_of(*steps: tuple[str, str | None]) -> Run:
 def trajectory_of(run: Run, task: str, rollout: int = 0) -> Trajectory:
     """The record that renders to ``run``."""
     turns = [
-        Turn(text=f"<code>\n{step.code}\n</code>", code=step.code, output=step.output, first_token=n, last_token=n + 1)
+        Turn(
+            text=f"<code>\n{step.code}\n</code>",
+            action=step.code,
+            observation=step.output,
+            first_token=n,
+            last_token=n + 1,
+        )
         for n, step in enumerate(run.steps)
     ]
-    turns.append(Turn(text="Done.", code=None, output=None, first_token=len(turns), last_token=len(turns) + 1))
+    turns.append(Turn(text="Done.", action=None, observation=None, first_token=len(turns), last_token=len(turns) + 1))
     count = len(turns)
     return Trajectory(
         task_id="task_1",

@@ -51,13 +51,13 @@ def a_trajectory(step: int, task: str, rollout: int) -> Trajectory:
         turns=(
             Turn(
                 text=f"I look. {HOSTILE}\n<code>\n{CODE}\n</code>",
-                code=CODE,
-                output=HOSTILE,
+                action=CODE,
+                observation=HOSTILE,
                 first_token=1,
                 last_token=3,
             ),
-            Turn(text="<code>\nfinish()\n</code>", code="finish()", output="ok", first_token=4, last_token=8),
-            Turn(text="Done.", code=None, output=None, first_token=9, last_token=10),
+            Turn(text="<code>\nfinish()\n</code>", action="finish()", observation="ok", first_token=4, last_token=8),
+            Turn(text="Done.", action=None, observation=None, first_token=9, last_token=10),
         ),
         token_ids_T=np.arange(10),
         sampled_T=np.array([0, 1, 1, 0, 1, 1, 1, 1, 0, 1], dtype=bool),

@@ -22,10 +22,12 @@ END = "<|im_end|>"
 TASK = Task(
     task_id="abc_1",
     instruction="Like all songs.",
-    supervisor_first_name="Ann",
-    supervisor_last_name="Lee",
-    supervisor_email="ann@lee.example",
-    supervisor_phone_number="5551234",
+    fields={
+        "supervisor_first_name": "Ann",
+        "supervisor_last_name": "Lee",
+        "supervisor_email": "ann@lee.example",
+        "supervisor_phone_number": "5551234",
+    },
 )
 
 
@@ -83,9 +85,9 @@ def check_books(trajectory: Trajectory, sampler: ScriptedSampler) -> None:
         # Token-in: the engine continued exactly the record so far. Token-out: the record continues with what it said.
         assert seen == ids[: turn.first_token]
         assert CHAT.text(ids[span]) == turn.text
-        expected = GAP if turn.code is None else step
+        expected = GAP if turn.action is None else step
         assert (trajectory.step_T[span] == expected).all()
-        step += turn.code is not None
+        step += turn.action is not None
     assert (trajectory.sampled_T == inside).all()
     assert (trajectory.step_T[~inside] == GAP).all()
     assert (trajectory.logprob_T[~inside] == 0.0).all()
@@ -100,8 +102,8 @@ async def test_an_episode_that_finishes() -> None:
     )
     assert trajectory.ended is EpisodeEnd.FINISHED
     assert world.executed == ["a = 1", "print(a)"]
-    assert [turn.code for turn in trajectory.turns] == ["a = 1", "print(a)", None]
-    assert [turn.output for turn in trajectory.turns] == ["ok", "1", None]
+    assert [turn.action for turn in trajectory.turns] == ["a = 1", "print(a)", None]
+    assert [turn.observation for turn in trajectory.turns] == ["ok", "1", None]
     assert trajectory.policy_version == 3
     assert (trajectory.task_id, trajectory.group, trajectory.rollout, trajectory.attempt) == (
         "abc_1",
@@ -133,7 +135,7 @@ async def test_turn_limit() -> None:
     assert trajectory.ended is EpisodeEnd.TURN_LIMIT
     assert len(world.executed) == 2
     # Nobody will read the last output: it is recorded, but is no part of the sequence.
-    assert trajectory.turns[-1].output == "ok"
+    assert trajectory.turns[-1].observation == "ok"
     assert trajectory.turns[-1].last_token == len(trajectory.token_ids_T)
 
 
@@ -191,14 +193,14 @@ async def test_a_crash_ends_the_episode_and_says_why() -> None:
     assert trajectory.ended is EpisodeEnd.SERVER_ERROR
     assert trajectory.error == "it died"
     assert len(trajectory.steps) == 2
-    assert trajectory.turns[-1].output is None
+    assert trajectory.turns[-1].observation is None
     broken, _, _ = await play([f"<code>a</code>{END}"], [WorldBroken("by its own code")])
     assert (broken.ended, broken.error) == (EpisodeEnd.CRASHED, "by its own code")
 
 
 async def test_a_long_output_is_cut_before_it_is_told_and_recorded() -> None:
     trajectory, _, _ = await play([f"<code>a</code>{END}", f"Done.{END}"], ["y" * 500], max_output_characters=100)
-    output = trajectory.turns[0].output
+    output = trajectory.turns[0].observation
     assert output == "y" * 100 + "\n[output cut: 400 more characters]"
     assert output in TOKENIZER.decode(trajectory.token_ids_T.tolist())
 

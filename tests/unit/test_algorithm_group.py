@@ -221,9 +221,9 @@ def trajectory() -> Trajectory:
         policy_version=3,
         prompt=(Message(role="user", content="do it"),),
         turns=(
-            Turn(text="a", code="a", output="out", first_token=2, last_token=4),
-            Turn(text="b", code="b", output="out", first_token=5, last_token=6),
-            Turn(text="bye", code=None, output=None, first_token=7, last_token=8),
+            Turn(text="a", action="a", observation="out", first_token=2, last_token=4),
+            Turn(text="b", action="b", observation="out", first_token=5, last_token=6),
+            Turn(text="bye", action=None, observation=None, first_token=7, last_token=8),
         ),
         token_ids_T=np.arange(8),
         sampled_T=sampled_T,
@@ -276,7 +276,7 @@ def without_steps(rollout: int) -> Trajectory:
     return replace(
         played,
         rollout=rollout,
-        turns=(Turn(text="a and a", code=None, output=None, first_token=2, last_token=8),),
+        turns=(Turn(text="a and a", action=None, observation=None, first_token=2, last_token=8),),
         sampled_T=np.array([0, 0, 1, 1, 1, 1, 1, 1], dtype=bool),
         step_T=np.full(8, -1),
         ended=EpisodeEnd.RESPONSE_LIMIT,

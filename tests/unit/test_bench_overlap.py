@@ -57,10 +57,12 @@ async def test_an_episode_follows_one_of_its_tasks_scripts_to_the_end(bench: Mod
         Task(
             task_id=f"abc_{number}",
             instruction=instruction,
-            supervisor_first_name="Ann",
-            supervisor_last_name="Lee",
-            supervisor_email="ann@lee.example",
-            supervisor_phone_number="5551234",
+            fields={
+                "supervisor_first_name": "Ann",
+                "supervisor_last_name": "Lee",
+                "supervisor_email": "ann@lee.example",
+                "supervisor_phone_number": "5551234",
+            },
         )
         for number, instruction in enumerate(("Name the longest song.", "Name the longest song in my library."), 1)
     ]

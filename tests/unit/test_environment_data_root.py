@@ -40,8 +40,8 @@ def test_a_root_that_can_be_used(root: Path) -> None:
     check_data_root(root)
     assert load_split(root, "train") == ["abc_1"]
     task = load_task(root, "abc_1")
-    assert (task.task_id, task.scenario, task.instruction) == ("abc_1", "abc", "Like all songs.")
-    assert (task.supervisor_first_name, task.supervisor_phone_number) == ("Ann", "5551234")
+    assert (task.task_id, task.group, task.instruction) == ("abc_1", "abc", "Like all songs.")
+    assert (task.fields["supervisor_first_name"], task.fields["supervisor_phone_number"]) == ("Ann", "5551234")
 
 
 def test_roots_that_cannot(root: Path, tmp_path: Path) -> None:

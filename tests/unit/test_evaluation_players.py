@@ -21,10 +21,12 @@ CELL = "<code>\nprint(1)\n</code>"
 TASK = Task(
     task_id="abc_1",
     instruction="Like all songs.",
-    supervisor_first_name="Ann",
-    supervisor_last_name="Lee",
-    supervisor_email="ann@lee.example",
-    supervisor_phone_number="5551234",
+    fields={
+        "supervisor_first_name": "Ann",
+        "supervisor_last_name": "Lee",
+        "supervisor_email": "ann@lee.example",
+        "supervisor_phone_number": "5551234",
+    },
 )
 
 
@@ -95,7 +97,7 @@ async def test_an_episode_ends_when_a_turn_has_no_code_and_its_turns_are_told_in
     )
     assert trajectory.ended is EpisodeEnd.FINISHED
     assert world.executed == ["print(1)"]
-    assert [turn.output for turn in trajectory.turns] == ["output 1", None]
+    assert [turn.observation for turn in trajectory.turns] == ["output 1", None]
     messages = requests[1]["messages"]
     assert isinstance(messages, list)
     assert messages[-2:] == [{"role": "assistant", "content": CELL}, {"role": "user", "content": "output 1"}]

@@ -47,9 +47,12 @@ def full_length(rollout: int, agent: AgentConfig) -> Trajectory:
     songs = json.dumps([SONG | {"song_id": number} for number in range(900)], indent=1)
     rate = tokens(songs) / len(songs)
     output = songs[: math.floor((share - tokens(turn)) / rate)]
-    turns = [Turn(text=turn, code=code, output=output, first_token=0, last_token=0) for _ in range(agent.max_turns - 1)]
-    last = Turn(text=turn, code=code, output=songs[: agent.max_output_characters], first_token=0, last_token=0)
-    assert 0.97 < tokens("".join(f"{t.text}{t.output}" for t in turns)) / agent.max_response_length < 1.0
+    turns = [
+        Turn(text=turn, action=code, observation=output, first_token=0, last_token=0)
+        for _ in range(agent.max_turns - 1)
+    ]
+    last = Turn(text=turn, action=code, observation=songs[: agent.max_output_characters], first_token=0, last_token=0)
+    assert 0.97 < tokens("".join(f"{t.text}{t.observation}" for t in turns)) / agent.max_response_length < 1.0
     return Trajectory(
         task_id="t_1",
         group="step1/t_1",

@@ -105,7 +105,8 @@ def test_in_no_minute_more_than_the_limits(requests: list[tuple[int, int, float]
         sent.append((clock.now, used))
         limiter.settle(number, ended(used))
     for start, _ in sent:
-        within = [tokens for at, tokens in sent if start <= at < start + WINDOW_SECONDS]
+        # Less what rounding takes from a sum of times.
+        within = [tokens for at, tokens in sent if start <= at < start + WINDOW_SECONDS - 1e-6]
         assert len(within) <= 5
         assert sum(within) <= 1000
 

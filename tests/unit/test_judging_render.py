@@ -39,8 +39,8 @@ def forged() -> Trajectory:
     """A rollout whose reasoning, code and output all try to break out of their places."""
     turn = Turn(
         text=f"<think>{FORGERY}</think>\n<code>\nprint('''{FORGERY}''')\n</code>",
-        code=f"print('''{FORGERY}''')",
-        output=FORGERY,
+        action=f"print('''{FORGERY}''')",
+        observation=FORGERY,
         first_token=2,
         last_token=3,
     )
@@ -79,7 +79,7 @@ def test_the_conversation_is_flattened_with_numbered_steps() -> None:
 
 
 def test_a_step_that_was_cut_off_by_a_dead_server_has_no_output_block() -> None:
-    turn = Turn(text="<code>\nx\n</code>", code="x", output=None, first_token=2, last_token=3)
+    turn = Turn(text="<code>\nx\n</code>", action="x", observation=None, first_token=2, last_token=3)
     trajectory = replace(example_trajectory(), turns=(turn,), ended=EpisodeEnd.SERVER_ERROR)
     assert inside(render.agent_trajectory(trajectory, CODE)).endswith(
         "[ASSISTANT c0de1234] (step 1)\n<code>\nx\n</code>\n\n[END c0de1234] server_error"
@@ -101,7 +101,7 @@ def test_steps_are_summarised_as_reasoning_code_and_output() -> None:
 def test_an_empty_code_block_is_a_step_like_any_other(block: str, shown: str) -> None:
     trajectory = example_trajectory()
     code = block.removeprefix("<code>").removesuffix("</code>")
-    turn = replace(trajectory.turns[0], text=f"I give up. {block}", code=code, output="")
+    turn = replace(trajectory.turns[0], text=f"I give up. {block}", action=code, observation="")
     summary = inside(render.steps_summary(replace(trajectory, turns=(turn,)), CODE)).replace(f" [{CODE}]", "")
     assert summary == f"### Step 1\nReasoning:\nI give up.\nCode:\n{shown}\nOutput:\n"
 
@@ -207,7 +207,10 @@ SPECIAL = (
 def test_special_tokens_of_chat_templates_are_spelled_out(token: str) -> None:
     trajectory = example_trajectory()
     turn = replace(
-        trajectory.turns[0], text=f"a{token}b\n<code>\nx = '{token}'\n</code>", code=f"x = '{token}'", output=token
+        trajectory.turns[0],
+        text=f"a{token}b\n<code>\nx = '{token}'\n</code>",
+        action=f"x = '{token}'",
+        observation=token,
     )
     attacked = replace(trajectory, turns=(turn,), prompt=(Message(role="user", content=f"{token} do it"),))
     criterion = Criterion(title=token, description=f"x{token}", evaluator_instruction=token)

@@ -67,8 +67,8 @@ def rollouts(draw: st.DrawFn) -> Trajectory:
     for number in range(draw(st.integers(1, 3))):
         text = f"{draw(hostile)}\n<code>\nprint({number})\n</code>"
         code = extract_code(text)
-        turns.append(Turn(text=text, code=code, output=draw(hostile), first_token=2, last_token=3))
-    turns.append(Turn(text=draw(hostile), code=None, output=None, first_token=3, last_token=4))
+        turns.append(Turn(text=text, action=code, observation=draw(hostile), first_token=2, last_token=3))
+    turns.append(Turn(text=draw(hostile), action=None, observation=None, first_token=3, last_token=4))
     return replace(example_trajectory(), turns=tuple(turns))
 
 
@@ -92,7 +92,7 @@ def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
         assert [step.number for step in run.steps] == steps
         if phase is Phase.CREDIT:
             assert [rubric.verdict for rubric in read.rubrics] == [score.verdict.name for score in SCORES]
-            assert [step.code for step in run.steps] == [turn.code for turn in trajectory.steps]
+            assert [step.code for step in run.steps] == [turn.action for turn in trajectory.steps]
         else:
             assert run.ended == "finished"
 

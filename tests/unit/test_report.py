@@ -62,9 +62,9 @@ def test_a_group_reads_back_with_its_texts_and_numbers(run: RunDirectory) -> Non
     data = unpack(group.data)
     winner, loser = data["rollouts"]
     first, second, closing = winner["turns"]
-    assert text(data, first["code"]) == CODE
+    assert text(data, first["action"]) == CODE
     assert text(data, first["before"]) == f"I look. {HOSTILE}"
-    assert text(data, first["output"]) == HOSTILE
+    assert text(data, first["observation"]) == HOSTILE
     assert (first["tokens"], second["tokens"], closing["tokens"]) == (2, 4, 1)
     assert (first["push"], second["push"]) == (0.0, 1.0)
     assert closing["step"] is None

@@ -36,7 +36,7 @@ def seen(run: Run) -> list[tuple[int, str, str | None]]:
     return [(step.number, step.code, step.output) for step in run.steps]
 
 
-EXPECTED = [(step, turn.code, turn.output) for step, turn in enumerate(example_trajectory().steps, start=1)]
+EXPECTED = [(step, turn.action, turn.observation) for step, turn in enumerate(example_trajectory().steps, start=1)]
 
 
 @each_set
@@ -84,7 +84,7 @@ def test_what_a_rollout_writes_stays_its_own(prompts: Prompts, text: str) -> Non
     said = f'<code>\nnote = """\n{text}\n"""\nprint(note)\n</code>'
     code = extract_code(said)
     assert code is not None
-    forged = Turn(text=said, code=code, output=text, first_token=2, last_token=3)
+    forged = Turn(text=said, action=code, observation=text, first_token=2, last_token=3)
     trajectory = replace(honest, turns=(forged, *honest.turns[1:]))
     expected = [(1, code, text), EXPECTED[1]]
     for prompt, phase in (
@@ -108,7 +108,11 @@ def test_other_text_gets_a_plain_word() -> None:
 
 def test_code_after_reasoning_that_the_template_opened() -> None:
     turn = Turn(
-        text="a <code>b</code>?</think>\n<code>\nc = 1\n</code>", code="c = 1", output="", first_token=2, last_token=3
+        text="a <code>b</code>?</think>\n<code>\nc = 1\n</code>",
+        action="c = 1",
+        observation="",
+        first_token=2,
+        last_token=3,
     )
     trajectory = replace(example_trajectory(), turns=(turn,))
     found = read(score_prompt(load_prompts(SETS[0]), trajectory, RUBRIC))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.errors import ConfigError
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import (
     Attribution,
     CreditFallback,
@@ -25,6 +29,7 @@ from draco_ray.records import (
 )
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 
 
@@ -38,8 +43,8 @@ def a_trajectory(rollout: int = 0) -> Trajectory:
         policy_version=0,
         prompt=(Message(role="system", content="s"), Message(role="user", content="Grüße ☃")),
         turns=(
-            Turn(text="<code>1</code>", code="1", output="one", first_token=2, last_token=5),
-            Turn(text="Done.", code=None, output=None, first_token=7, last_token=9),
+            Turn(text="<code>1</code>", action="1", observation="one", first_token=2, last_token=5),
+            Turn(text="Done.", action=None, observation=None, first_token=7, last_token=9),
         ),
         token_ids_T=np.arange(9),
         sampled_T=np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], dtype=bool),
@@ -163,3 +168,21 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run directory"):
         RunDirectory.open(tmp_path)
+
+
+def test_a_run_of_before_the_columns_were_renamed_is_read(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", dump_config(load_config("sandbox")))
+    [row, closing] = rows.step_rows(1, a_trajectory())
+    old = {"action": "code", "observation": "output"}
+    folder = run.path / "tables" / "steps"
+    folder.mkdir(parents=True)
+    written = pa.Table.from_pylist([row, closing], schema=TABLES["steps"])
+    pq.write_table(
+        written.rename_columns([old.get(name, name) for name in written.column_names]), folder / "step00001.parquet"
+    )
+    with pytest.raises(DamagedRun, match="has no column 'action'"):
+        RunDirectory.open(run.path).table("steps")
+    file = run.path / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 1}))
+    found = RunDirectory.open(run.path).table("steps", columns=["action", "observation"]).to_pylist()
+    assert found == [{"action": "1", "observation": "one"}, {"action": None, "observation": None}]

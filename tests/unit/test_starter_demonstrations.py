@@ -22,10 +22,12 @@ FAMILY = families()["like_playlist_songs"]
 TASK = Task(
     task_id="abc_1",
     instruction=FAMILY.wordings[0].format(title="Road Trip"),
-    supervisor_first_name="Ann",
-    supervisor_last_name="Lee",
-    supervisor_email="ann@lee.example",
-    supervisor_phone_number="5551234",
+    fields={
+        "supervisor_first_name": "Ann",
+        "supervisor_last_name": "Lee",
+        "supervisor_email": "ann@lee.example",
+        "supervisor_phone_number": "5551234",
+    },
 )
 
 
@@ -86,8 +88,8 @@ async def test_the_agent_loop_records_a_demonstration_as_an_episode() -> None:
     chat = ChatTokens(tokenizer, thinking=AGENT.thinking)
     trajectory = await demo.record(demonstration, tokenizer, chat, AGENT, "Done.")
     assert trajectory.ended is EpisodeEnd.FINISHED
-    assert tuple(turn.code for turn in trajectory.steps) == demonstration.cells
-    assert [turn.output for turn in trajectory.steps] == [
+    assert tuple(turn.action for turn in trajectory.steps) == demonstration.cells
+    assert [turn.observation for turn in trajectory.steps] == [
         cut_output(output, AGENT.max_output_characters) for output in demonstration.outputs
     ]
     assert trajectory.turns[-1].text == "Done."
@@ -97,7 +99,7 @@ async def test_the_agent_loop_records_a_demonstration_as_an_episode() -> None:
         assert trajectory.sampled_T[turn.first_token : turn.last_token].all()
         assert sampled[-1] == chat.end_of_turn_id
         assert len(sampled) <= AGENT.max_turn_tokens
-        assert extract_code(chat.text(sampled)) == turn.code
+        assert extract_code(chat.text(sampled)) == turn.action
     assert trajectory.sampled_T.sum() == sum(turn.last_token - turn.first_token for turn in trajectory.turns)
     assert int((trajectory.token_ids_T[~trajectory.sampled_T] == chat.end_of_turn_id).sum()) == len(
         trajectory.prompt

@@ -16,6 +16,7 @@ from pathlib import Path
 from draco_ray.errors import WorldError
 from draco_ray.records import Task
 
+_SUPERVISOR = ("first_name", "last_name", "email", "phone_number")
 _HINT = "point data.root at AppWorld's data or at a folder made by `draco sandbox build`"
 
 
@@ -68,11 +69,10 @@ def load_task(root: Path, task_id: str) -> Task:
         supervisor = specs["supervisor"]
         return Task(
             task_id=task_id,
+            # Ids are ``<scenario>_<1..3>``.
+            group=task_id.rsplit("_", 1)[0],
             instruction=specs["instruction"],
-            supervisor_first_name=supervisor["first_name"],
-            supervisor_last_name=supervisor["last_name"],
-            supervisor_email=supervisor["email"],
-            supervisor_phone_number=supervisor["phone_number"],
+            fields={f"supervisor_{name}": supervisor[name] for name in _SUPERVISOR},
         )
     except FileNotFoundError:
         raise WorldError(f"data root {str(root)!r} has no task {task_id!r}") from None

@@ -72,9 +72,9 @@ def terminations(run: RunDirectory) -> pa.Table:
     rows = []
     for step in run.steps():
         cells: dict[tuple[str, int], list[tuple[str | None, str | None]]] = defaultdict(list)
-        for row in run.table("steps", step, ["task_id", "rollout", "code", "output"]).to_pylist():
-            if row["code"] is not None:
-                cells[row["task_id"], row["rollout"]].append((row["code"], row["output"]))
+        for row in run.table("steps", step, ["task_id", "rollout", "action", "observation"]).to_pylist():
+            if row["action"] is not None:
+                cells[row["task_id"], row["rollout"]].append((row["action"], row["observation"]))
         played = run.table("trajectories", step, ["task_id", "rollout", "ended", "attempt"]).to_pylist()
         ended = Counter(
             termination(EpisodeEnd(row["ended"]), cells[row["task_id"], row["rollout"]]).value for row in played

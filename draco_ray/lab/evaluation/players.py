@@ -99,8 +99,8 @@ class ChatPlayer:
             turns.append(
                 Turn(
                     text=reply.text,
-                    code=code,
-                    output=output,
+                    action=code,
+                    observation=output,
                     first_token=0,
                     last_token=0,
                     seconds_generating=sampled_at - asked_at,

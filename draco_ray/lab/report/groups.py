@@ -152,13 +152,13 @@ def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
     pushes = push_shares(share["step_advantage"], share["step_tokens"]) if share else []
     found = []
     for row in sorted(rows, key=lambda row: row["turn"]):
-        before, after = _around(row["text"], row["code"])
+        before, after = _around(row["text"], row["action"])
         turn: Row = {
             "step": row["step"],
             "before": lines.add(before),
-            "code": lines.add(row["code"]),
+            "action": lines.add(row["action"]),
             "after": lines.add(after),
-            "output": lines.add(row["output"]),
+            "observation": lines.add(row["observation"]),
             "tokens": row["last_token"] - row["first_token"],
             "generating": _short(row["seconds_generating"]),
             "executing": _short(row["seconds_executing"]),

@@ -125,11 +125,11 @@ def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...])
     counts = [math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
     ends = np.cumsum(counts)
     turns = [
-        Turn(text=text, code=cell, output=output, first_token=int(end) - count, last_token=int(end))
+        Turn(text=text, action=cell, observation=output, first_token=int(end) - count, last_token=int(end))
         for text, cell, output, count, end in zip(texts, rollout.cells, rollout.outputs, counts, ends, strict=True)
     ]
     total = int(ends[-1])
-    turns.append(Turn(text="Done.", code=None, output=None, first_token=total, last_token=total + 1))
+    turns.append(Turn(text="Done.", action=None, observation=None, first_token=total, last_token=total + 1))
     return Trajectory(
         task_id=rollout.task_id,
         group=f"attribution/{rollout.task_id}",

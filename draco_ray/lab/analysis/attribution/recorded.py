@@ -35,11 +35,11 @@ def finished_rollouts(run: RunDirectory, steps: Sequence[int] | None) -> dict[st
     """Task id -> the cells of its rollouts that the policy ended itself, later training steps first; each once."""
     found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for step in sorted(run.steps() if steps is None else steps, reverse=True):
-        columns = ["task_id", "rollout", "turn", "code"]
+        columns = ["task_id", "rollout", "turn", "action"]
         cells: dict[tuple[str, int], list[str]] = defaultdict(list)
         for row in sorted(run.table("steps", step, columns).to_pylist(), key=lambda row: int(row["turn"])):
-            if row["code"] is not None:
-                cells[row["task_id"], row["rollout"]].append(row["code"])
+            if row["action"] is not None:
+                cells[row["task_id"], row["rollout"]].append(row["action"])
         ended = run.table("trajectories", step, ["task_id", "rollout", "ended"]).to_pylist()
         for row in sorted(ended, key=lambda row: int(row["rollout"])):
             mine = tuple(cells[row["task_id"], row["rollout"]])

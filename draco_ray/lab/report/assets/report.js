@@ -244,12 +244,12 @@ function turnCard(turn, order, text, here, share) {
     if (!turn.cited) head.append(el("span.tag", {}, "not cited"));
   }
   head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s + ${fixed(turn.executing)} s`));
-  const before = text(turn.before), after = text(turn.after), output = text(turn.output);
+  const before = text(turn.before), after = text(turn.after), output = text(turn.observation);
   return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: "t" + (order + 1), "data-step": turn.step }, head,
     before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
-    turn.code ? el("pre.code", {}, text(turn.code)) : null,
+    turn.action ? el("pre.code", {}, text(turn.action)) : null,
     after ? folded("After the code", after, { kind: "reasoning" }) : null,
-    turn.output !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
+    turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
 }
 
 function verdictItem(criterion, at, rollout, here) {
@@ -312,8 +312,8 @@ async function foundView(query, mine) {
       data.prompt.forEach((message, at) => note(`${groupLink(group)}/p${at + 1}`, `${message.role} message`, message.text));
       data.calls.forEach((call, at) => { const link = `${groupLink(group)}/call${at + 1}`; note(link, `${call.phase} prompt`, call.prompt); note(link, `${call.phase} reply`, call.reply); });
       for (const rollout of data.rollouts) {
-        const said = new Set(rollout.turns.flatMap((turn) => [turn.before, turn.code, turn.after, turn.output].flatMap((part) => part || [])));
-        rollout.turns.forEach((turn, at) => note(rolloutLink(group, rollout.rollout, "t" + (at + 1)), `rollout ${rollout.rollout}, turn ${at + 1}`, [turn.before, turn.code, turn.after, turn.output].flatMap((part) => part || [])));
+        const said = new Set(rollout.turns.flatMap((turn) => [turn.before, turn.action, turn.after, turn.observation].flatMap((part) => part || [])));
+        rollout.turns.forEach((turn, at) => note(rolloutLink(group, rollout.rollout, "t" + (at + 1)), `rollout ${rollout.rollout}, turn ${at + 1}`, [turn.before, turn.action, turn.after, turn.observation].flatMap((part) => part || [])));
         rollout.calls.forEach((call, at) => {
           const link = rolloutLink(group, rollout.rollout, `call${at + 1}`);
           // A prompt repeats the trajectory: what is in that was found there.
