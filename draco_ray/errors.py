@@ -15,6 +15,7 @@
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
+    ├── TraceError           nothing in the files given is a trace that can be read
     ├── DamagedRun           a file of a run directory that is not what a run wrote; the message names it
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
     └── TauBenchError        τ-bench cannot be run, or its results cannot be read
@@ -81,6 +82,10 @@ class ClusterError(DracoError):
 
 class StoreError(DracoError):
     """The run directory cannot be written: a full disk, or no permission."""
+
+
+class TraceError(DracoError, ValueError):
+    """No trace can be read where traces were expected."""
 
 
 class DamagedRun(DracoError):

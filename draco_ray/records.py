@@ -35,6 +35,8 @@ class EpisodeEnd(StrEnum):
     """The agent's own code ended or spoiled the environment's process: the rollout has failed."""
     SERVER_ERROR = "server_error"
     """The environment's process was lost by no doing of the agent's: the rollout is played again."""
+    UNSTATED = "unstated"
+    """Of a trace that somebody else's agent left, and that does not say."""
 
 
 class Termination(StrEnum):

@@ -1,0 +1,164 @@
+"""A conversation as prompt, steps and gaps.
+
+What precedes the agent's first turn is its prompt. From then on each of its turns that calls at least one tool, or
+holds code that is run, is a step, whose observation is what came back; every other turn is a gap and shown with who
+spoke.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draco_ray.records import EpisodeEnd, Message
+from draco_ray.traces.messages import AGENT, Call, Entry, compact, kind
+from draco_ray.traces.model import TraceTurn, clean
+
+CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
+"""How code agents mark what is to be run, unless a mapping says otherwise."""
+NO_TASK = "(the trace does not say what was asked of the agent)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What `assemble` makes."""
+
+    prompt: tuple[Message, ...]
+    turns: tuple[TraceTurn, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ended(self) -> EpisodeEnd:
+        """Finished, if the agent had the last word without acting; else the trace does not say."""
+        last = self.turns[-1] if self.turns else None
+        finished = last is not None and last.role == AGENT and last.action is None
+        return EpisodeEnd.FINISHED if finished else EpisodeEnd.UNSTATED
+
+
+@dataclass(slots=True)
+class _Turn:
+    role: str
+    said: str
+    tokens: int | None
+    calls: tuple[Call, ...] = ()
+    code: str | None = None
+    item: bool = False
+    results: dict[int, str] = field(default_factory=dict)
+
+    def open_call(self, call_id: str) -> int | None:
+        """The first call without a result that ``call_id`` may mean."""
+        for index, call in enumerate(self.calls):
+            if index not in self.results and call_id in ("", call.call_id):
+                return index
+        # Code has no id, and one result.
+        return 0 if self.code is not None and not self.results else None
+
+    def finished(self) -> TraceTurn:
+        action = "\n".join(map(str, self.calls)) if self.calls else self.code
+        text = f"{self.said}\n\n{action}".strip() if self.calls else self.said
+        return TraceTurn(role=self.role, text=text, action=action, observation=self._observation(), tokens=self.tokens)
+
+    def _observation(self) -> str | None:
+        if not self.results:
+            return None
+        if len(self.calls) <= 1:
+            return self.results[0]
+        return "\n\n".join(
+            f"(result {number} of {len(self.calls)}, {call.name})\n{self.results.get(number - 1, '(none recorded)')}"
+            for number, call in enumerate(self.calls, 1)
+        )
+
+
+def assemble(
+    entries: Sequence[Entry],
+    *,
+    instruction: str | None = None,
+    tools: Sequence[str] = (),
+    code: re.Pattern[str] | None = CODE,
+) -> Conversation:
+    """Put a conversation together.
+
+    Args:
+        entries: in order.
+        instruction: what the agent was asked, where the conversation before its first turn does not hold it.
+        tools: the tools it had, a text each.
+        code: finds what is run in a turn that calls no tool, in its first group; None: nothing is.
+    """
+    first = next((index for index, entry in enumerate(entries) if entry.role == AGENT), len(entries))
+    prompt = [Message(role=role_name(entry.role), content=entry.text) for entry in entries[:first] if entry.text]
+    if tools:
+        prompt.append(Message(role="tools", content="\n".join(tools)))
+    notes: list[str] = []
+    if instruction is not None and not any(m.role == "user" and m.content == instruction for m in prompt):
+        prompt.append(Message(role="user", content=instruction))
+    elif not any(message.role == "user" for message in prompt):
+        asked = next((entry.text for entry in entries[first:] if entry.role == "user" and entry.text), None)
+        if asked is None:
+            notes.append("it does not say what the agent was asked")
+        prompt.append(Message(role="user", content=NO_TASK if asked is None else asked))
+    turns: list[_Turn] = []
+    for entry in entries[first:]:
+        _add(turns, entry, code, notes)
+    return Conversation(
+        prompt=tuple(prompt),
+        turns=tuple(turn.finished() for turn in turns),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: list[str]) -> None:
+    last = turns[-1] if turns else None
+    if entry.role == "tool":
+        for turn in reversed(turns):
+            if (index := turn.open_call(entry.call_id)) is not None:
+                turn.results[index] = entry.text
+                return
+        notes.append("a tool's result that answers no call is shown where it stands")
+        turns.append(_Turn("tool", entry.text, None))
+    elif entry.role != AGENT:
+        if last is not None and last.code is not None and not last.results:
+            # What a code agent's environment answers stands in the user's place.
+            last.results[0] = entry.text
+        elif entry.text or entry.calls:
+            said = "\n".join([*filter(None, [entry.text]), *map(str, entry.calls)])
+            turns.append(_Turn(role_name(entry.role), said, None))
+    elif last is not None and entry.item and last.item and last.role == AGENT and _one_turn(last, entry):
+        last.said = "\n".join(filter(None, [last.said, entry.text]))
+        last.calls += entry.calls
+        last.tokens = entry.tokens or last.tokens
+    else:
+        found = None if code is None or entry.calls else [*code.finditer(entry.text)]
+        block = found[-1][1].strip("\r\n") if found else None
+        turns.append(_Turn(AGENT, entry.text, entry.tokens, entry.calls, block or None, entry.item))
+
+
+def _one_turn(last: _Turn, entry: Entry) -> bool:
+    """Whether an item goes on with the turn before it: thoughts, then what is said, then the calls."""
+    return not last.results and last.code is None and bool(entry.calls or not last.calls)
+
+
+def role_name(role: str) -> str:
+    """A role as it may stand in a heading: letters, digits and little else."""
+    return re.sub(r"[^\w .'-]+", " ", role.strip())[:40].strip() or "somebody"
+
+
+def tool_texts(tools: object) -> tuple[str, ...]:
+    """Tools as the agent was told of them: name, description, parameters; whatever dialect they are declared in."""
+    if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
+        return ()
+    return tuple(filter(None, map(_tool, tools)))
+
+
+def _tool(tool: object) -> str:
+    if isinstance(tool, str):
+        return clean(tool)
+    if not isinstance(tool, Mapping):
+        return clean(f"({kind(tool)})")
+    about: Mapping[str, Any] = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+    name = str(about.get("name") or tool.get("type") or "tool")
+    parameters = about.get("parameters") or about.get("input_schema") or {}
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    taken = compact(properties) if properties else ""
+    return clean(f"{name}: {about.get('description') or ''} {taken}".strip())

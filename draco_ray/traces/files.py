@@ -1,0 +1,182 @@
+"""Files to records: which files of the paths given, and what is in each, one at a time.
+
+A JSON Lines file is read a line at a time; a JSON document is in memory while its own traces are read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.errors import TraceError
+from draco_ray.traces.messages import BadTrace
+
+LINES = (".jsonl", ".ndjson", ".jsonlines")
+DOCUMENTS = (".json",)
+INSPECT = (".eval",)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record, or what is wrong with it."""
+
+    where: str
+    record: Any = None
+    problem: str | None = None
+
+
+def trace_files(paths: Sequence[Path]) -> list[Path]:
+    """The files and run directories that the paths stand for, in the order of their names.
+
+    Raises:
+        TraceError: a path does not exist.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise TraceError(f"{path}: no such file or folder")
+        found += _below(path) if path.is_dir() else [path]
+    return list(dict.fromkeys(found))
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is a run directory of ours."""
+    return path.is_dir() and (path / "config.yaml").is_file() and (path / "tables").is_dir()
+
+
+def _below(folder: Path) -> list[Path]:
+    if is_run(folder):
+        return [folder]
+    found: list[Path] = []
+    # The simulations of τ-bench's directory format are read with the results.json beside them.
+    tau2 = (folder / "results.json").is_file()
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.is_symlink():
+            continue
+        if path.is_dir():
+            found += [] if tau2 and path.name == "simulations" else _below(path)
+        elif suffix(path) in (*LINES, *DOCUMENTS, *INSPECT):
+            found.append(path)
+    return found
+
+
+def suffix(path: Path) -> str:
+    """What the name ends in, less ``.gz``."""
+    return Path(path.name.removesuffix(".gz")).suffix.casefold()
+
+
+def records(path: Path, inside: str | None = None) -> Iterator[Found]:
+    """What is in a file: a record a line, or those of a JSON document.
+
+    Args:
+        inside: dotted path to the records of a document; None: the document is one, or a list of them.
+    """
+    try:
+        if suffix(path) in LINES:
+            yield from _lines(path)
+        elif suffix(path) in INSPECT:
+            yield from _inspect(path)
+        else:
+            yield from _document(path, inside)
+    except (OSError, EOFError, gzip.BadGzipFile) as error:
+        yield Found(str(path), problem=f"cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+
+
+def _lines(path: Path) -> Iterator[Found]:
+    number = 0
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                yield Found(where, loads(line))
+            except BadTrace as problem:
+                yield Found(where, problem=f"expected a JSON object, {problem}")
+    if not number:
+        yield Found(str(path), problem="is empty")
+
+
+def _document(path: Path, inside: str | None) -> Iterator[Found]:
+    from draco_ray.traces.formats import is_messages, path_value
+
+    with _open(path) as file:
+        content = file.read()
+    if not content.strip():
+        yield Found(str(path), problem="is empty")
+        return
+    try:
+        document = loads(content)
+    except BadTrace as problem:
+        if b"\n{" in content.strip():
+            # JSON Lines under another name.
+            yield from _lines(path)
+        else:
+            yield Found(str(path), problem=f"expected JSON, {problem}")
+        return
+    del content
+    if inside is not None:
+        document = path_value(document, inside)
+        if document is None:
+            yield Found(str(path), problem=f'has nothing at "{inside}", where the mapping says that records are')
+            return
+    if isinstance(document, list) and not is_messages(document):
+        for place, record in enumerate(document, 1):
+            yield Found(f"{path}[{place}]", record)
+        if not document:
+            yield Found(str(path), problem="is an empty list")
+        return
+    yield Found(str(path), document)
+
+
+def loads(content: bytes) -> Any:
+    """JSON in UTF-8.
+
+    Raises:
+        BadTrace: it is none; the message says where.
+    """
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadTrace(f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise BadTrace(f"not valid at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise BadTrace("nested too deep") from None
+    except ValueError as error:
+        raise BadTrace(f"not valid: {' '.join(str(error).split())[:200]}") from None
+
+
+def _inspect(path: Path) -> Iterator[Found]:
+    """The samples of a ``.eval`` file, one at a time, by Inspect's own reader."""
+    if importlib.util.find_spec("inspect_ai") is None:
+        yield Found(
+            str(path),
+            problem="an Inspect log in its packed form: pip install inspect_ai, which reads it, or write it as JSON "
+            "with `inspect log convert --to json`",
+        )
+        return
+    from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
+
+    try:
+        header = read_eval_log(str(path), header_only=True)
+        for summary in read_eval_log_sample_summaries(str(path)):
+            where = f"{path} sample {summary.id} epoch {summary.epoch}"
+            sample = read_eval_log_sample(str(path), summary.id, summary.epoch, resolve_attachments=True)
+            log = {
+                "eval": {"task": header.eval.task},
+                "status": header.status,
+                "samples": [sample.model_dump(mode="json", exclude={"events", "store"})],
+            }
+            yield Found(where, log)
+    except Exception as error:  # Whatever its reader raises over a damaged file.
+        yield Found(str(path), problem=f"Inspect cannot read it: {' '.join(str(error).split())[:300]}")

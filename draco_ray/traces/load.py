@@ -1,0 +1,383 @@
+"""`load_traces`: paths in, groups of traces out.
+
+Every trace is read once, put into its common form and laid down in a temporary file; what stays in memory is a
+`draco_ray.traces.model.Summary` of each. So thousands of them fit on a laptop, whatever their formats.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from draco_ray.errors import ConfigError, TraceError
+from draco_ray.records import Message, Trajectory
+from draco_ray.traces import formats, otel
+from draco_ray.traces.files import Found, is_run, records, trace_files
+from draco_ray.traces.formats import Format, Reading
+from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
+from draco_ray.traces.messages import BadTrace, kind
+from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean, identifier
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+RUN = "run"
+"""Name of the format of our own run directories."""
+SHOWN_PROBLEMS = 20
+NO_GROUPS = "none"
+"""For ``group_by``: every trace is judged alone."""
+
+
+Place = tuple[int, int]
+"""Where in the spool, and how long."""
+
+
+def _spans_only(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    raise AssertionError("spans are gathered before they are read")
+
+
+FORMATS: dict[str, Format] = {
+    each.name: each
+    for each in (
+        Format(
+            name="inspect",
+            shape='an Inspect log: an object with "eval", "status" and "samples"',
+            recognises=formats._is_inspect,
+            read=formats._read_inspect,
+        ),
+        Format(
+            name="tau2",
+            shape='results of tau2-bench: an object with "info" and "simulations"',
+            recognises=formats._is_tau2,
+            read=formats._read_tau2,
+        ),
+        Format(
+            name="verifiers",
+            shape='an episode of verifiers ("task", "traces" with "nodes") or an object with "prompt" and "completion"',
+            recognises=formats._is_verifiers,
+            read=formats._read_verifiers,
+        ),
+        Format(
+            name="otel",
+            shape='OTLP JSON: an object with "resourceSpans"',
+            recognises=otel.recognises,
+            read=_spans_only,
+        ),
+        Format(
+            name="anthropic",
+            shape='an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
+            recognises=formats._is_anthropic,
+            read=formats._read_chat("anthropic"),
+        ),
+        Format(
+            name="openai-responses",
+            shape='an object with "input" and "output" items (function_call, function_call_output)',
+            recognises=formats._is_items,
+            read=formats._read_items,
+        ),
+        Format(
+            name="openai-chat",
+            shape='an object with "messages", each with "role" and "content" or "tool_calls"',
+            recognises=formats._is_chat,
+            read=formats._read_chat("openai-chat"),
+        ),
+    )
+}
+"""Formats of records by name, in the order in which they are tried."""
+
+
+def format_names() -> list[str]:
+    """What ``format`` may be."""
+    return [AUTO, *FORMATS, RUN]
+
+
+class Groups(list[TraceGroup]):
+    """The groups of `load_traces`, with what could not be read."""
+
+    problems: Sequence[str] = ()
+    """One line each: file and line, what is wrong, what was expected."""
+
+
+class Spool:
+    """Traces, or spans of them, on disk while this process lives: a file without a name."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="draco-traces-")  # noqa: SIM115 (it lives as long as the groups)
+        self._adapter = TypeAdapter(Trace)
+
+    def put(self, trace: Trace) -> Place:
+        """Keep a trace."""
+        return self._write(self._adapter.dump_json(trace))
+
+    def get(self, place: Place) -> Trace:
+        """The trace at a place."""
+        return self._adapter.validate_json(self._read(place))
+
+    def put_span(self, span: otel.Span) -> Place:
+        """Keep a span."""
+        return self._write(json.dumps(span).encode("ascii"))
+
+    def get_span(self, place: Place) -> otel.Span:
+        """The span at a place."""
+        span: otel.Span = json.loads(self._read(place))
+        return span
+
+    def _write(self, content: bytes) -> Place:
+        begin = self._file.seek(0, 2)
+        self._file.write(content)
+        return begin, len(content)
+
+    def _read(self, place: Place) -> bytes:
+        self._file.seek(place[0])
+        return self._file.read(place[1])
+
+
+@dataclass(slots=True)
+class _Loader:
+    reading: Reading
+    forced: Format | None
+    alone: bool
+    spool: Spool = field(default_factory=Spool)
+    members: dict[str, list[tuple[Summary, Place]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    spans: dict[str, tuple[str, list[Place]]] = field(default_factory=dict)
+    """Of a conversation: where its first span was found, and its spans."""
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def file(self, path: Path, inside: str | None) -> None:
+        """Read everything in a file."""
+        latest: Format | None = None
+        found_any = False
+        for found in records(path, inside):
+            if found.problem is not None:
+                self.problem(found.where, found.problem)
+                continue
+            known = self.forced or next((each for each in FORMATS.values() if each.recognises(found.record)), None)
+            if known is None and latest is None and found_any:
+                continue  # Said once of a file.
+            found_any = True
+            if known is None and latest is None:
+                expected = "; ".join(each.shape for each in FORMATS.values())
+                self.problem(found.where, f"no known format, found {_described(found.record)}; expected {expected}")
+                continue
+            latest = known or latest
+            assert latest is not None
+            self._record(found, latest)
+
+    def problem(self, where: str, text: str) -> None:
+        """Note what cannot be read."""
+        self.problems.append(f"{where}: {text}")
+
+    def _record(self, found: Found, format_: Format) -> None:
+        try:
+            if format_.name == "otel":
+                for span in otel.spans(found.record):
+                    first = (f"{found.where} trace {identifier(otel.conversation_of(span))}", list[Place]())
+                    self.spans.setdefault(otel.conversation_of(span), first)[1].append(self.spool.put_span(span))
+                return
+            # Laid down one by one: what precedes a bad trace of a document is not lost with it.
+            for trace in self._each(format_, found):
+                self.add(trace)
+        except BadTrace as problem:
+            self.problem(found.where, f"{problem}; expected {format_.shape}")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            self.problem(found.where, f"{type(error).__name__}: {error}; expected {format_.shape}")
+
+    def _each(self, format_: Format, found: Found) -> Iterator[Trace]:
+        """The traces of a record; one that is bad among many is noted, and the others follow."""
+        many = _several(found.record)
+        if many is None:
+            yield from format_.read(found.record, found.where, self.reading)
+            return
+        name, records_ = many
+        for place, one in enumerate(records_, 1):
+            where = f"{found.where} {name.removesuffix('s')} {place}"
+            try:
+                for trace in format_.read({**found.record, name: [one]}, found.where, self.reading):
+                    yield replace(trace, source=where)
+            except (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as problem:
+                self.problem(where, f"{problem}; expected {format_.shape}")
+
+    def finish_spans(self) -> None:
+        """Put together the conversations whose spans were found, wherever these were."""
+        for where, places in self.spans.values():
+            try:
+                self.add(otel.read_spans([self.spool.get_span(place) for place in places], where, self.reading))
+            except BadTrace as problem:
+                self.problem(where, str(problem))
+        self.spans = {}
+
+    def add(self, trace: Trace) -> None:
+        """Lay down a trace with its group."""
+        trace_id = trace.trace_id or f"trace-{sum(map(len, self.members.values())) + 1}"
+        self.taken[trace_id] = self.taken.get(trace_id, 0) + 1
+        notes = trace.notes
+        if self.taken[trace_id] > 1:
+            notes = (*notes, f"its id {trace_id} comes more than once")
+            trace_id = f"{trace_id}#{self.taken[trace_id]}"
+        task_id = trace.task_id or f"prompt-{trace.prompt_digest}"
+        if self.alone:
+            task_id = trace_id
+        trace = replace(trace, trace_id=trace_id, task_id=task_id, notes=notes)
+        summary = Summary(
+            trace_id=trace_id,
+            format=trace.format,
+            source=trace.source,
+            steps=len(trace.steps),
+            turns=len(trace.turns),
+            characters=trace.characters,
+            prompt_characters=sum(len(message.content) for message in trace.prompt),
+            outcome=trace.outcome,
+            notes=notes,
+        )
+        self.members.setdefault(task_id, []).append((summary, self.spool.put(trace)))
+
+    def groups(self) -> Groups:
+        """What was laid down, by task in the order of first appearance."""
+        found = Groups(
+            TraceGroup(
+                task_id=task_id,
+                summaries=tuple(summary for summary, _ in members),
+                read=_reader(self.spool, [place for _, place in members]),
+            )
+            for task_id, members in self.members.items()
+        )
+        found.problems = tuple(self.problems)
+        return found
+
+
+def load_traces(
+    path: str | Path | Sequence[str | Path],
+    format: str = AUTO,
+    group_by: str | None = None,
+    mapping: str | Path | None = None,
+) -> Groups:
+    """Read traces and put those of one task together.
+
+    Args:
+        path: files, folders (searched for them) and run directories of ours.
+        format: one of `format_names`; ``auto`` recognises each record's.
+        group_by: dotted path, in a record, of what names its task (``metadata.task_id``); ``none``: every trace is for
+            itself. Unless told, what the format calls the task, else the prompt: equal prompts are one task.
+        mapping: YAML file that says where things are in records of no known format (`Mapped`).
+
+    Returns: groups in the order in which their tasks appear; ``problems`` holds a line for everything that could not be
+        read, which is logged as well.
+
+    Raises:
+        TraceError: nothing is a trace, or a path does not exist.
+        ConfigError: an unknown format, or a mapping that cannot be used.
+    """
+    paths = [Path(each) for each in ([path] if isinstance(path, str | Path) else path)]
+    if format not in format_names():
+        raise ConfigError(f"format {format!r}: unknown; expected one of {', '.join(format_names())}")
+    mapped = None if mapping is None else load_mapping(Path(mapping))
+    loader = _Loader(
+        Reading(group_by=None if group_by == NO_GROUPS else group_by, **_code(mapped)),
+        mapped_format(mapped) if mapped is not None else FORMATS.get(format),
+        alone=group_by == NO_GROUPS,
+    )
+    files = trace_files(paths)
+    for file in files:
+        if is_run(file):
+            for trace in run_traces(file):
+                loader.add(trace)
+        elif format == RUN:
+            loader.problem(str(file), "expected a run directory (it has a config.yaml and tables/)")
+        else:
+            _read_file(loader, file, None if mapped is None else mapped.records)
+    loader.finish_spans()
+    for line in loader.problems[:SHOWN_PROBLEMS]:
+        log.warning("%s", line)
+    if not loader.members:
+        reason = loader.problems[0] if loader.problems else "no .json, .jsonl or .eval file and no run directory in it"
+        more = f" (and {len(loader.problems) - 1} more)" if len(loader.problems) > 1 else ""
+        raise TraceError(f"no trace in {', '.join(map(str, paths))}: {reason}{more}")
+    return loader.groups()
+
+
+def run_traces(path: Path) -> Iterator[Trace]:
+    """The rollouts of a run directory; their tokens are counted, and a group is a task of a training step."""
+    from draco_ray.runs.directory import RunDirectory
+    from draco_ray.runs.recorded import step_trajectories
+
+    run = RunDirectory.open(path)
+    for step in run.steps():
+        for trajectories in step_trajectories(run, step).values():
+            for trajectory in trajectories:
+                yield trace_of(trajectory, f"{path} step {step}", step)
+
+
+def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
+    """A rollout of ours as a trace."""
+    return Trace(
+        trace_id=f"{trajectory.group}/{trajectory.rollout}",
+        task_id=trajectory.group,
+        prompt=tuple(Message(role=each.role, content=clean(each.content)) for each in trajectory.prompt),
+        turns=tuple(
+            TraceTurn(
+                role="assistant",
+                text=clean(turn.text),
+                action=None if turn.action is None else clean(turn.action),
+                observation=None if turn.observation is None else clean(turn.observation),
+                tokens=turn.last_token - turn.first_token or None,
+            )
+            for turn in trajectory.turns
+        ),
+        format=RUN,
+        source=source,
+        ended=trajectory.ended,
+        training_step=training_step,
+    )
+
+
+def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
+    simulations = file.parent / "simulations"
+    if file.name == "results.json" and simulations.is_dir() and loader.forced in (None, FORMATS["tau2"]):
+        # τ-bench's directory format: tasks and policy are here, each simulation in a file of its own.
+        head = next(iter(records(file)), None)
+        if head is not None and isinstance(head.record, dict) and "info" in head.record:
+            if head.record.get("simulations"):
+                loader._record(head, FORMATS["tau2"])
+            for each in sorted(path for path in simulations.glob("*.json") if not path.name.startswith(".")):
+                for found in records(each):
+                    if found.problem is not None:
+                        loader.problem(found.where, found.problem)
+                    else:
+                        record = {**head.record, "simulations": [found.record]}
+                        loader._record(Found(found.where, record), FORMATS["tau2"])
+            return
+    loader.file(file, inside)
+
+
+def _several(record: object) -> tuple[str, list[Any]] | None:
+    """The field of a record that holds a trace each, where it has one."""
+    for name in ("samples", "simulations", "traces"):
+        value = record.get(name) if isinstance(record, dict) else None
+        if isinstance(value, list) and len(value) > 1:
+            return name, value
+    return None
+
+
+def _code(mapped: Mapped | None) -> dict[str, re.Pattern[str]]:
+    if mapped is None or mapped.action_pattern is None:
+        return {}
+    return {"code": re.compile(mapped.action_pattern, re.DOTALL)}
+
+
+def _reader(spool: Spool, places: Sequence[Place]) -> Callable[[], Sequence[Trace]]:
+    return lambda: [spool.get(place) for place in places]
+
+
+def _described(record: object) -> str:
+    if isinstance(record, dict):
+        return f"an object with {', '.join(map(repr, list(record)[:6])) or 'no keys'}"
+    return kind(record)

@@ -1,0 +1,120 @@
+"""A small YAML file that says where things are in records of no known format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draco_ray.errors import ConfigError
+from draco_ray.traces.formats import Format, Reading, build, number, path_value
+from draco_ray.traces.messages import BadTrace, Entry, entries, kind
+from draco_ray.traces.model import Trace, clean, identifier
+
+
+class Mapped(BaseModel):
+    """Dotted paths into a record, such as ``run.messages`` or ``choices.0.text``."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    messages: str
+    """The conversation: messages of any dialect that is known, or of other names with the keys below."""
+    records: str | None = None
+    """Where in a JSON document its records are; unless told, the document is a record, or a list of them."""
+    task_id: str | None = None
+    trace_id: str | None = None
+    instruction: str | None = None
+    """What the agent was asked, where the conversation does not say it."""
+    system: str | None = None
+    tools: str | None = None
+    outcome: str | None = None
+    """A reward of the trace's own; it is kept beside the judge's and shown to no judge."""
+    role: str | None = None
+    """Within a message: who says it."""
+    content: str | None = None
+    """Within a message: the text."""
+    tool_calls: str | None = None
+    """Within a message: the calls."""
+    roles: dict[str, str] = Field(default_factory=dict)
+    """What is written there, and which of system, user, assistant and tool it means."""
+    action_pattern: str | None = None
+    """For code agents: a regular expression whose first group is what was run."""
+
+
+def load_mapping(path: Path) -> Mapped:
+    """Read a mapping file.
+
+    Raises:
+        ConfigError: it cannot be read, or has an unknown key or none for the messages.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"mapping {path}: expected keys such as `messages: run.messages`, found {kind(tree)}")
+        mapped = Mapped.model_validate(dict(tree))
+        if mapped.action_pattern is not None and re.compile(mapped.action_pattern).groups < 1:
+            raise ConfigError(f"mapping {path}: action_pattern: it needs a group, ( ), around what is run")
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        known = ", ".join(Mapped.model_fields)
+        raise ConfigError(f"mapping {path}: {where}: {problem['msg']}; keys are {known}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, re.error) as error:
+        raise ConfigError(f"mapping {path}: cannot be read: {' '.join(str(error).split())}") from None
+    return mapped
+
+
+def mapped_format(mapped: Mapped) -> Format:
+    """The format that a mapping describes."""
+    return Format(
+        name="mapped",
+        shape=f'an object with the conversation at "{mapped.messages}"',
+        recognises=lambda record: path_value(record, mapped.messages) is not None,
+        read=_reader(mapped),
+    )
+
+
+def _reader(mapped: Mapped) -> Callable[[Any, str, Reading], Iterator[Trace]]:
+    def text(record: object, path: str | None) -> str:
+        value = None if path is None else path_value(record, path)
+        return value if isinstance(value, str) else "" if value is None else str(value)
+
+    def read(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+        messages = path_value(record, mapped.messages)
+        if messages is None:
+            raise BadTrace(f'nothing at "{mapped.messages}", where the mapping says that messages are')
+        said = entries(_renamed(messages, mapped))
+        if system := text(record, mapped.system):
+            said = [Entry(role="system", text=clean(system)), *said]
+        yield build(
+            said,
+            record=record,
+            where=where,
+            format_="mapped",
+            reading=reading,
+            task_id=identifier(text(record, mapped.task_id)),
+            trace_id=identifier(text(record, mapped.trace_id)),
+            instruction=clean(text(record, mapped.instruction)) or None,
+            tools=None if mapped.tools is None else path_value(record, mapped.tools),
+            outcome=None if mapped.outcome is None else number(path_value(record, mapped.outcome)),
+        )
+
+    return read
+
+
+def _renamed(messages: object, mapped: Mapped) -> object:
+    own = {"role": mapped.role, "content": mapped.content, "tool_calls": mapped.tool_calls}
+    if not isinstance(messages, list) or not (any(own.values()) or mapped.roles):
+        return messages
+    found = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            return messages
+        renamed = {**message, **{name: path_value(message, path) for name, path in own.items() if path is not None}}
+        said_by = renamed.get("role")
+        found.append({**renamed, "role": mapped.roles.get(str(said_by), said_by)})
+    return found

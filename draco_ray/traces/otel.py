@@ -1,0 +1,402 @@
+"""OpenTelemetry spans of generative AI, as OTLP JSON: what Langfuse, Phoenix, MLflow and collectors export.
+
+Every call of a model is a span that holds the conversation so far and what the model said. A trace is put together from
+those of one ``gen_ai.conversation.id`` (else one trace id): what is new in each span's input, then its output. Spans
+below another ``invoke_agent`` span than the first belong to a sub-agent.
+
+=======================  ===========================================================================================
+conventions              where messages are
+=======================  ===========================================================================================
+GenAI, current           ``gen_ai.input.messages``, ``gen_ai.output.messages``, ``gen_ai.system_instructions``, as
+                         attributes or on the event ``gen_ai.client.inference.operation.details``
+GenAI, earlier           events ``gen_ai.user.message``, ``gen_ai.assistant.message``, ..., ``gen_ai.choice``
+OpenLLMetry              ``gen_ai.prompt.0.role``, ``gen_ai.completion.0.content``, ...
+OpenInference (Phoenix)  ``llm.input_messages.0.message.role``, ...; else ``input.value``, ``output.value``
+Langfuse, MLflow         ``langfuse.observation.input``, ``mlflow.spanInputs``, ...
+=======================  ===========================================================================================
+
+Results of tools that no later input repeats are taken from ``execute_tool`` spans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from draco_ray.traces.formats import Reading, build, path_value
+from draco_ray.traces.messages import AGENT, BadTrace, Entry, entries, kind
+from draco_ray.traces.model import Trace, identifier
+
+Span = dict[str, Any]
+CALL_SPANS = ("chat", "text_completion", "generate_content")
+INPUTS = (
+    "gen_ai.input.messages",
+    "langfuse.observation.input",
+    "mlflow.spanInputs",
+    "input.value",
+)
+OUTPUTS = (
+    "gen_ai.output.messages",
+    "langfuse.observation.output",
+    "mlflow.spanOutputs",
+    "output.value",
+)
+FLAT_INPUTS = ("llm.input_messages", "gen_ai.prompt")
+FLAT_OUTPUTS = ("llm.output_messages", "gen_ai.completion")
+TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
+
+
+def recognises(record: object) -> bool:
+    """Whether it is an export of spans, or a span."""
+    if not isinstance(record, Mapping):
+        return False
+    known = ("resourceSpans", "resource_spans", "scopeSpans")
+    return any(name in record for name in known) or _is_span(record) or _is_span(path_value(record, "data.spans.0"))
+
+
+def _is_span(record: object) -> bool:
+    return (
+        isinstance(record, Mapping)
+        and "attributes" in record
+        and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
+    )
+
+
+def spans(record: Any) -> Iterator[Span]:
+    """The spans of an export, in one form: attributes as a flat mapping, names as in OTLP.
+
+    Raises:
+        BadTrace: something in it is no span.
+    """
+    if _is_span(record):
+        yield _span(record)
+        return
+    for span in path_value(record, "data.spans") or ():  # type: ignore[attr-defined]
+        yield _span(span)
+    of_resources = record.get("resourceSpans", record.get("resource_spans", [record]))
+    for resource in _list(of_resources, "resourceSpans"):
+        scopes = path_value(resource, "scopeSpans") or path_value(resource, "scope_spans") or ()
+        for scope in _list(scopes, "scopeSpans"):
+            for span in _list(path_value(scope, "spans") or [], "spans"):
+                yield _span(span)
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise BadTrace(f'expected "{name}" as a list, found {kind(value)}')
+    return list(value)
+
+
+def _span(span: object) -> Span:
+    if not isinstance(span, Mapping):
+        raise BadTrace(f"expected a span as an object, found {kind(span)}")
+    attributes = _attributes(span.get("attributes"))
+    events = [
+        (str(event.get("name", "")), _attributes(event.get("attributes")))
+        for event in span.get("events") or ()
+        if isinstance(event, Mapping)
+    ]
+    for name, more in events:
+        if name == "gen_ai.client.inference.operation.details":
+            attributes = more | attributes
+    context = span.get("context") if isinstance(span.get("context"), Mapping) else {}
+    return {
+        "trace": str(span.get("traceId") or span.get("trace_id") or path_value(context, "trace_id") or ""),
+        "id": str(span.get("spanId") or span.get("span_id") or path_value(context, "span_id") or ""),
+        "parent": str(span.get("parentSpanId") or span.get("parent_span_id") or span.get("parent_id") or ""),
+        "name": str(span.get("name", "")),
+        "at": _time(span.get("startTimeUnixNano", span.get("start_time_unix_nano", span.get("start_time")))),
+        "attributes": attributes,
+        "events": [event for event in events if event[0].startswith("gen_ai.")],
+    }
+
+
+def _time(value: object) -> str:
+    """Something that sorts: nanoseconds padded, or the date as it is written."""
+    text = str(value or "")
+    return text.zfill(24) if text.isdigit() else text
+
+
+def _attributes(attributes: object) -> dict[str, Any]:
+    """OTLP's list of key and typed value, or a mapping, flat or nested."""
+    found: dict[str, Any] = {}
+    if isinstance(attributes, list):
+        for each in attributes:
+            if isinstance(each, Mapping) and isinstance(each.get("key"), str):
+                found[each["key"]] = _value(each.get("value"))
+    elif isinstance(attributes, Mapping):
+        _flatten("", attributes, found)
+    return found
+
+
+def _flatten(prefix: str, tree: Mapping[str, Any], found: dict[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*INPUTS, *OUTPUTS):
+            _flatten(f"{prefix}{key}.", value, found)
+        elif isinstance(value, list) and f"{prefix}{key}" in (*FLAT_INPUTS, *FLAT_OUTPUTS):
+            _flatten(f"{prefix}{key}.", {str(i): each for i, each in enumerate(value)}, found)
+        else:
+            found[f"{prefix}{key}"] = value
+
+
+def _value(value: object) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if "arrayValue" in value:
+        return [_value(each) for each in path_value(value, "arrayValue.values") or ()]  # type: ignore[attr-defined]
+    if "kvlistValue" in value:
+        return _attributes(path_value(value, "kvlistValue.values"))
+    return next(iter(value.values()), None)
+
+
+def conversation_of(span: Span) -> str:
+    """What spans of one run of an agent have in common."""
+    attributes = span["attributes"]
+    for name in ("gen_ai.conversation.id", "session.id", "langfuse.session.id"):
+        if isinstance(attributes.get(name), str) and attributes[name]:
+            return str(attributes[name])
+    return str(span["trace"])
+
+
+def read_spans(of_trace: list[Span], where: str, reading: Reading) -> Trace:
+    """Put the spans of one trace together.
+
+    Raises:
+        BadTrace: none of them holds messages.
+    """
+    of_trace = sorted(of_trace, key=lambda span: span["at"])
+    by_id = {span["id"]: span for span in of_trace}
+    calls = []
+    for span in of_trace:
+        said = _said(span)
+        if said is not None:
+            calls.append((span, *said))
+    if not calls:
+        raise BadTrace(
+            f"none of its {len(of_trace)} spans holds messages (gen_ai.input.messages, "
+            "gen_ai.output.messages); turn on the capture of message content where it was recorded"
+        )
+    # A span around others may repeat what they hold.
+    parents = {span["parent"] for span, *_ in calls}
+    calls = [call for call in calls if call[0]["id"] not in parents] or calls
+    main = _agent(calls[0][0], by_id)
+    known: list[Entry] = []
+    tools: object = None
+    for span, inputs, outputs in calls:
+        agent = _agent(span, by_id)
+        if agent != main:
+            name = next(
+                (str(by_id[agent]["attributes"].get("gen_ai.agent.name") or "") for _ in "1" if agent in by_id), ""
+            )
+            known += [
+                Entry(role=f"sub-agent {name}".strip(), text=e.text, calls=e.calls)
+                for e in outputs
+                if e.text or e.calls
+            ]
+            continue
+        tools = tools or _json(span["attributes"].get("gen_ai.tool.definitions"))
+        own = [entry for entry in known if not entry.role.startswith("sub-agent")]
+        known += inputs[_overlap(own, inputs) :] + outputs
+    named_ = _task(of_trace)
+    return build(
+        _with_results(known, of_trace),
+        record=_record(of_trace),
+        where=where,
+        format_="otel",
+        reading=reading,
+        task_id=named_,
+        trace_id=identifier(conversation_of(of_trace[0])),
+        tools=tools,
+    )
+
+
+def _record(of_trace: list[Span]) -> dict[str, Any]:
+    """What ``--group-by`` may name: the attributes of all spans, those of the first winning."""
+    merged: dict[str, Any] = {}
+    for span in reversed(of_trace):
+        merged |= span["attributes"]
+    tree: dict[str, Any] = {}
+    for key, value in merged.items():
+        node = tree
+        *path, leaf = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {}) if isinstance(node.setdefault(part, {}), dict) else {}
+        node[leaf] = value
+    return tree
+
+
+def _task(of_trace: list[Span]) -> str:
+    for span in of_trace:
+        for name in TASK_ATTRIBUTES:
+            if (value := span["attributes"].get(name)) is not None and str(value).strip():
+                return identifier(value)
+    return ""
+
+
+def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
+    """The span of the agent that made a call: the nearest ``invoke_agent`` above it; empty: there is none."""
+    seen = set()
+    while span["parent"] in by_id and span["parent"] not in seen:
+        span = by_id[span["parent"]]
+        seen.add(span["id"])
+        kind_ = span["attributes"].get("gen_ai.operation.name") or span["attributes"].get("openinference.span.kind")
+        if str(kind_).casefold() in ("invoke_agent", "agent"):
+            return str(span["id"])
+    return ""
+
+
+def _said(span: Span) -> tuple[list[Entry], list[Entry]] | None:
+    """A model's input and output, of a span that holds them."""
+    attributes = span["attributes"]
+    operation = str(attributes.get("gen_ai.operation.name") or "").casefold()
+    kind_ = (
+        str(
+            attributes.get("openinference.span.kind")
+            or attributes.get("langfuse.observation.type")
+            or attributes.get("mlflow.spanType")
+            or ""
+        )
+        .strip('"')
+        .casefold()
+    )
+    if (operation and operation not in CALL_SPANS) or (kind_ and kind_ not in ("llm", "generation", "chat_model")):
+        return None
+    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span)
+    if not outputs:
+        return None
+    inputs = _messages(attributes, INPUTS, FLAT_INPUTS, "user") or _earlier(span)
+    system = _json(attributes.get("gen_ai.system_instructions"))
+    if system:
+        parts = system if isinstance(system, list | str) else [system]
+        inputs = entries([{"role": "system", "parts": parts}]) + inputs
+    return inputs, outputs
+
+
+def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str) -> list[Entry]:
+    for prefix in flat:
+        if messages := _flat_messages(attributes, prefix):
+            return entries(messages)
+    for name in names:
+        value = _json(attributes.get(name))
+        for path in ("messages", "choices", "input", "output"):
+            if isinstance(value, Mapping) and isinstance(value.get(path), list):
+                value = value[path]
+        if isinstance(value, Mapping):
+            value = [value]
+        if isinstance(value, list) and value:
+            unwrapped = [each.get("message", each) if isinstance(each, Mapping) else each for each in value]
+            return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
+        if isinstance(value, str) and value:
+            return entries([{"role": role, "content": value}])
+    return []
+
+
+def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """Messages that were flattened into attributes with numbers in their names."""
+    tree: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key.startswith(f"{prefix}."):
+            node = tree
+            *path, leaf = key.removeprefix(f"{prefix}.").split(".")
+            for part in path:
+                below = node.setdefault(part, {})
+                node = below if isinstance(below, dict) else {}
+            node[leaf] = value
+    found = []
+    for index in sorted((key for key in tree if key.isdigit()), key=int):
+        message = tree[index].get("message", tree[index]) if isinstance(tree[index], dict) else {}
+        calls = [_flat_call(call) for _, call in _numbered(message.get("tool_calls"))]
+        parts = [part.get("message_content", part) for _, part in _numbered(message.get("contents"))]
+        content = message.get("content", parts or None)
+        found.append({**message, "content": content, "tool_calls": calls, "role": message.get("role", "user")})
+    return found
+
+
+def _numbered(tree: object) -> list[tuple[int, Any]]:
+    if not isinstance(tree, Mapping):
+        return []
+    return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit() and isinstance(value, Mapping))
+
+
+def _flat_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    inner = call.get("tool_call", call)
+    function = inner.get("function", inner) if isinstance(inner, Mapping) else {}
+    return {
+        "id": str(path_value(inner, "id") or ""),
+        "name": path_value(function, "name"),
+        "arguments": path_value(function, "arguments"),
+    }
+
+
+def _earlier(span: Span) -> list[Entry]:
+    """The input as events of the first conventions."""
+    found: list[Entry] = []
+    for name, attributes in span["events"]:
+        role = name.removeprefix("gen_ai.").removesuffix(".message")
+        if name.endswith(".message"):
+            content = attributes.get("content", attributes.get("gen_ai.prompt"))
+            calls = _json(attributes.get("tool_calls")) or []
+            found += entries([{**attributes, "role": role, "content": _json(content), "tool_calls": calls}])
+    return found
+
+
+def _choices(span: Span) -> list[Entry]:
+    for name, attributes in span["events"]:
+        if name == "gen_ai.choice":
+            message = _json(attributes.get("message")) or attributes
+            if isinstance(message, str):
+                message = {"content": message}
+            return entries([{**message, "role": AGENT}])
+    return []
+
+
+def _json(value: object) -> Any:
+    if isinstance(value, str) and value[:1] in '[{"':
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    if one.role != other.role:
+        return False
+    mine, theirs = ([(call.name, str(call)) for call in each.calls] for each in (one, other))
+    return mine == theirs and (one.text == other.text or (one.role == AGENT and bool(mine)))
+
+
+def _overlap(known: list[Entry], inputs: list[Entry]) -> int:
+    """How many of the inputs repeat what is known already.
+
+    Where a conversation was shortened on the way its beginning is new and what follows is not: the last thing that
+    both have in common decides.
+    """
+    equal = 0
+    while equal < min(len(known), len(inputs)) and _same(known[equal], inputs[equal]):
+        equal += 1
+    if equal == len(known) or equal == len(inputs) or not known:
+        return equal
+    latest = next((i for i in range(len(inputs) - 1, -1, -1) if inputs[i].role == AGENT), None)
+    return equal if latest is None else max(equal, latest + 1)
+
+
+def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
+    """With the results that only ``execute_tool`` spans hold."""
+    answered = {entry.call_id for entry in known if entry.role == "tool"}
+    results: dict[str, Any] = {}
+    for span in of_trace:
+        attributes = span["attributes"]
+        call_id = str(attributes.get("gen_ai.tool.call.id") or "")
+        if call_id and "gen_ai.tool.call.result" in attributes:
+            results[call_id] = attributes["gen_ai.tool.call.result"]
+    found: list[Entry] = []
+    for entry in known:
+        found.append(entry)
+        for call in entry.calls if entry.role == AGENT else ():
+            if call.call_id and call.call_id not in answered and call.call_id in results:
+                found += entries(
+                    [{"role": "tool", "tool_call_id": call.call_id, "content": str(results[call.call_id])}]
+                )
+    return found
