@@ -8,7 +8,6 @@ module, and every survivor that tests/mutation/survivors.toml does not explain.
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import fnmatch
 import importlib
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -193,21 +192,37 @@ def mutants(folder: Path) -> Iterator[Mutant]:
     """Every mutant that was tried, from mutmut's working folder."""
     for meta in sorted(folder.rglob("*.py.meta")):
         codes = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
-        source = meta.with_suffix("").read_text(encoding="utf-8") if codes else ""
-        bodies = {
-            node.name: ast.unparse(node).split("\n")[1:]
-            for node in (ast.walk(ast.parse(source)) if source else ())
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
+        wanted = {key.rpartition(".")[2] for key, code in codes.items() if code == 0}
+        originals = {f"{name.rpartition('__mutmut_')[0]}__mutmut_orig" for name in wanted}
+        source = _functions(meta.with_suffix(""), wanted | originals) if wanted else {}
         for key, code in codes.items():
             name = key.rpartition(".")[2]
             original, _, _ = name.rpartition("__mutmut_")
             yield Mutant(
                 module=str(meta.relative_to(folder).with_suffix("").with_suffix("")),
                 function=original.removeprefix("x_").removeprefix("xǁ").replace("ǁ", "."),
-                diff=_diff(bodies[f"{original}__mutmut_orig"], bodies[name]) if code == 0 else UNREACHED,
+                diff=_diff(source[f"{original}__mutmut_orig"], source[name]) if code == 0 else UNREACHED,
                 fate=FATES.get(code, "killed"),
             )
+
+
+def _functions(path: Path, names: Collection[str]) -> dict[str, list[str]]:
+    """The lines of some functions of a file without their names; mutmut's files are too large to be parsed."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] | None = None
+    depth = 0
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        inside = line.startswith(" " * (depth + 1)) or not line.strip() or line.lstrip().startswith(")")
+        begins = re.match(r"( *)(?:async )?def (\w+__mutmut_\w+)", line)
+        if begins is not None:
+            depth = len(begins[1])
+            lines = found.setdefault(begins[2], []) if begins[2] in names else None
+            line = line.replace(begins[2], "")
+        elif not inside:
+            lines = None
+        if lines is not None:
+            lines.append(line)
+    return found
 
 
 def _diff(before: list[str], after: list[str]) -> str:
