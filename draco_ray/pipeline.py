@@ -196,6 +196,8 @@ class Pipeline:
         trajectories = [member.trajectory for member in members]
         if self._config.reward == "outcome":
             evaluations = [member.evaluation for member in members]
+            for number, verdict in zip(numbers, evaluations, strict=True):
+                self._keep.outcome.remote(group.step, number, verdict)
             result = self._advantages.from_evaluations.remote(group.name, numbers, trajectories, evaluations)
         else:
             key = (self._seed, group.step, group.index)

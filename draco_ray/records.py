@@ -354,6 +354,8 @@ class Evaluation:
     total_tests: int
     turns: int
     ended: EpisodeEnd
+    termination: Termination | None = None
+    """None where it was not told: by other benchmarks, and by evaluations that predate it."""
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
 

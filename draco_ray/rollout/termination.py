@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from draco_ray.records import EpisodeEnd, Termination
+from draco_ray.records import EpisodeEnd, Termination, Trajectory
 
 FAILED = "Execution failed."
 """How AppWorld begins the output of a cell that raised, did not parse or ran out of time."""
@@ -35,6 +35,11 @@ def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]
     if ended is EpisodeEnd.TURN_LIMIT:
         return Termination.TURN_LIMIT
     return Termination.GAVE_UP if cells else Termination.NO_ACTION
+
+
+def termination_of(trajectory: Trajectory) -> Termination:
+    """`termination` of a whole trajectory."""
+    return termination(trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.steps))
 
 
 def _completion(code: str) -> str | None:

@@ -16,7 +16,7 @@ from draco_ray.engine.sampler import Sampler
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
-from draco_ray.rollout.termination import termination
+from draco_ray.rollout.termination import termination_of
 from draco_ray.summaries import RolloutSummary
 
 
@@ -85,7 +85,8 @@ class RolloutWorkerActor:
             )
             evaluation = None
             if self._load_ground_truth:
-                evaluation = await slot.evaluate_rollout(trajectory, run=request.rollout)
+                verdict = await slot.evaluate_rollout(trajectory, run=request.rollout)
+                evaluation = replace(verdict, termination=termination_of(trajectory))
             await slot.close_task()
         except IsolationUnavailable:
             raise
@@ -167,7 +168,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
-        termination=termination(trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.steps)),
+        termination=termination_of(trajectory),
         error=trajectory.error,
         turns=len(trajectory.turns),
         steps=len(trajectory.steps),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.records import EpisodeEnd, Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
 
 
@@ -20,6 +20,7 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
             ended=EpisodeEnd(row["ended"]),
             difficulty=row["difficulty"],
             failures=tuple(row["failures"] or ()),
+            termination=None if row["termination"] is None else Termination(row["termination"]),
         )
         found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
     return dict(sorted(found.items()))

@@ -201,6 +201,22 @@ def evaluation_rows(step: int, split: str, evaluations: Iterable[Evaluation]) ->
             "ended": evaluation.ended.value,
             "difficulty": evaluation.difficulty,
             "failures": list(evaluation.failures),
+            "termination": evaluation.termination and evaluation.termination.value,
         }
         for evaluation in evaluations
+    ]
+
+
+def outcome_rows(step: int, rollout: int, verdict: Evaluation) -> list[Row]:
+    """The one row of ``outcomes`` of a training rollout whose reward is AppWorld's verdict."""
+    return [
+        {
+            "training_step": step,
+            "task_id": verdict.task_id,
+            "rollout": rollout,
+            "success": verdict.success,
+            "passed_tests": verdict.passed_tests,
+            "total_tests": verdict.total_tests,
+            "failures": list(verdict.failures),
+        }
     ]

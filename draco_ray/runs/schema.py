@@ -150,6 +150,16 @@ TABLES: dict[str, pa.Schema] = {
             ("ended", pa.string()),
             ("difficulty", pa.int32()),
             ("failures", pa.list_(pa.string())),
+            ("termination", pa.string()),
+        ]
+    ),
+    "outcomes": pa.schema(
+        [
+            *_ROLLOUT,
+            ("success", pa.bool_()),
+            ("passed_tests", pa.int32()),
+            ("total_tests", pa.int32()),
+            ("failures", pa.list_(pa.string())),
         ]
     ),
 }
@@ -175,5 +185,6 @@ REQUIRED: dict[str, frozenset[str]] = {
     "groups": frozenset({"training_step", "task_id", "state", "rollouts", "lost"}),
     "spans": frozenset({"training_step", "stage", "started_at", "ended_at"}),
     "evaluations": frozenset({"training_step", "split", "task_id", "run", "success", "turns", "ended"}),
+    "outcomes": frozenset({"training_step", "task_id", "rollout", "success"}),
 }
 """Columns that are never null: readers count on them."""

@@ -87,6 +87,10 @@ class RunStoreActor:
         """Keep evaluated rollouts."""
         self._write("evaluations", step, split, rows.evaluation_rows(step, split, evaluations))
 
+    def outcome(self, step: int, rollout: int, verdict: Evaluation) -> None:
+        """Keep AppWorld's verdict on a training rollout."""
+        self._write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
+
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Close a step: one file a table, one metrics line.
 

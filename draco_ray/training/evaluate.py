@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, Termination
 from draco_ray.rollout.pool import RolloutPool
 
 
@@ -35,6 +35,7 @@ async def evaluate_tasks(
                 total_tests=0,
                 turns=0,
                 ended=EpisodeEnd.SERVER_ERROR,
+                termination=Termination.SERVER_ERROR,
                 failures=(LOST,),
             )
         evaluation: Evaluation = await member.evaluation

@@ -10,7 +10,7 @@ import pytest
 
 from draco_ray.lab.evaluation.results import RolloutResult
 from draco_ray.lab.evaluation.setting import aggregate, aggregate_seeds
-from draco_ray.records import LOST, EpisodeEnd
+from draco_ray.records import LOST, Termination
 from tests.support.evaluations import SCENARIOS, TASKS, a_plan, a_result, measurement
 
 PLAN = a_plan(measurements=("step00005", "step00010", "step00015"))
@@ -99,8 +99,9 @@ def test_turns_leave_out_what_never_began_and_costs_are_of_one_pass() -> None:
     assert result.usage.dollars == pytest.approx(0.4)
     assert result.dollars_per_task == pytest.approx(0.2)
     assert result.usage.input_tokens == 900
-    assert result.ended[EpisodeEnd.SERVER_ERROR] == pytest.approx(0.25)
-    assert sum(result.ended.values()) == pytest.approx(1.0)
+    assert result.terminations is not None
+    assert result.terminations[Termination.SERVER_ERROR] == pytest.approx(0.25)
+    assert sum(result.terminations.values()) == pytest.approx(1.0)
     assert list(result.difficulty) == [1]
     assert result.measures["TGC p^1"].failed == ({"a_1": 1.0, "a_2": 0.0},)
 

@@ -28,8 +28,8 @@ from draco_ray.lab.evaluation.tables import (
     main_table,
     read_settings,
 )
-from draco_ray.records import LOST
-from tests.support.evaluations import TASKS, a_plan, measurement, write_evaluation
+from draco_ray.records import LOST, Termination
+from tests.support.evaluations import TASKS, a_plan, a_result, measurement, write_evaluation
 
 SMALL = Table(
     name="small",
@@ -263,6 +263,36 @@ def test_rows_of_different_tasks_are_said_to_be_so(directories: list[str], tmp_p
         assert warning in TABLES[name](settings).notes
         assert warning not in TABLES[name](read_settings(directories)).notes
     assert "AppWorld TN (24 of 168 tasks or 6 of 168 tasks) Easy (3 or 9) TGC" in headers(difficulty_table(settings))
+
+
+def test_terminations_are_the_modes_of_the_paper_and_unknown_where_one_was_not_recorded(tmp_path: Path) -> None:
+    modes = [Termination.GAVE_UP, Termination.GAVE_UP, Termination.NO_ACTION, Termination.SUBMITTED]
+    plan = a_plan(tasks=dict.fromkeys(["a_1", "a_2", "b_1", "b_2"]), runs=1)
+
+    def written(name: str, told: list[Termination | None]) -> str:
+        directory = EvaluationDirectory.begin(tmp_path / name, plan)
+        for task, mode in zip(plan.tasks, told, strict=True):
+            result = a_result(task, 0, True)
+            # The loop ended in the same way for all of them.
+            directory.add(
+                plan.measurements[0], replace(result, evaluation=replace(result.evaluation, termination=mode))
+            )
+        return f"{name}={directory.path}"
+
+    table = TABLES["terminations"](read_settings([written("new", [*modes])]))
+    shares = dict(zip((column.path[-1] for column in table.columns), table.rows[0][1], strict=True))
+    found = {mode: cell.mean for mode, cell in shares.items() if cell is not None and mode != "Lost"}
+    assert found == {mode.value.replace("_", " "): 25.0 * modes.count(mode) for mode in Termination}
+    old = written("old", [*modes[:3], None])
+    file = tmp_path / "old" / "results" / f"{plan.measurements[0]}.jsonl"
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        # As evaluations were written before.
+        del line["evaluation"]["termination"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    table = TABLES["terminations"](read_settings([old]))
+    assert set(table.rows[0][1][: len(Termination)]) == {None}
+    assert "Termination modes were not recorded: old on AppWorld TN." in table.notes
 
 
 def test_other_limits_and_simulators_are_named(directories: list[str], tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def summary(result: SplitResult) -> dict[str, Any]:
         "split_size": plan.whole_split,
         "generated": plan.generated,
     }
-    numbers["ended"] = {mode.value: share for mode, share in result.ended.items()}
+    shares = result.terminations
+    numbers["terminations"] = shares and {mode.value: share for mode, share in shares.items()}
     numbers["dollars_per_task"] = result.dollars_per_task
     return numbers
 

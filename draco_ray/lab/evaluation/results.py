@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from draco_ray.errors import ConfigError
-from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, Termination
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,7 @@ def lost_rollout(task_id: str, run: int, usage: Usage, *, seconds: float, attemp
         total_tests=0,
         turns=0,
         ended=EpisodeEnd.SERVER_ERROR,
+        termination=Termination.SERVER_ERROR,
         failures=(LOST,),
     )
     return RolloutResult(evaluation=evaluation, usage=usage, seconds=seconds, attempts=attempts, error=error)

@@ -19,7 +19,7 @@ from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k, scenario_of
 from draco_ray.lab.evaluation.measures import Measure
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage
-from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.records import Evaluation, Termination
 
 MOST_K = 3
 
@@ -60,8 +60,8 @@ class SplitResult:
     turns: Estimate
     """Of the rollouts that were played; one that never began has none."""
     difficulty: Mapping[int, Stratum]
-    ended: Mapping[EpisodeEnd, float]
-    """Share of rollouts by the way they ended."""
+    terminations: Mapping[Termination, float] | None
+    """Share of rollouts by termination mode; None where the mode of some was not recorded."""
     usage: Usage
     """Per pass: one run over the split."""
     measures: Mapping[str, Measure]
@@ -122,7 +122,7 @@ def aggregate_seeds(
     evaluations = [[[result.evaluation for result in each] for each in seed] for seed in seeds]
     results = [result for seed in seeds for measurement in seed for result in measurement]
     passes = plan.runs * sum(len(seed) for seed in seeds)
-    ended = Counter(result.evaluation.ended for result in results)
+    modes = Counter(result.evaluation.termination for result in results)
     strata = {}
     for level in sorted({level for level in plan.tasks.values() if level is not None}):
         tasks = {task for task, difficulty in plan.tasks.items() if difficulty == level}
@@ -143,7 +143,7 @@ def aggregate_seeds(
         sgc_at=tuple(_rate(plan, evaluations, k, whole=True, estimator=pass_at_k) for k in scenario_ks),
         turns=_turns(plan, evaluations),
         difficulty=strata,
-        ended={mode: ended[mode] / len(results) for mode in EpisodeEnd},
+        terminations=None if modes[None] else {mode: modes[mode] / len(results) for mode in Termination},
         usage=_per_pass(sum((result.usage for result in results), start=Usage()), passes),
         measures=compared_measures(evaluations, plan.runs, scenarios=plan.scenarios),
         rollouts=len(results),

@@ -17,7 +17,7 @@ from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, protocol_differences
 from draco_ray.lab.evaluation.setting import Estimate, SplitResult, read_seeds
-from draco_ray.records import EpisodeEnd
+from draco_ray.records import Termination
 
 Settings = Mapping[str, Mapping[str, SplitResult]]
 """Label -> split title -> result, rows and columns in their order."""
@@ -295,14 +295,17 @@ def cost_table(settings: Settings) -> Table:
 
 
 def termination_table(settings: Settings) -> Table:
-    """How rollouts ended, in % of all."""
+    """Termination modes (Figure "terminations"), in % of all rollouts."""
     titles = _titles(settings)
-    columns = tuple(Column((split, mode.value.replace("_", " "))) for split in titles for mode in EpisodeEnd)
-    rows = []
+    columns = tuple(Column((split, mode.value.replace("_", " "))) for split in titles for mode in Termination)
+    rows, unknown = [], []
     for label, splits in settings.items():
         cells: list[Cell | None] = []
         for split in titles:
-            cells += [Cell(100 * splits[split].ended[mode]) if split in splits else None for mode in EpisodeEnd]
+            shares = splits[split].terminations if split in splits else None
+            cells += [None if shares is None else Cell(100 * shares[mode]) for mode in Termination]
+            if split in splits and shares is None:
+                unknown.append(f"{label} on {split}")
         rows.append((label, tuple(cells)))
     return _table(
         settings,
@@ -310,6 +313,7 @@ def termination_table(settings: Settings) -> Table:
         title="How rollouts ended (%)",
         columns=columns,
         rows=tuple(rows),
+        notes=(f"Termination modes were not recorded: {', '.join(unknown)}.",) if unknown else (),
     )
 
 

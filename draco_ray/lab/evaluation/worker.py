@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 from draco_ray.judging.limiter import Leases
 from draco_ray.lab.evaluation.results import Usage
 from draco_ray.records import EpisodeEnd, Evaluation
+from draco_ray.rollout.termination import termination_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,8 @@ class EvaluationWorkerActor:
             if trajectory.ended is EpisodeEnd.SERVER_ERROR:
                 await slot.close_task()
                 return Played(evaluation=None, usage=usage, seconds=time.monotonic() - began, error=trajectory.error)
-            evaluation = await slot.evaluate_rollout(trajectory, run=request.run)
+            verdict = await slot.evaluate_rollout(trajectory, run=request.run)
+            evaluation = replace(verdict, termination=termination_of(trajectory))
             saved = slot.saved_files
             await slot.close_task()
             return Played(evaluation=evaluation, usage=usage, seconds=time.monotonic() - began, saved=saved)
