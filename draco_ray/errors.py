@@ -89,7 +89,7 @@ class TraceError(DracoError, ValueError):
 
 
 class DamagedRun(DracoError):
-    """A file of a run directory cannot be read, or does not hold what a run writes there."""
+    """A file of a run or an evaluation cannot be read, or does not hold what is written there."""
 
 
 class CanaryFailed(DracoError):

@@ -52,23 +52,33 @@ _VALUES: dict[tuple[str, str], type[Enum]] = {
 
 
 def read_text(path: Path) -> str:
-    """A text file of a run directory.
+    """A text file of a run or an evaluation directory.
 
     Raises:
         DamagedRun: it is missing, no regular file, or no UTF-8.
     """
     try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged(path, error) from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file of a run or an evaluation directory.
+
+    Raises:
+        DamagedRun: it is missing, or no regular file.
+    """
+    try:
         _check_regular(path)
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_bytes()
+    except OSError as error:
         raise damaged(path, error) from None
 
 
 def damaged(path: Path, problem: object) -> DamagedRun:
     """The error for a file that is not what a run writes."""
-    return DamagedRun(
-        f"{path}: damaged: {' '.join(str(problem).split())[:300]}; restore this file of the run, or move it away"
-    )
+    return DamagedRun(f"{path}: damaged: {' '.join(str(problem).split())[:300]}; restore this file, or move it away")
 
 
 def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, older: bool = False) -> pa.Table:

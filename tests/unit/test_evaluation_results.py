@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_evaluation_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an evaluation directory"):
         EvaluationDirectory.open(tmp_path)
     (tmp_path / "evaluation.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="of another version of this program"):
         EvaluationDirectory.open(tmp_path)
 
 

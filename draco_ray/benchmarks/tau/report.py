@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from draco_ray.benchmarks.tau.episodes import INFRASTRUCTURE, MISSING, Episode, Tokens
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import RolloutResult, Usage
+from draco_ray.lab.evaluation.results import Amount, RolloutResult, Usage
 from draco_ray.lab.evaluation.tables import (
     Settings,
     consistency_table,
@@ -21,6 +23,28 @@ from draco_ray.lab.evaluation.tables import (
     main_table,
 )
 from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.runs.directory import damaged, read_text
+
+
+class _Costs(BaseModel):
+    input_tokens: NonNegativeInt
+    output_tokens: NonNegativeInt
+    dollars: Amount | None
+
+
+class _Measured(BaseModel):
+    """What the tables read of `summary`."""
+
+    trials: PositiveInt
+    episodes: PositiveInt
+    successes: NonNegativeInt
+    failures: dict[str, NonNegativeInt]
+    costs: dict[Literal["agent", "user", "judge"], _Costs]
+
+
+class _Summary(BaseModel):
+    measurements: dict[str, _Measured]
+
 
 ROLES = ("agent", "user", "judge")
 ENDS = {
@@ -162,14 +186,18 @@ def read_summaries(directory: Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: it has none.
+        DamagedRun: it cannot be read.
     """
     file = directory / "summary.json"
-    try:
-        return list(json.loads(file.read_text(encoding="utf-8"))["measurements"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
+    if not os.path.lexists(file):
         raise ConfigError(
             f"{directory}: no finished evaluation on tau-bench; expected summary.json; `draco tau run` makes it"
-        ) from None
+        )
+    try:
+        found = _Summary.model_validate_json(read_text(file), strict=True)
+    except ValidationError as error:
+        raise damaged(file, error) from None
+    return [each.model_dump() for each in found.measurements.values()]
 
 
 def _dollars(price: Price | None, tokens: Tokens) -> float | None:

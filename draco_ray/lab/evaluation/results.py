@@ -20,28 +20,32 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from draco_ray.config.file_names import FileName
 from draco_ray.errors import ConfigError
 from draco_ray.records import LOST, EpisodeEnd, Evaluation, Termination
+from draco_ray.runs.directory import damaged, read_bytes, read_text
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What a policy's calls took; sums of several add."""
 
-    calls: int = 0
+    calls: NonNegativeInt = 0
     """Turns sampled."""
-    requests: int = 0
+    requests: NonNegativeInt = 0
     """HTTP requests of an API model, retries included."""
-    input_tokens: int = 0
+    input_tokens: NonNegativeInt = 0
     """Of every turn anew, cached ones included: a conversation is read again at each turn."""
-    cached_tokens: int = 0
+    cached_tokens: NonNegativeInt = 0
     """The part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
-    output_tokens: int = 0
-    dollars: float | None = None
+    output_tokens: NonNegativeInt = 0
+    dollars: Amount | None = None
     """None where no price is known."""
 
     def __add__(self, other: Usage) -> Usage:
@@ -62,8 +66,8 @@ class RolloutResult:
 
     evaluation: Evaluation
     usage: Usage
-    seconds: float
-    attempts: int = 1
+    seconds: Amount
+    attempts: NonNegativeInt = 1
     error: str | None = None
     """Why the last attempt was lost, of a rollout whose every attempt was; None otherwise."""
 
@@ -90,15 +94,15 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     benchmark: str
-    split: str
+    split: FileName
     label: str
     """The setting's name in tables."""
     policy: str
     """What the user named; which weights that were is in ``settings``, so a folder may be named in another way."""
     runs: int
-    measurements: tuple[str, ...]
+    measurements: tuple[FileName, ...]
     """Checkpoints (``step00090``), or one name for a policy without any."""
-    tasks: dict[str, int | None]
+    tasks: dict[FileName, int | None]
     """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
     world: str = ""
     """Digest of the tasks: the same ids in two generated worlds are different tasks."""
@@ -158,17 +162,23 @@ class EvaluationDirectory:
         """An existing evaluation.
 
         Raises:
-            ConfigError: ``path`` holds none, or one that cannot be read.
+            ConfigError: ``path`` holds none, or one of another version of this program.
+            DamagedRun: its plan cannot be read.
         """
         file = path / "evaluation.json"
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise ConfigError(
                 f"{path}: not an evaluation directory (it has no evaluation.json); `draco evaluate` makes one"
             )
         try:
-            return cls(path, Plan.model_validate_json(file.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, ValidationError) as error:
-            raise ConfigError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+            return cls(path, Plan.model_validate_json(read_text(file)))
+        except ValidationError as error:
+            kinds = {problem["type"] for problem in error.errors()}
+            if kinds <= {"missing", "extra_forbidden"}:
+                raise ConfigError(
+                    f"{file}: of another version of this program: {' '.join(str(error).split())[:300]}"
+                ) from None
+            raise damaged(file, error) from None
 
     @classmethod
     def begin(cls, path: Path, plan: Plan) -> EvaluationDirectory:
@@ -178,16 +188,17 @@ class EvaluationDirectory:
             ConfigError: another evaluation is there (the message names the first thing that differs), or ``path``
                 cannot be written.
         """
-        if (path / "evaluation.json").is_file():
+        if os.path.lexists(path / "evaluation.json"):
             found = cls.open(path)
             if difference := plan_difference(found.plan, plan):
                 raise ConfigError(f"evaluation {path}: {difference}; expected the same command; choose another --out")
-            return found
+            plan = found.plan
         try:
             (path / "results").mkdir(parents=True, exist_ok=True)
-            _write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
+            if not os.path.lexists(path / "evaluation.json"):
+                _write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
         except OSError as error:
-            raise ConfigError(f"evaluation {path}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"evaluation {path}: cannot be written: {error.filename}: {error.strerror}") from None
         return cls(path, plan)
 
     @contextlib.contextmanager
@@ -196,8 +207,12 @@ class EvaluationDirectory:
 
         Raises:
             ConfigError: another process is at it.
+            DamagedRun: its lock or the results are no files of an evaluation.
         """
-        with (self.path / ".lock").open("w") as lock:
+        file = self.path / ".lock"
+        if os.path.lexists(file):
+            read_bytes(file)
+        with file.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -213,8 +228,25 @@ class EvaluationDirectory:
             file.write(_LINE.dump_json(result) + b"\n")
 
     def results(self, measurement: str) -> list[RolloutResult]:
-        """The finished rollouts of a measurement, in the order they finished."""
-        return [_LINE.validate_json(line) for line in self._lines(measurement)]
+        """The finished rollouts of a measurement, in the order they finished.
+
+        Raises:
+            DamagedRun: a line is none, or of a rollout that is not planned or there already.
+        """
+        results: list[RolloutResult] = []
+        seen: set[tuple[str, int]] = set()
+        for number, line in enumerate(self._lines(measurement), start=1):
+            try:
+                result = _LINE.validate_json(line, strict=True)
+            except ValidationError as error:
+                raise damaged(self._file(measurement), f"line {number}: {error}") from None
+            rollout = result.evaluation.task_id, result.evaluation.run
+            if rollout in seen or rollout[0] not in self.plan.tasks or not 0 <= rollout[1] < self.plan.runs:
+                what = "is there twice" if rollout in seen else "is none of the plan's"
+                raise damaged(self._file(measurement), f"line {number}: {rollout[0]!r}, run {rollout[1]} {what}")
+            seen.add(rollout)
+            results.append(result)
+        return results
 
     def drop_lost(self) -> int:
         """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.
@@ -240,7 +272,7 @@ class EvaluationDirectory:
         """Cut half a line that a killed process left; call it before the first `add`."""
         for measurement in self.plan.measurements:
             file = self._file(measurement)
-            if file.is_file() and not (content := file.read_bytes()).endswith(b"\n"):
+            if (content := _content(file)) and not content.endswith(b"\n"):
                 os.truncate(file, content.rfind(b"\n") + 1)
 
     def missing(self, measurement: str) -> list[tuple[str, int]]:
@@ -279,9 +311,8 @@ class EvaluationDirectory:
         return self.path / "results" / f"{measurement}.jsonl"
 
     def _lines(self, measurement: str) -> Sequence[bytes]:
-        file = self._file(measurement)
         # What follows the last line break was being written when its process was killed.
-        return file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+        return _content(self._file(measurement)).split(b"\n")[:-1]
 
 
 def plan_difference(before: Plan, now: Plan) -> str | None:
@@ -322,6 +353,11 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
         for key, values in found.items()
         if len(values) > 1
     ]
+
+
+def _content(file: Path) -> bytes:
+    """Nothing where there is no file yet; raises DamagedRun where it cannot be read."""
+    return read_bytes(file) if os.path.lexists(file) else b""
 
 
 def _write_whole(path: Path, text: str) -> None:
