@@ -136,9 +136,10 @@ def test_a_world_is_built_and_a_policy_trained_for_a_step(
         "environment.slots_per_worker=2",
         "ray.dashboard=false",
     ]
-    run(installed / "draco", "train", "sandbox", *overrides, cwd=elsewhere, appworld=appworld)
+    done = run(installed / "draco", "train", "sandbox", *overrides, cwd=elsewhere, appworld=appworld)
     trained = RunDirectory.open(elsewhere / "runs" / "one")
-    assert trained.table("trajectories").num_rows == 2
+    logs = "".join(file.read_text(encoding="utf-8") for file in (trained.path / "logs").glob("*.jsonl"))
+    assert trained.table("trajectories").num_rows == 2, done.stdout + done.stderr + logs
     assert trained.table("judge_calls").num_rows > 0
     report = tmp_path / "report.html"
     run(installed / "draco", "report", trained.path, "--out", report, cwd=elsewhere)
