@@ -18,7 +18,9 @@ from draco_ray.commands.tau import tau
 from draco_ray.config.load import dotted_keys, load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
-from draco_ray.records import Phase
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +41,13 @@ app.add_typer(tau, name="tau")
 
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
+
+
+def _phase(name: str) -> str:
+    if name not in PHASES:
+        raise typer.BadParameter(f"{name!r} is no judge phase; expected one of {', '.join(PHASES)}")
+    return name
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -292,9 +301,12 @@ def replay(
         typer.Option("--rule", help="Only this advantage rule, as of algorithm.rule; may be repeated."),
     ] = None,
     phase: Annotated[
-        list[Phase] | None,
+        list[str] | None,
         typer.Option(
-            "--phase", help="With --judge: which of its calls; may be repeated; score and credit unless told."
+            "--phase",
+            parser=_phase,
+            metavar="|".join(PHASES),
+            help="With --judge: which of its calls; may be repeated; score and credit unless told.",
         ),
     ] = None,
     api_base: Annotated[str | None, typer.Option(help="With --judge: its endpoint.")] = None,
@@ -342,7 +354,7 @@ def replay(
             judge=judge,
             api_base=api_base,
             api_key_env=api_key_env,
-            phases=phase or ([] if static_rubric else [Phase.SCORE, Phase.CREDIT]),
+            phases=phase or ([] if static_rubric else [Score.name, Credit.name]),
             steps=step,
             pairing=pairing,
             pairing_api_base=pairing_api_base,
@@ -556,11 +568,11 @@ def prompts_import(
 
 @prompts.command(name="render", epilog="Try:  draco prompts render score      draco prompts render credit --set DIR")
 def prompts_render(
-    phase: Annotated[Phase, typer.Argument(help="The judge's job.")],
+    phase: Annotated[str, typer.Argument(help="The judge's job.", parser=_phase, metavar="|".join(PHASES))],
     folder: Annotated[Path, typer.Option("--set", help="Folder of the prompt set.")] = Path("prompts/judge"),
 ) -> None:
     """Show what a judge would see, on a small invented group of rollouts."""
-    from draco_ray.judging.example import render_phase
+    from draco_ray.judging.prompts import render_phase
 
     typer.echo(render_phase(phase, project_file(folder)))
 

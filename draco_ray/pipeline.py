@@ -23,6 +23,13 @@ import ray
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
+from draco_ray.judging.judge import CallContext
+from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Criterion, Judged, Message
@@ -125,7 +132,7 @@ class Pipeline:
         return self._config.reward == "rubric" and self._config.rubric == "dynamic"
 
     async def _stage1(self, group: Group) -> Judgement:
-        return self._noted(group, await self._judges.stage1(group.name, group.task_id, group.prompt))
+        return await self._ask(group, Stage1, messages=group.prompt)
 
     async def _member(
         self, group: Group, rollout: int, stage1: asyncio.Task[Judgement] | None
@@ -143,7 +150,8 @@ class Pipeline:
         self._watch(group)
         if stage1 is None:
             return member, None
-        return member, self._noted(group, await self._judges.stage2(member, await stage1))
+        existing = (await stage1).judged
+        return member, await self._ask(group, Stage2, member, trajectory=member.trajectory, existing=existing)
 
     async def _rubric_reward(
         self,
@@ -159,14 +167,22 @@ class Pipeline:
             if not any(proposal.ok for proposal in proposals):
                 self._failed(group, "no rubric: stage1 and every stage2 call failed")
                 return None
-            union = await self._judges.union(group.name, group.task_id, group.prompt, proposals, members)
-            rubric = self._noted(group, union).judged
+            union = await self._ask(
+                group,
+                Union,
+                messages=group.prompt,
+                candidates=[proposal.judged for proposal in proposals],
+                trajectories=[member.trajectory for member in members],
+            )
+            rubric = union.judged
             if not union.ok:
                 self._failed(group, f"no rubric: {union.summary.error}")
                 return None
         group.state = GroupState.MERGED
 
-        scores = await gather_or_cancel(self._score(group, member, rubric) for member in members)
+        scores = await gather_or_cancel(
+            self._ask(group, Score, member, trajectory=member.trajectory, rubric=rubric) for member in members
+        )
         numbers = [member.rollout for member in members]
         group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:
@@ -204,9 +220,6 @@ class Pipeline:
             result = self._advantages.from_noise.remote(group.name, numbers, trajectories, key)
         return await self._credited(group, None, result)
 
-    async def _score(self, group: Group, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
-        return self._noted(group, await self._judges.score(member, rubric))
-
     async def _credit(
         self, group: Group, reward: RewardSummary, member: Member, rubric: ray.ObjectRef[Any], score: Judgement
     ) -> Judgement | None:
@@ -215,7 +228,15 @@ class Pipeline:
         if self._config.skip_inert_credit_calls and member.rollout in reward.unanimous:
             return None
         asked = reward.surviving if self._config.credit_surviving_only else None
-        return self._noted(group, await self._judges.credit(member, rubric, score, asked))
+        return await self._ask(
+            group,
+            Credit,
+            member,
+            trajectory=member.trajectory,
+            rubric=rubric,
+            scores=score.judged,
+            criteria=asked,
+        )
 
     def _credit_matters(self, reward: RewardSummary) -> bool:
         useless = not reward.has_spread or not reward.surviving
@@ -231,10 +252,13 @@ class Pipeline:
         self._watch(group)
         return samples
 
-    def _noted(self, group: Group, judgement: Judgement) -> Judgement:
-        summary = judgement.summary
-        group.phases.append(summary)
-        self._keep.judged.remote(group.step, group.task_id, summary.rollout, summary.phase.value, judgement.judged)
+    async def _ask(self, group: Group, phase: Phase, member: Member | None = None, **given: Any) -> Judgement:
+        """Ask the judge a question about a member, or about the whole group, and keep what it said."""
+        rollout = None if member is None else member.rollout
+        context = CallContext(group=group.name, task_id=group.task_id, rollout=rollout)
+        judgement = await self._judges.ask(phase, context, **given)
+        group.phases.append(judgement.summary)
+        self._keep.judged.remote(group.step, group.task_id, rollout, phase, judgement.judged)
         self._watch(group)
         return judgement
 
@@ -250,7 +274,7 @@ class Pipeline:
             "rollouts": len(group.rollouts),
             "lost": self._config.group_size - len(group.rollouts),
             "unscored": len(group.rollouts) - scored,
-            "credit_failures": sum(p.phase.value == "credit" and p.error is not None for p in group.phases),
+            "credit_failures": sum(p.phase == Credit.name and p.error is not None for p in group.phases),
             "reason": group.reason,
         }
 

@@ -64,16 +64,6 @@ class Verdict(IntEnum):
     NOT_APPLICABLE = 0
 
 
-class Phase(StrEnum):
-    """The judge's five jobs, named as the paper's logs name them (``score`` is its ``stage3``)."""
-
-    STAGE1 = "stage1"
-    STAGE2 = "stage2"
-    UNION = "union"
-    SCORE = "score"
-    CREDIT = "credit"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task as the policy may see it: no ground truth, no difficulty."""
@@ -220,7 +210,8 @@ class JudgeCall:
     """One request to the judge and what came of it: the unit of the archive and of cost accounting."""
 
     call_id: str
-    phase: Phase
+    phase: str
+    """Name of the judge's job (`draco_ray.judging.phases`)."""
     group: str
     task_id: str
     rollout: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.records import EpisodeEnd, Termination
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
@@ -39,18 +39,14 @@ class RolloutSummary:
 class PhaseSummary:
     """What the driver needs to know of a finished judge phase."""
 
-    phase: Phase
+    phase: str
     task_id: str
     rollout: int | None
     error: str | None
     criteria: int
     """Criteria proposed, merged, scored or attributed."""
-    passes: int
-    fails: int
-    """Verdicts of a scoring phase; 0 elsewhere."""
     calls: int
     requests: int
-    failed_calls: int
     input_tokens: int
     cached_tokens: int
     output_tokens: int

@@ -33,7 +33,6 @@ from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.analysis.trend import trends
 from draco_ray.lab.files import check_folder
-from draco_ray.records import Phase
 from draco_ray.runs.directory import RunDirectory
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
@@ -76,7 +75,7 @@ def replay_judge(
     judge: str,
     api_base: str | None,
     api_key_env: str | None,
-    phases: Sequence[Phase],
+    phases: Sequence[str],
     steps: Sequence[int] | None,
     pairing: str | None,
     pairing_api_base: str | None,

@@ -28,6 +28,7 @@ from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS, Verdict
+from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     Most,
     Usage,
@@ -50,7 +51,7 @@ from draco_ray.judging.trouble import (
     unconnected,
     wants_completion_tokens,
 )
-from draco_ray.records import Message, Paid, Phase
+from draco_ray.records import Message, Paid
 
 log = logging.getLogger(__name__)
 
@@ -398,15 +399,12 @@ class LiteLLMClient:
         self._api_key()  # Said before a lease is waited for.
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
         most = most_of(self._price, request.messages, max_tokens, sent)
-        phase = request.phase
-        # Later phases first: they end groups that are under way.
-        rank = 0 if phase is None else -list(Phase).index(phase)
         asked = Asked(
             input_tokens=most.input_tokens,
             output_tokens=most.output_tokens,
             dollars=most.dollars,
-            kind="" if phase is None else phase.value,
-            rank=rank,
+            kind=request.phase or "",
+            rank=urgency(request.phase),
         )
         return _Call(
             request=request,

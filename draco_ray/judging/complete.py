@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from draco_ray.records import Message, Paid, Phase
+from draco_ray.records import Message, Paid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Request:
     """What the answer is kept for; empty: for whoever asks the same again."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
     """JSON schema to hold the reply to where the endpoint can; it does not change what is asked."""
-    phase: Phase | None = None
+    phase: str | None = None
     """What it is for, which says how large it will be and how urgent it is; None: like any other of no phase."""
 
 

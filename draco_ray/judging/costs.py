@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from draco_ray.records import JudgeCall, Phase
+from draco_ray.judging.phases import PHASES
+from draco_ray.records import JudgeCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,24 +72,24 @@ def call_cost(call: JudgeCall) -> PhaseCost:
     )
 
 
-def phase_costs(calls: Iterable[JudgeCall]) -> dict[Phase, PhaseCost]:
+def phase_costs(calls: Iterable[JudgeCall]) -> dict[str, PhaseCost]:
     """Costs by phase, in the order of the pipeline; phases without a call are zero."""
-    costs = {phase: PhaseCost() for phase in Phase}
+    costs = {phase: PhaseCost() for phase in PHASES}
     for call in calls:
-        costs[call.phase] += call_cost(call)
+        costs[call.phase] = costs.get(call.phase, PhaseCost()) + call_cost(call)
     return costs
 
 
-def total_cost(costs: Mapping[Phase, PhaseCost]) -> PhaseCost:
+def total_cost(costs: Mapping[str, PhaseCost]) -> PhaseCost:
     """All phases together."""
     return sum(costs.values(), start=PhaseCost())
 
 
-def cost_table(costs: Mapping[Phase, PhaseCost]) -> str:
+def cost_table(costs: Mapping[str, PhaseCost]) -> str:
     """A plain-text table, one line per phase and one for the total."""
     header = ("phase", "calls", "replayed", "failed", "input", "cached", "output", "reasoning", "dollars", "seconds")
     total = total_cost(costs)
-    rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total)]
+    rows = [*costs.items(), ("total", total)]
     lines = ["{:<8}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>11}{:>10}".format(*header)]
     lines += [
         f"{name:<8}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from draco_ray.judging.judge import credit_prompt, score_prompt, stage1_prompt, stage2_prompt, union_prompt
-from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import (
     GAP,
     Criterion,
     EpisodeEnd,
     Message,
-    Phase,
     ScoredCriterion,
     Trajectory,
     Turn,
@@ -87,24 +82,3 @@ def example_trajectory(rollout: int = 0) -> Trajectory:
         started_at=0.0,
         ended_at=1.0,
     )
-
-
-def render_phase(phase: Phase, folder: Path) -> str:
-    """The prompt of ``phase`` as the judge would see it for the example, in the prompt set at ``folder``.
-
-    Raises:
-        ConfigError: the prompt set cannot be used.
-    """
-    prompts = load_prompts(folder)
-    trajectory = example_trajectory()
-    match phase:
-        case Phase.STAGE1:
-            return stage1_prompt(prompts, PROMPT)
-        case Phase.STAGE2:
-            return stage2_prompt(prompts, trajectory, RUBRIC[:1])
-        case Phase.UNION:
-            return union_prompt(prompts, PROMPT, RUBRIC, [trajectory, example_trajectory(1)])
-        case Phase.SCORE:
-            return score_prompt(prompts, trajectory, RUBRIC)
-        case Phase.CREDIT:
-            return credit_prompt(prompts, trajectory, RUBRIC, SCORES)

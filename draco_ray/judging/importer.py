@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from draco_ray.errors import ConfigError
-from draco_ray.judging.prompts import FILES
+from draco_ray.judging.phases import PHASES
 
 AGENT_LISTING = "prompts.py"
 """The caption's name for the agent's system prompt."""
@@ -25,7 +25,7 @@ _NO_THINK_LINE = re.compile(r"final two lines replaced by\s+\\texttt\{(?P<line>[
 def import_prompts(source: Path, out: Path) -> list[Path]:
     """Write the listings of ``source`` (a .tex file, or a folder of them) to ``out``, unaltered, under their names.
 
-    The five judge prompts keep the paper's file names. The agent prompt becomes ``agent_think.txt``, with our line
+    The judge's prompts keep the paper's file names. The agent prompt becomes ``agent_think.txt``, with our line
     between system and user part inserted before the paragraph that introduces the supervisor, and
     ``agent_no_think.txt``, in which the last two lines are replaced as the appendix says.
 
@@ -36,10 +36,11 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
     """
     text = _read(source)
     listings = extract_listings(text)
-    if missing := sorted(set(FILES.values()) - set(listings)):
+    judged = [phase.template for phase in PHASES.values()]
+    if missing := sorted(set(judged) - set(listings)):
         found = ", ".join(sorted(listings)) or "none"
         raise ConfigError(f"{source}: no listing named {', '.join(missing)}; listings found: {found}")
-    files = {name: listings[name] for name in FILES.values()}
+    files = {name: listings[name] for name in judged}
     if AGENT_LISTING in listings:
         think = _separate_user_part(listings[AGENT_LISTING])
         files[AGENT_FILES[0]] = think

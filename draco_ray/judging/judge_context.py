@@ -18,8 +18,8 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.judging.judge import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.model_limits import model_limit
-from draco_ray.judging.prompts import FILES
-from draco_ray.records import Phase
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.union import Union
 
 CHARACTERS_PER_TOKEN = 3
 """Of English, code and JSON: fewer than the base models' tokenizers take."""
@@ -66,7 +66,8 @@ def judge_context(config: DracoConfig) -> JudgeContext:
     """
     agent, judge, group = config.agent, config.judge, config.algorithm.group_size
     dynamic = config.algorithm.rubric == "dynamic"
-    template = project_file(judge.prompts / FILES[Phase.UNION if dynamic else Phase.CREDIT]).read_text(encoding="utf-8")
+    longest = Union if dynamic else Credit
+    template = project_file(judge.prompts / longest.template).read_text(encoding="utf-8")
     rollout = agent.max_response_length + agent.max_turns * TURN_TOKENS + _tokens(agent.max_output_characters)
     # Beside its text the credit call reads what the scoring call wrote about each criterion.
     criteria = (

@@ -12,7 +12,7 @@ A reply is used whole or not at all. In this order:
    without an index whose titles are all known may come in any order.
 
 What is tolerated is noted, never silent: criteria beyond the limit or with a title already taken are cut, a title that
-names nothing, and, when asked to (`parse_attributions`), a step that does not exist and a verdict that cites none.
+names nothing, and what a phase tolerates in the last reply (`draco_ray.judging.phases.credit`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draco_ray.errors import ReplyError
 from draco_ray.judging.reply_json import BEGIN, NO_ARRAY, arrays_of_objects, integer, without_json
-from draco_ray.records import Attribution, Criterion, ScoredCriterion, Verdict
+from draco_ray.records import Criterion
 
 MAX_REPLY_CHARACTERS = 400_000
 """Longer replies are refused unread: 24 criteria with evidence fill a tenth of it."""
@@ -93,10 +93,12 @@ def after_thinking(text: str, *, opened: bool = False) -> str:
     if THINK_END not in text:
         return text
     outside = without_json(text)
+    # A field of any phase's entries: JSON of the answer's kind, if it stands where no valid JSON is.
+    field = re.compile(rf"""["'](?:{"|".join(sorted(Entry.names))})["']\s*+:""")
     begin = 0
     opened = opened or text.lstrip().startswith(THINK_BEGIN)
     for closing in re.finditer(THINK_END, outside):
-        if _FIELD.search(outside, begin, closing.start()) and not opened:
+        if field.search(outside, begin, closing.start()) and not opened:
             break
         begin, opened = closing.end(), False
     return text[begin:]
@@ -117,7 +119,7 @@ def parse_criteria(
     Raises:
         ReplyError: no JSON array, or an entry without a title, description or evaluator_instruction.
     """
-    entries = read_entries(text, _CriterionReply)
+    entries = read_entries(text, CriterionEntry)
     notes = []
     titles = {_normal(criterion.title) for criterion in taken}
     kept: list[Criterion] = []
@@ -140,77 +142,6 @@ def parse_criteria(
     if not entries and not allow_empty:
         raise ReplyError("the array holds no criterion; at least one is needed")
     return Parsed(value=tuple(kept[:limit]), notes=tuple(notes))
-
-
-def parse_scores(text: str, rubric: Sequence[Criterion]) -> Parsed[tuple[ScoredCriterion, ...]]:
-    """Read the verdicts on a rubric, in the rubric's order.
-
-    Raises:
-        ReplyError: not exactly one entry per criterion, or a score outside -1, 0, 1.
-    """
-    entries = read_entries(text, _ScoreReply)
-    order, notes = _align(entries, rubric)
-    for position, entry in enumerate(entries):
-        if entry.verdict is not None and Verdict[entry.verdict] != entry.score:
-            raise ReplyError(f"entry {position}: score {entry.score} and verdict {entry.verdict} contradict each other")
-    return Parsed(
-        value=tuple(
-            ScoredCriterion(
-                verdict=Verdict(entries[position].score),
-                evidence=entries[position].evidence,
-                justification=entries[position].justification,
-            )
-            for position in order
-        ),
-        notes=notes,
-    )
-
-
-def parse_attributions(
-    text: str, rubric: Sequence[Criterion], num_steps: int, *, lenient: bool = False
-) -> Parsed[tuple[Attribution, ...]]:
-    """Read which steps are responsible for which verdict, in the rubric's order.
-
-    A criterion judged not applicable cites nothing, whatever steps the reply lists for it.
-
-    Args:
-        text: the reply.
-        rubric: the criteria that were asked about; `Attribution.criterion` indexes into it.
-        num_steps: M; valid steps are 1 .. M.
-        lenient: leave out steps that do not exist, and accept a pass or fail that then cites none as a verdict that
-            moves no credit, each with a note. The judge sets it once asking again did not help: losing one criterion's
-            citation is less than losing them all.
-
-    Raises:
-        ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless lenient) a step beyond the
-            trajectory or a pass or fail without a step.
-    """
-    entries = read_entries(text, _AttributionReply)
-    order, alignment_notes = _align(entries, rubric)
-    notes = list(alignment_notes)
-    attributions = []
-    uncited = []
-    for criterion, position in enumerate(order):
-        entry = entries[position]
-        cited = set(entry.relevant_steps)
-        if beyond := sorted(step for step in cited if not 1 <= step <= num_steps):
-            problem = f"rubric_index {criterion}: step {beyond[0]} does not exist; steps are 1 to {num_steps}"
-            if not lenient:
-                raise ReplyError(problem)
-            notes.append(problem)
-        verdict = Verdict[entry.verdict]
-        steps = () if verdict is Verdict.NOT_APPLICABLE else tuple(sorted(cited - set(beyond)))
-        if verdict is not Verdict.NOT_APPLICABLE and not steps:
-            uncited.append(criterion)
-        attributions.append(
-            Attribution(criterion=criterion, verdict=verdict, steps=steps, explanation=entry.explanation)
-        )
-    if uncited:
-        which = ", ".join(str(criterion) for criterion in uncited)
-        if not lenient:
-            raise ReplyError(f"rubric_index {which}: a PASS or FAIL must cite at least one step in relevant_steps")
-        notes.append(f"no step cited for rubric_index {which}: no credit moves for it")
-    return Parsed(value=tuple(attributions), notes=tuple(notes))
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
@@ -236,52 +167,46 @@ def _verdict(value: object) -> object:
     return {"N_A": "NOT_APPLICABLE", "NA": "NOT_APPLICABLE"}.get(name, name)
 
 
-_Title = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TITLE_CHARACTERS)]
-_Body = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TEXT_CHARACTERS)]
-_Remark = Annotated[str, BeforeValidator(_optional_text), Field(max_length=MAX_TEXT_CHARACTERS)]
-_VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict)]
-_Integer = Annotated[int, BeforeValidator(integer), Field(strict=True)]
+Title = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TITLE_CHARACTERS)]
+Body = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TEXT_CHARACTERS)]
+Remark = Annotated[str, BeforeValidator(_optional_text), Field(max_length=MAX_TEXT_CHARACTERS)]
+VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict)]
+Integer = Annotated[int, BeforeValidator(integer), Field(strict=True)]
 
 
-class _Entry(BaseModel):
-    # Fields beyond the schema (grounding_references, trajectory_evidence, ...) stay in the archived reply.
+class Entry(BaseModel):
+    """An entry of a reply's array. Fields beyond the schema (grounding_references, ...) stay in the archived reply."""
+
     model_config = ConfigDict(extra="ignore")
+    names: ClassVar[set[str]] = set()
+    """Fields of the entries of all phases."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        Entry.names.update(cls.model_fields)
 
 
-class _CriterionReply(_Entry):
-    title: _Title
-    description: _Body
-    evaluator_instruction: _Body
+class CriterionEntry(Entry):
+    """A proposed or merged criterion as the judge writes it."""
+
+    title: Title
+    description: Body
+    evaluator_instruction: Body
 
 
-class _RubricEntry(_Entry):
-    rubric_title: _Remark = ""
-    rubric_index: _Integer | None = None
+class RubricEntry(Entry):
+    """An entry about a criterion of a given rubric; `align` says which."""
 
-
-class _ScoreReply(_RubricEntry):
-    score: Annotated[Literal[-1, 0, 1], BeforeValidator(integer)]
-    verdict: _VerdictName | None = None
-    """Not asked for; where a judge adds it, it must say the same."""
-    evidence: _Remark = ""
-    justification: _Remark = ""
-
-
-class _AttributionReply(_RubricEntry):
-    verdict: _VerdictName
-    relevant_steps: Annotated[list[_Integer], BeforeValidator(lambda value: [] if value is None else value)]
-    explanation: _Remark = ""
+    rubric_title: Remark = ""
+    rubric_index: Integer | None = None
 
 
 EntryT = TypeVar("EntryT", bound=BaseModel)
-RubricEntryT = TypeVar("RubricEntryT", bound=_RubricEntry)
+RubricEntryT = TypeVar("RubricEntryT", bound=RubricEntry)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
-# A field of any schema: JSON of the answer's kind, if it stands where no valid JSON is.
-_NAMES = {name for schema in (_CriterionReply, _ScoreReply, _AttributionReply) for name in schema.model_fields}
-_FIELD = re.compile(rf"""["'](?:{"|".join(sorted(_NAMES))})["']\s*+:""")
 _DECLINES = re.compile(r"\b(?:sorry|can(?:'|\u2019)t|cannot|unable|won(?:'|\u2019)t|decline)\b", re.IGNORECASE)
 _CALLS_TOOL = re.compile(r"<tool_call>|<function[=_]|<\|tool|\[TOOL_CALLS?\]|<\|python_tag\|>")
 
@@ -343,8 +268,13 @@ def _entry(schema: type[EntryT], position: int, value: object) -> EntryT:
 # --- matching ---------------------------------------------------------------------------------------------------------
 
 
-def _align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[int], tuple[str, ...]]:
-    """For each criterion the position of its entry; see the module's rule 4."""
+def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[int], tuple[str, ...]]:
+    """Find the entry of each criterion, by the module's rule 4.
+
+    Returns: for each criterion the position of its entry, and what was tolerated.
+    Raises:
+        ReplyError: not exactly one entry per criterion.
+    """
     expected = len(rubric)
     if len(entries) != expected:
         raise ReplyError(f"{len(entries)} entries for {expected} rubrics; {_wanted(rubric)}")

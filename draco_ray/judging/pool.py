@@ -16,15 +16,16 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ClusterError
 from draco_ray.judging.elastic import ElasticWorkers, Place
+from draco_ray.judging.judge import CallContext
+from draco_ray.judging.phases import urgency
+from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.worker import phase_summary
-from draco_ray.records import Judged, Message, Phase
-from draco_ray.rollout.pool import Member
+from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
 
 log = logging.getLogger(__name__)
 
-METHODS = ("stage1", "stage2", "union", "merge", "score", "credit")
-"""Of a judge worker, in the order in which a group needs them."""
 ADJUST_SECONDS = 1.0
 """Between two looks at how many judge workers are needed."""
 LOOK_SECONDS = 5.0
@@ -137,39 +138,21 @@ class JudgePool:
         for task in (*self._watching.values(), *filter(None, [self._adjusting])):
             task.cancel()
 
-    async def stage1(self, group: str, task_id: str, prompt: tuple[Message, ...]) -> Judgement:
-        """Criteria from the instruction alone."""
-        return await self._call("stage1", task_id, None, group, task_id, prompt)
-
-    async def stage2(self, member: Member, existing: Judgement) -> Judgement:
-        """Criteria this rollout reveals."""
-        return await self._call(
-            "stage2", member.summary.task_id, member.summary.rollout, member.trajectory, existing.judged
-        )
-
-    async def union(
-        self, group: str, task_id: str, prompt: tuple[Message, ...], proposals: list[Judgement], members: list[Member]
-    ) -> Judgement:
-        """One rubric for the group."""
-        judged = [proposal.judged for proposal in proposals]
-        trajectories = [member.trajectory for member in members]
-        return await self._call("union", task_id, None, group, task_id, prompt, judged, trajectories)
-
-    async def merge(self, name: str, prompt: str) -> Judgement:
-        """One set of criteria out of those that ``prompt`` lists, outside any group."""
-        return await self._call("merge", name, None, name, prompt)
-
-    async def score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
-        """Verdicts of one rollout."""
-        return await self._call("score", member.summary.task_id, member.summary.rollout, member.trajectory, rubric)
-
-    async def credit(
-        self, member: Member, rubric: ray.ObjectRef[Any], scores: Judgement, criteria: tuple[int, ...] | None
-    ) -> Judgement:
-        """Citations of one rollout, for the criteria of those indices or for all."""
-        return await self._call(
-            "credit", member.summary.task_id, member.summary.rollout, member.trajectory, rubric, scores.judged, criteria
-        )
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
+        """Ask a question of ``phase``; see `draco_ray.judging.worker.JudgeWorkerActor.ask`."""
+        label = context.task_id if context.rollout is None else f"{context.task_id}/{context.rollout}"
+        started = time.time()
+        for _ in range(MOST_SENDS):
+            place = await self._acquire(phase)
+            asking = place.worker.ask.options(name=f"{phase.name} {label}")
+            judged, summary = asking.remote(phase, context, **given)
+            if (finished := await self._finish(place, summary)) is not None:
+                return Judgement(judged=judged, summary=finished)
+            log.warning("%s %s: its judge worker does not answer; asked of another", phase.name, label)
+        error = f"{phase.name} of {label}: {MOST_SENDS} judge workers fell silent under it, one after the other"
+        log.error("%s; it has no value", error)
+        failed: Judged[Any] = Judged(value=None, error=error)
+        return Judgement(judged=ray.put(failed), summary=phase_summary(phase.name, context, failed, started))
 
     async def drain(self, seconds: float) -> None:
         """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
@@ -177,27 +160,11 @@ class JudgePool:
             async with asyncio.timeout(seconds):
                 await asyncio.gather(*self._abandoned, return_exceptions=True)
 
-    async def _call(self, method: str, task_id: str, rollout: int | None, *arguments: Any) -> Judgement:
-        label = task_id if rollout is None else f"{task_id}/{rollout}"
-        started = time.time()
-        for _ in range(MOST_SENDS):
-            place = await self._acquire(method)
-            judged, summary = getattr(place.worker, method).options(name=f"{method} {label}").remote(*arguments)
-            if (finished := await self._finish(place, summary)) is not None:
-                return Judgement(judged=judged, summary=finished)
-            log.warning("%s %s: its judge worker does not answer; asked of another", method, label)
-        error = f"{method} of {label}: {MOST_SENDS} judge workers fell silent under it, one after the other"
-        log.error("%s; it has no value", error)
-        phase = Phase.UNION if method == "merge" else Phase(method)
-        failed: Judged[Any] = Judged(value=None, error=error)
-        return Judgement(judged=ray.put(failed), summary=phase_summary(phase, task_id, rollout, failed, started))
-
-    async def _acquire(self, method: str) -> Place[Any]:
-        if method in ("union", "merge") and self._union is not None and self._union.up:
+    async def _acquire(self, phase: Phase) -> Place[Any]:
+        if issubclass(phase, Union) and self._union is not None and self._union.up:
             self._union.calls += 1
             return self._union
-        # Later phases first: they end groups that are under way.
-        return await self._workers.acquire(-METHODS.index(method))
+        return await self._workers.acquire(urgency(phase.name))
 
     def _release(self, place: Place[Any]) -> None:
         if place is self._union:
@@ -238,7 +205,7 @@ class JudgePool:
             try:
                 self._adjust()
             except Exception:
-                # The workers there are go on; what ails Ray, their calls will tell.
+                # The workers that are up go on; if Ray itself has failed, their calls raise that.
                 log.exception("the number of judge workers could not be adjusted")
 
     def _adjust(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompt sets: five templates in a folder, checked when they are loaded and filled in a single pass."""
+"""Prompt sets: a template for each phase in a folder, checked when they are loaded and filled in a single pass."""
 
 from __future__ import annotations
 
@@ -12,45 +12,8 @@ from pathlib import Path
 
 from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
+from draco_ray.judging.phases import PHASES
 from draco_ray.judging.render import evidence_code
-from draco_ray.records import Phase
-
-FILES = {
-    Phase.STAGE1: "generate_rubrics.txt",
-    Phase.STAGE2: "generate_rubrics_from_trajectory.txt",
-    Phase.UNION: "union_rubrics.txt",
-    Phase.SCORE: "score_rubrics.txt",
-    Phase.CREDIT: "credit_assignment.txt",
-}
-"""The paper's file names."""
-
-AVAILABLE = {
-    Phase.STAGE1: frozenset({"agent_prompt", "task"}),
-    Phase.STAGE2: frozenset({"agent_prompt", "task_input", "agent_trajectory", "existing_rubrics"}),
-    Phase.UNION: frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"}),
-    Phase.SCORE: frozenset({"agent_prompt", "task_input", "agent_trajectory", "rubrics"}),
-    Phase.CREDIT: frozenset(
-        {
-            "agent_prompt",
-            "task_input",
-            "agent_trajectory",
-            "steps_summary",
-            "num_steps",
-            "num_rubrics",
-            "rubric_scores",
-        }
-    ),
-}
-"""What a phase's prompt may mention; `draco_ray.judging.render` says what each becomes."""
-
-REQUIRED: dict[Phase, tuple[frozenset[str], ...]] = {
-    Phase.STAGE1: (frozenset({"agent_prompt"}),),
-    Phase.STAGE2: (frozenset({"agent_trajectory"}), frozenset({"existing_rubrics"})),
-    Phase.UNION: (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"})),
-    Phase.SCORE: (frozenset({"agent_trajectory"}), frozenset({"rubrics"})),
-    Phase.CREDIT: (frozenset({"rubric_scores"}), frozenset({"steps_summary", "agent_trajectory"})),
-}
-"""What it must mention: at least one name of each group."""
 
 KEY_FILE = "evidence_key"
 _OF_PROCESS = secrets.token_bytes(32)
@@ -62,7 +25,8 @@ class Prompts:
     """One prompt set."""
 
     folder: Path
-    templates: Mapping[Phase, str]
+    templates: Mapping[str, str]
+    """By phase."""
     key: bytes = b""
     """What the codes of evidence are derived from (`draco_ray.judging.render.evidence_code`): secret where anybody is
     judged."""
@@ -71,7 +35,7 @@ class Prompts:
         """The code of evidence about ``identity``: a group, so that its prompts share their beginnings."""
         return evidence_code(self.key, identity)
 
-    def fill(self, phase: Phase, values: Mapping[str, object]) -> str:
+    def fill(self, phase: str, values: Mapping[str, object]) -> str:
         """The prompt of ``phase``. A placeholder inside a value stays text: values are never looked into.
 
         Args:
@@ -119,7 +83,7 @@ def load_prompts(folder: Path, key: bytes = b"") -> Prompts:
     """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Args:
-        folder: five templates under the paper's names.
+        folder: the phases' templates under their file names.
         key: `evidence_key`, wherever anybody is judged.
 
     Raises:
@@ -127,19 +91,28 @@ def load_prompts(folder: Path, key: bytes = b"") -> Prompts:
     """
     folder = project_file(folder)
     templates = {}
-    for phase, name in FILES.items():
-        path = folder / name
+    for phase in PHASES.values():
+        path = folder / phase.template
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompt set {folder}: {name} cannot be read: {error}") from None
+            raise ConfigError(f"prompt set {folder}: {phase.template} cannot be read: {error}") from None
         mentioned = set(_PLACEHOLDER.findall(text))
-        if unknown := sorted(mentioned - AVAILABLE[phase]):
-            known = ", ".join(sorted(AVAILABLE[phase]))
-            raise ConfigError(f"prompt {path}: unknown placeholder {{{{ {unknown[0]} }}}}; {phase} knows {known}")
-        for names in REQUIRED[phase]:
+        if unknown := sorted(mentioned - phase.placeholders):
+            known = ", ".join(sorted(phase.placeholders))
+            raise ConfigError(f"prompt {path}: unknown placeholder {{{{ {unknown[0]} }}}}; {phase.name} knows {known}")
+        for names in phase.required:
             if not names & mentioned:
                 wanted = " or ".join(f"{{{{ {name} }}}}" for name in sorted(names))
                 raise ConfigError(f"prompt {path}: {wanted} is missing; without it the judge sees nothing to judge")
-        templates[phase] = text
+        templates[phase.name] = text
     return Prompts(folder=folder, templates=templates, key=key)
+
+
+def render_phase(phase: str, folder: Path) -> str:
+    """The prompt of ``phase`` as the judge would see it for its example, in the prompt set at ``folder``.
+
+    Raises:
+        ConfigError: the prompt set cannot be used.
+    """
+    return PHASES[phase].example().prompt(load_prompts(folder))

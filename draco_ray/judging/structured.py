@@ -1,4 +1,4 @@
-"""Structured output: the JSON schema of each phase's reply, and whether the endpoint at hand takes one.
+"""Structured output: the JSON schema of a phase's reply, and whether the endpoint at hand takes one.
 
 A reply that the provider holds to a schema needs no guessing. The schema names the fields in the order in which the
 prompt's own example does, because providers write them in the schema's order and a verdict should come after its
@@ -14,32 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.records import Phase
+from draco_ray.judging.phases.base import Phase
 
 log = logging.getLogger(__name__)
 
 ENTRIES = "entries"
 """The one field of the root: the array that the prompt asks for."""
-
-_TEXT: dict[str, object] = {"type": "string"}
-_TEXTS: dict[str, object] = {"type": "array", "items": _TEXT}
-_INTEGER: dict[str, object] = {"type": "integer"}
-_CRITERION = {"title": _TEXT, "description": _TEXT, "evaluator_instruction": _TEXT}
-_WHICH = {"rubric_index": _INTEGER, "rubric_title": _TEXT}
-_REQUIRED: Mapping[Phase, Mapping[str, dict[str, object]]] = {
-    Phase.STAGE1: _CRITERION,
-    Phase.STAGE2: _CRITERION,
-    Phase.UNION: _CRITERION,
-    Phase.SCORE: _WHICH | {"evidence": _TEXT, "justification": _TEXT, "score": {"type": "integer", "enum": [-1, 0, 1]}},
-    Phase.CREDIT: _WHICH
-    | {
-        "explanation": _TEXT,
-        "relevant_steps": {"type": "array", "items": _INTEGER},
-        "verdict": {"type": "string", "enum": ["PASS", "FAIL", "NOT_APPLICABLE"]},
-    },
-}
-_WHERE_NAMED = {"trajectory_evidence": _TEXT, "grounding_references": _TEXTS}
-"""Fields that only some prompts ask for."""
 
 _REFUSALS = {400, 422, 501}
 _NOT_THE_SCHEMAS_FAULT = ("ContextWindowExceededError", "ContentPolicyViolationError")
@@ -47,8 +27,9 @@ _NOT_THE_SCHEMAS_FAULT = ("ContextWindowExceededError", "ContentPolicyViolationE
 
 def reply_schema(phase: Phase, template: str) -> dict[str, object]:
     """The JSON schema of a reply to ``template``, strict in OpenAI's sense: every field required, none besides."""
-    place = {name: match.start() for name in _fields(phase) if (match := re.search(rf'"{name}"\s*:', template))}
-    fields = {name: kind for name, kind in _fields(phase).items() if name in place or name in _REQUIRED[phase]}
+    known = {**phase.reply_fields, **phase.optional_reply_fields}
+    place = {name: match.start() for name in known if (match := re.search(rf'"{name}"\s*:', template))}
+    fields = {name: kind for name, kind in known.items() if name in place or name in phase.reply_fields}
     ordered = sorted(fields, key=lambda name: place.get(name, len(template)))
     entry = {
         "type": "object",
@@ -62,10 +43,6 @@ def reply_schema(phase: Phase, template: str) -> dict[str, object]:
         "required": [ENTRIES],
         "additionalProperties": False,
     }
-
-
-def _fields(phase: Phase) -> Mapping[str, dict[str, object]]:
-    return {**_REQUIRED[phase], **(_WHERE_NAMED if phase in (Phase.STAGE1, Phase.STAGE2) else {})}
 
 
 class StructuredOutput:

@@ -1,4 +1,4 @@
-"""The Ray shell of the judge: the five phases of `draco_ray.judging.judge.Judge`, each with its summary."""
+"""The Ray shell of `draco_ray.judging.judge.Judge`: a phase, and its summary."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
+from draco_ray.judging.phases.base import Phase
 from draco_ray.observability.logs import start_run_log, working_on
-from draco_ray.records import (
-    Attribution,
-    Criterion,
-    Judged,
-    Message,
-    Phase,
-    ScoredCriterion,
-    Trajectory,
-    Verdict,
-)
+from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
-
-Rubric = tuple[Criterion, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,75 +50,33 @@ class JudgeWorkerActor:
         await self._judge.check()
 
     @ray.method(num_returns=2)
-    async def stage1(
-        self, group: str, task_id: str, prompt: tuple[Message, ...]
-    ) -> tuple[Judged[Rubric], PhaseSummary]:
-        """Criteria from the instruction alone."""
-        working_on(group)
-        started = time.time()
-        judged = await self._judge.stage1(prompt, CallContext(group=group, task_id=task_id))
-        return judged, phase_summary(Phase.STAGE1, task_id, None, judged, started)
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> tuple[Judged[Any], PhaseSummary]:
+        """Ask a question of ``phase``.
 
-    @ray.method(num_returns=2)
-    async def stage2(self, trajectory: Trajectory, existing: Judged[Rubric]) -> tuple[Judged[Rubric], PhaseSummary]:
-        """Criteria that this rollout reveals; a failed stage1 counts as no existing criteria."""
-        working_on(trajectory.group, trajectory.rollout)
+        Args:
+            phase: what is asked.
+            context: for the archive.
+            given: the question's fields. What another phase returned stands for its value, or for nothing where it
+                failed; a list may hold references, and the values of several phases become one sequence.
+        """
+        working_on(context.group, context.rollout)
         started = time.time()
-        judged = await self._judge.stage2(trajectory, existing.value or (), _context(trajectory))
-        return judged, phase_summary(Phase.STAGE2, trajectory.task_id, trajectory.rollout, judged, started)
+        question = phase(**{name: await _value(each) for name, each in given.items()})
+        judged = await self._judge.ask(question, context)
+        return judged, phase_summary(phase.name, context, judged, started)
 
-    @ray.method(num_returns=2)
-    async def union(
-        self,
-        group: str,
-        task_id: str,
-        prompt: tuple[Message, ...],
-        proposals: Sequence[ray.ObjectRef[Judged[Rubric]]],
-        trajectories: Sequence[ray.ObjectRef[Trajectory]],
-    ) -> tuple[Judged[Rubric], PhaseSummary]:
-        """One rubric for the group from every proposal; nothing proposed is an empty rubric without a call."""
-        working_on(group)
-        started = time.time()
-        judged_proposals = [await proposal for proposal in proposals]
-        candidates = [criterion for judged in judged_proposals for criterion in judged.value or ()]
-        rollouts = [await trajectory for trajectory in trajectories]
-        judged = await self._judge.union(prompt, candidates, rollouts, CallContext(group=group, task_id=task_id))
-        return judged, phase_summary(Phase.UNION, task_id, None, judged, started)
 
-    @ray.method(num_returns=2)
-    async def merge(self, name: str, prompt: str) -> tuple[Judged[Rubric], PhaseSummary]:
-        """Merge what ``prompt`` lists; ``name`` stands for group and task in the archive."""
-        started = time.time()
-        judged = await self._judge.merge(prompt, CallContext(group=name, task_id=name))
-        return judged, phase_summary(Phase.UNION, name, None, judged, started)
-
-    @ray.method(num_returns=2)
-    async def score(
-        self, trajectory: Trajectory, rubric: Judged[Rubric]
-    ) -> tuple[Judged[tuple[ScoredCriterion, ...]], PhaseSummary]:
-        """A verdict per criterion."""
-        working_on(trajectory.group, trajectory.rollout)
-        started = time.time()
-        judged = await self._judge.score(trajectory, rubric.value or (), _context(trajectory))
-        verdicts = [score.verdict for score in judged.value or ()]
-        summary = phase_summary(Phase.SCORE, trajectory.task_id, trajectory.rollout, judged, started, verdicts)
-        return judged, summary
-
-    @ray.method(num_returns=2)
-    async def credit(
-        self,
-        trajectory: Trajectory,
-        rubric: Judged[Rubric],
-        scores: Judged[tuple[ScoredCriterion, ...]],
-        criteria: tuple[int, ...] | None,
-    ) -> tuple[Judged[tuple[Attribution, ...]], PhaseSummary]:
-        """The steps responsible for each verdict, or for those of ``criteria``."""
-        working_on(trajectory.group, trajectory.rollout)
-        started = time.time()
-        judged = await self._judge.credit(
-            trajectory, rubric.value or (), scores.value or (), _context(trajectory), criteria
-        )
-        return judged, phase_summary(Phase.CREDIT, trajectory.task_id, trajectory.rollout, judged, started)
+async def _value(given: Any) -> Any:
+    if isinstance(given, ray.ObjectRef):
+        given = await given
+    if isinstance(given, Judged):
+        return given.value or ()
+    if not isinstance(given, list):
+        return given
+    found = [await each if isinstance(each, ray.ObjectRef) else each for each in given]
+    if any(isinstance(each, Judged) for each in found):
+        return [value for judged in found for value in judged.value or ()]
+    return found
 
 
 def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str) -> Callable[[str], Any]:
@@ -150,31 +98,17 @@ def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, ru
     return start
 
 
-def _context(trajectory: Trajectory) -> CallContext:
-    return CallContext(group=trajectory.group, task_id=trajectory.task_id, rollout=trajectory.rollout)
-
-
-def phase_summary(
-    phase: Phase,
-    task_id: str,
-    rollout: int | None,
-    judged: Judged[Any],
-    started: float,
-    verdicts: Sequence[Verdict] = (),
-) -> PhaseSummary:
+def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
     """What the driver is told of a phase that began at ``started`` and ends now."""
     calls = judged.calls
     return PhaseSummary(
         phase=phase,
-        task_id=task_id,
-        rollout=rollout,
+        task_id=context.task_id,
+        rollout=context.rollout,
         error=judged.error,
         criteria=len(judged.value or ()),
-        passes=verdicts.count(Verdict.PASS),
-        fails=verdicts.count(Verdict.FAIL),
         calls=len(calls),
         requests=sum(call.requests for call in calls),
-        failed_calls=sum(call.error is not None for call in calls),
         input_tokens=sum(call.input_tokens for call in calls),
         cached_tokens=sum(call.cached_tokens for call in calls),
         output_tokens=sum(call.output_tokens for call in calls),

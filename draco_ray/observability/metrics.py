@@ -37,7 +37,7 @@ class RunMetrics:
 
     def phase(self, done: PhaseSummary) -> None:
         """Count a finished judge phase."""
-        phase = done.phase.value
+        phase = done.phase
         self._count(catalogue.JUDGE_PHASES, 1, phase=phase, outcome="failed" if done.error else "ok")
         self._count(catalogue.JUDGE_REQUESTS, done.requests, phase=phase)
         self._count(catalogue.JUDGE_DOLLARS, done.dollars, phase=phase)

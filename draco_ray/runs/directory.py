@@ -36,7 +36,7 @@ from draco_ray.config import origin
 from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.records import EpisodeEnd, Phase, Verdict
+from draco_ray.records import EpisodeEnd, Verdict
 from draco_ray.runs.schema import BEFORE, REQUIRED, TABLES
 
 STEP = re.compile(r"step(\d+)")
@@ -44,7 +44,6 @@ STEP = re.compile(r"step(\d+)")
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
     ("evaluations", "ended"): EpisodeEnd,
-    ("judge_calls", "phase"): Phase,
     ("verdicts", "verdict"): Verdict,
     ("citations", "verdict"): Verdict,
 }

@@ -166,7 +166,7 @@ def call_rows(step: int, calls: Iterable[JudgeCall]) -> list[Row]:
             "task_id": call.task_id,
             "rollout": call.rollout,
             "call_id": call.call_id,
-            "phase": call.phase.value,
+            "phase": call.phase,
             "model": call.model,
             "prompt": call.prompt,
             "reply": call.reply,

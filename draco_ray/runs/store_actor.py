@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import ray
 
 from draco_ray.errors import StoreError
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
-    Attribution,
     Criterion,
     Evaluation,
     GroupAdvantages,
     JudgeCall,
     Judged,
-    ScoredCriterion,
     Trajectory,
 )
 from draco_ray.rollout.worker import summarise
@@ -29,6 +27,16 @@ from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.rows import Row
 from draco_ray.runs.store import RunStore
 from draco_ray.summaries import RolloutSummary
+
+
+class RecordedPhase(Protocol):
+    """What the run directory asks of a judge phase (`draco_ray.judging.phases.base.Question`)."""
+
+    name: str
+
+    def rows(self, step: int, task_id: str, rollout: int | None, value: Any) -> tuple[str, list[Row]] | None:
+        """The table that takes the phase's value, and its rows; None: there is none."""
+        ...
 
 
 class RunStoreActor:
@@ -50,18 +58,14 @@ class RunStoreActor:
         self._write("trajectories", step, key, rows.trajectory_rows(step, trajectory))
         self._write("steps", step, key, rows.step_rows(step, trajectory))
 
-    def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
-        """Keep the calls of a finished judge phase, and its verdicts or citations."""
-        key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
+    def judged(self, step: int, task_id: str, rollout: int | None, phase: RecordedPhase, judged: Judged[Any]) -> None:
+        """Keep the calls of a finished judge phase, and its value where that has a table."""
+        key = f"{task_id}-{phase.name}" if rollout is None else f"{task_id}-{phase.name}-{rollout}"
         calls = rows.call_rows(step, map(self._as_paid, judged.calls))
         self._write("judge_calls", step, key, self._with_what_was_paid(step, key, calls))
-        value: Sequence[Any] = judged.value or ()
-        if value and isinstance(value[0], ScoredCriterion) and rollout is not None:
-            self._write("verdicts", step, key, rows.verdict_rows(step, task_id, rollout, value))
-        if value and isinstance(value[0], Attribution) and rollout is not None:
-            self._write("citations", step, key, rows.citation_rows(step, task_id, rollout, value))
-        if value and isinstance(value[0], Criterion) and phase != "union":
-            self._write("proposals", step, key, rows.proposal_rows(step, task_id, value))
+        if judged.value is not None and (made := phase.rows(step, task_id, rollout, judged.value)) is not None:
+            table, value_rows = made
+            self._write(table, step, key, value_rows)
 
     def group(
         self,

@@ -42,7 +42,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from draco_ray.errors import ConfigError, JudgeUnavailable
-from draco_ray.records import Phase
 from draco_ray.sandbox.rule_judge.answering import answer
 
 MODEL_NAME = "rule-judge"
@@ -203,7 +202,7 @@ class JudgeApp:
         finally:
             self._in_flight -= 1
 
-    async def _reply(self, number: int, asked: _Completion) -> tuple[Response, Phase | None]:
+    async def _reply(self, number: int, asked: _Completion) -> tuple[Response, str | None]:
         behaviour = self._behaviour
         clock = time.monotonic()
         # A second question is about the first reply's form; the first message still holds what is to be judged.
@@ -211,7 +210,7 @@ class JudgeApp:
         phase, text = await asyncio.to_thread(answer, prompt)
         spent = time.monotonic() - clock
         self._judging_seconds += spent
-        self._phases[phase.value if phase else "other"] += 1
+        self._phases[phase or "other"] += 1
         await asyncio.sleep(max(0.0, behaviour.latency - spent))
         draw = random.Random(f"{behaviour.seed}/{number}").random()
         finish = "stop"

@@ -28,8 +28,12 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.pipeline import Group
-from draco_ray.records import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +122,16 @@ def _judged(group: Group, played: Mapping[tuple[str, int], Task]) -> list[Task]:
     numbers = sorted(summary.rollout for summary in group.rollouts)
     rollouts = {number: played[group.name, number] for number in numbers}
 
-    def judge(phase: Phase, after: Mapping[int, Sequence[Task]]) -> list[Task]:
-        return [
-            Task(phase.value, phases[phase, number], after[number]) for number in numbers if (phase, number) in phases
-        ]
+    def judge(phase: str, after: Mapping[int, Sequence[Task]]) -> list[Task]:
+        return [Task(phase, phases[phase, number], after[number]) for number in numbers if (phase, number) in phases]
 
     done: list[Task] = list(rollouts.values())
-    if (Phase.STAGE1, None) in phases:
-        stage1 = Task(Phase.STAGE1.value, phases[Phase.STAGE1, None])
-        done = judge(Phase.STAGE2, {number: (rollout, stage1) for number, rollout in rollouts.items()})
-        done = [Task(Phase.UNION.value, phases[Phase.UNION, None], done)]
-    scores = judge(Phase.SCORE, dict.fromkeys(numbers, done))
-    credits = judge(Phase.CREDIT, dict.fromkeys(numbers, scores))
+    if (Stage1.name, None) in phases:
+        stage1 = Task(Stage1.name, phases[Stage1.name, None])
+        done = judge(Stage2.name, {number: (rollout, stage1) for number, rollout in rollouts.items()})
+        done = [Task(Union.name, phases[Union.name, None], done)]
+    scores = judge(Score.name, dict.fromkeys(numbers, done))
+    credits = judge(Credit.name, dict.fromkeys(numbers, scores))
     return credits or scores or done
 
 

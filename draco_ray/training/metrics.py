@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draco_ray.judging.phases import PHASES
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
-from draco_ray.records import Phase, Termination
+from draco_ray.records import Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
 
@@ -42,7 +43,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
     active = [spread for advantage in advantages for spread in advantage.active_spreads]
     inert = [spread for advantage in advantages for spread in advantage.inert_spreads]
     per_phase = {
-        phase.value: {
+        phase: {
             "phases": len(mine),
             "failed": sum(p.error is not None for p in mine),
             "requests": sum(p.requests for p in mine),
@@ -52,8 +53,8 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
             "dollars": sum(p.dollars for p in mine),
             "seconds": sum(p.ended_at - p.started_at for p in mine),
         }
-        for phase in Phase
-        if (mine := [p for p in phases if p.phase is phase])
+        for phase in PHASES
+        if (mine := [p for p in phases if p.phase == phase])
     }
     return {
         "step": step,
@@ -116,7 +117,7 @@ def step_spans(groups: Sequence[Group], rest: Mapping[str, Sequence[Interval]]) 
     timed: list[tuple[str, RolloutSummary | PhaseSummary]] = []
     for group in groups:
         timed += [("rollout", rollout) for rollout in group.rollouts]
-        timed += [(phase.phase.value, phase) for phase in group.phases]
+        timed += [(phase.phase, phase) for phase in group.phases]
     return [
         {
             "task_id": item.task_id,

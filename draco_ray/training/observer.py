@@ -65,7 +65,7 @@ class RunObserver:
             if phase.error is not None:
                 log.warning(
                     "judge phase %s failed: %s",
-                    *(phase.phase.value, phase.error),
+                    *(phase.phase, phase.error),
                     extra=where | {"rollout": phase.rollout},
                 )
         if group.reason is not None:

@@ -20,9 +20,10 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Asked, Ended, Grant
 from draco_ray.judging.limiter_actor import JudgeLimiterActor, requests_name
 from draco_ray.judging.outage import Verdict
+from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
-from draco_ray.records import Judged, Message, Phase, ScoredCriterion
+from draco_ray.records import Judged, Message, ScoredCriterion
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -62,7 +63,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def ask(number: int, text: str = "question") -> Request:
-    return Request(messages=(Message(role="user", content=f"{text} {number}"),), phase=Phase.SCORE)
+    return Request(messages=(Message(role="user", content=f"{text} {number}"),), phase="score")
 
 
 def settings(base: str, limits: JudgeLimits | None = None, **changes: Any) -> JudgeConfig:
@@ -111,7 +112,7 @@ async def test_the_budget_ends_the_calls_before_it_is_exceeded_and_counts_on_aft
 
 async def test_what_the_archive_says_was_paid_counts_against_the_budget(run: RunDirectory) -> None:
     # Two cents each.
-    calls = [a_call(Phase.SCORE, 1, TASKS[0], rollout) for rollout in (0, 1)]
+    calls = [a_call("score", 1, TASKS[0], rollout) for rollout in (0, 1)]
     RunStore(run).write("judge_calls", 1, "calls", rows.call_rows(1, calls))
     with ScriptedJudgeServer(Reply("fine", output_tokens=1)) as server:
         with pytest.raises(BudgetSpent, match=r"\$0\.0400 of"):
@@ -377,7 +378,7 @@ async def phase_of(completion: Completion) -> Judged[tuple[ScoredCriterion, ...]
 
     judge = Judge(Answered(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
     where = CallContext(group=f"step1/{TASKS[0]}", task_id=TASKS[0], rollout=0)
-    return await judge.score(a_trajectory(1, TASKS[0], 0), rubric(TASKS[0]), where)
+    return await judge.ask(Score(a_trajectory(1, TASKS[0], 0), rubric(TASKS[0])), where)
 
 
 async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDirectory) -> None:
@@ -411,15 +412,15 @@ async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDi
         # The archive books each once, and what is replayed again costs nothing.
         store = RunStoreActor(run.path)
         for rollout, completion in enumerate(completions):
-            store.judged(1, TASKS[0], rollout, "score", await phase_of(completion))
+            store.judged(1, TASKS[0], rollout, Score, await phase_of(completion))
         assert archived(run) == [(0.4, 1)] * 3
         again = RunStoreActor(run.path)
         for rollout in range(3):
-            again.judged(2, TASKS[0], rollout, "score", await phase_of(await judge(ask(rollout))))
+            again.judged(2, TASKS[0], rollout, Score, await phase_of(await judge(ask(rollout))))
         assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
         # Done again, a step keeps its records.
         for rollout in range(3):
-            again.judged(1, TASKS[0], rollout, "score", await phase_of(await judge(ask(rollout))))
+            again.judged(1, TASKS[0], rollout, Score, await phase_of(await judge(ask(rollout))))
         assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
     _, resumed = client(server.base, JudgeLimits(dollars=3.0), run)
     assert resumed._limiter.spent == pytest.approx(1.2)
@@ -452,7 +453,7 @@ async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: 
         assert replayed.requests == 0
         # Paid for by the first run: not on the second one's bill.
         store = RunStoreActor(other.path, requests_name(config, other.path))
-        store.judged(1, TASKS[0], 0, "score", await phase_of(replayed))
+        store.judged(1, TASKS[0], 0, Score, await phase_of(replayed))
         assert archived(other) == [(0.0, 0)]
         assert of(run)[1]._limiter.spent == pytest.approx(0.4)
 

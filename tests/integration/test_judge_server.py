@@ -22,6 +22,11 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.records import Verdict
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer, serve
 
@@ -65,21 +70,21 @@ async def test_five_phases_through_the_real_client_without_a_second_question(pro
     with JudgeServer() as server:
         judge = build_judge(config(server, prompts=Path(prompts)))
         await judge.check()
-        stage1 = await judge.stage1(PROMPT, WHERE)
+        stage1 = await judge.ask(Stage1(PROMPT), WHERE)
         assert stage1.value
-        stage2 = [await judge.stage2(trajectory, stage1.value, WHERE) for trajectory in (poor, good)]
+        stage2 = [await judge.ask(Stage2(trajectory, stage1.value), WHERE) for trajectory in (poor, good)]
         assert [judged.value for judged in stage2] == [(), ()]
-        union = await judge.union(PROMPT, [*stage1.value, RUBRIC[0]], [poor, good], WHERE)
+        union = await judge.ask(Union(PROMPT, [*stage1.value, RUBRIC[0]], [poor, good]), WHERE)
         assert union.value is not None
         # One criterion a meaning: the two about pages are one now.
         titles = [criterion.title for criterion in union.value]
         assert titles == ["Reaches the requested result", "Reads every page of the list"]
-        scores = [await judge.score(trajectory, union.value, WHERE) for trajectory in (poor, good)]
+        scores = [await judge.ask(Score(trajectory, union.value), WHERE) for trajectory in (poor, good)]
         assert scores[0].value is not None
         assert scores[1].value is not None
         assert {score.verdict for score in scores[0].value} == {Verdict.FAIL}
         assert {score.verdict for score in scores[1].value} == {Verdict.PASS}
-        credit = await judge.credit(poor, union.value, scores[0].value, WHERE)
+        credit = await judge.ask(Credit(poor, union.value, scores[0].value), WHERE)
         assert credit.value is not None
         assert {attribution.steps for attribution in credit.value} == {(1,)}
         every = [stage1, *stage2, union, *scores, credit]
@@ -92,9 +97,9 @@ async def test_five_phases_through_the_real_client_without_a_second_question(pro
 async def test_other_peoples_criteria_are_judged_by_their_meaning() -> None:
     with JudgeServer() as server:
         judge = build_judge(config(server))
-        scores = await judge.score(example_trajectory(0), RUBRIC, WHERE)
+        scores = await judge.ask(Score(example_trajectory(0), RUBRIC), WHERE)
         assert scores.value is not None
-        credit = await judge.credit(example_trajectory(0), RUBRIC, scores.value, WHERE)
+        credit = await judge.ask(Credit(example_trajectory(0), RUBRIC, scores.value), WHERE)
     assert [score.verdict for score in scores.value] == [Verdict.FAIL, Verdict.PASS]
     assert credit.value is not None
     assert [attribution.steps for attribution in credit.value] == [(1,), (2,)]
@@ -106,13 +111,13 @@ async def test_a_server_that_replaces_a_killed_one_knows_what_was_answered(tmp_p
             judge = build_judge(config(server))
             # Asking whether it is there is no question about a rollout.
             await judge.check()
-            await judge.score(example_trajectory(), RUBRIC, WHERE)
+            await judge.ask(Score(example_trajectory(), RUBRIC), WHERE)
         assert stats(server)["repeated"] == 1
         os.kill(server.pid, signal.SIGKILL)
         port = int(server.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
         with JudgeServer(answered=tmp_path / "answered", port=port) as replacement:
             assert replacement.base_url == server.base_url
-            await judge.score(example_trajectory(), RUBRIC, WHERE)
+            await judge.ask(Score(example_trajectory(), RUBRIC), WHERE)
             assert stats(replacement)["repeated"] == 2
 
 
@@ -120,7 +125,7 @@ async def test_a_reply_whose_reader_died_while_the_server_was_held_counts_as_non
     with JudgeServer(latency=2) as server:
         judge = build_judge(config(server))
         process = psutil.Process(server.pid)
-        asking = asyncio.create_task(judge.score(example_trajectory(), RUBRIC, WHERE))
+        asking = asyncio.create_task(judge.ask(Score(example_trajectory(), RUBRIC), WHERE))
         await asyncio.to_thread(wait_for_request, server)
         process.suspend()
         asking.cancel()
@@ -128,14 +133,14 @@ async def test_a_reply_whose_reader_died_while_the_server_was_held_counts_as_non
         # The reply is due when the server runs again.
         await asyncio.sleep(2.1)
         process.resume()
-        await judge.score(example_trajectory(), RUBRIC, WHERE)
+        await judge.ask(Score(example_trajectory(), RUBRIC), WHERE)
         assert stats(server)["repeated"] == 0
 
 
 async def test_replies_wait_side_by_side() -> None:
     with JudgeServer(latency=0.5) as server:
         judge = build_judge(config(server))
-        judged = await asyncio.gather(*(judge.stage1(PROMPT, WHERE) for _ in range(12)))
+        judged = await asyncio.gather(*(judge.ask(Stage1(PROMPT), WHERE) for _ in range(12)))
         assert all(one.ok for one in judged)
         assert stats(server)["most_in_flight"] == 12
 
@@ -143,7 +148,7 @@ async def test_replies_wait_side_by_side() -> None:
 async def test_rate_limit_is_waited_for() -> None:
     with JudgeServer(rate_limit=10) as server:
         judge = build_judge(config(server, max_attempts=10))
-        judged = await asyncio.gather(*(judge.stage1(PROMPT, WHERE) for _ in range(16)))
+        judged = await asyncio.gather(*(judge.ask(Stage1(PROMPT), WHERE) for _ in range(16)))
         counted = stats(server)
     assert all(one.ok for one in judged)
     assert counted["outcomes"]["good"] == 16
@@ -165,7 +170,7 @@ def test_rate_limit_says_how_long_to_wait() -> None:
 )
 async def test_unusable_replies_fail_the_call_after_a_second_question(behaviour: dict[str, float], words: str) -> None:
     with JudgeServer(**behaviour) as server:
-        judged = await build_judge(config(server)).score(example_trajectory(), RUBRIC, WHERE)
+        judged = await build_judge(config(server)).ask(Score(example_trajectory(), RUBRIC), WHERE)
     assert judged.value is None
     assert len(judged.calls) == 2
     assert words in (judged.error or "")
@@ -174,7 +179,7 @@ async def test_unusable_replies_fail_the_call_after_a_second_question(behaviour:
 async def test_a_second_question_mends_a_malformed_reply() -> None:
     with JudgeServer(malformed=0.5, seed=1) as server:
         judge = build_judge(config(server))
-        judged = [await judge.score(example_trajectory(), RUBRIC, WHERE) for _ in range(8)]
+        judged = [await judge.ask(Score(example_trajectory(), RUBRIC), WHERE) for _ in range(8)]
         outcomes = stats(server)["outcomes"]
     mended = [one for one in judged if one.ok and len(one.calls) == 2]
     assert mended
@@ -183,7 +188,7 @@ async def test_a_second_question_mends_a_malformed_reply() -> None:
 
 async def test_server_errors_are_asked_again_and_then_fail_the_call_only() -> None:
     with JudgeServer(error=1.0) as server:
-        judged = await build_judge(config(server)).stage1(PROMPT, WHERE)
+        judged = await build_judge(config(server)).ask(Stage1(PROMPT), WHERE)
         assert stats(server)["outcomes"] == {"500": 4}
     assert judged.value is None
     assert "500" in (judged.error or "") or "asked for" in (judged.error or "")

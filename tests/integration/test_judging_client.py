@@ -13,6 +13,7 @@ from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
@@ -322,8 +323,8 @@ async def test_a_phase_over_http_is_asked_again_and_replayed_for_nothing(tmp_pat
     where = CallContext(group="step1/t_1", task_id="t_1")
     with ScriptedJudgeServer(Reply("I would rather not."), Reply(CRITERION)) as server:
         settings = config(server.base, cache=tmp_path)
-        paid = await build_judge(settings).stage1(PROMPT, where)
-        replayed = await build_judge(settings).stage1(PROMPT, where)
+        paid = await build_judge(settings).ask(Stage1(PROMPT), where)
+        replayed = await build_judge(settings).ask(Stage1(PROMPT), where)
         assert len(server.requests) == 2
     assert paid.value is not None
     assert replayed.value == paid.value
@@ -337,7 +338,7 @@ async def test_stage1_is_kept_across_epochs_or_asked_once_a_step(tmp_path: Path,
     with ScriptedJudgeServer(Reply(CRITERION)) as server:
         settings = config(server.base, cache=tmp_path, stage1_across_epochs=kept)
         for group in ("step1/t_1", "step6/t_1", "step6/t_1"):
-            judged = await build_judge(settings).stage1(PROMPT, CallContext(group=group, task_id="t_1"))
+            judged = await build_judge(settings).ask(Stage1(PROMPT), CallContext(group=group, task_id="t_1"))
             assert judged.ok
     assert len(server.requests) == asked
 
@@ -346,8 +347,8 @@ async def test_a_failed_phase_is_forgotten_so_that_the_next_try_asks_anew(tmp_pa
     where = CallContext(group="step1/t_1", task_id="t_1")
     with ScriptedJudgeServer(Reply("no"), Reply("still no"), Reply(CRITERION)) as server:
         settings = config(server.base, cache=tmp_path)
-        assert (await build_judge(settings).stage1(PROMPT, where)).value is None
-        assert (await build_judge(settings).stage1(PROMPT, where)).value is not None
+        assert (await build_judge(settings).ask(Stage1(PROMPT), where)).value is None
+        assert (await build_judge(settings).ask(Stage1(PROMPT), where)).value is not None
     assert len(server.requests) == 3
 
 
@@ -371,7 +372,7 @@ WHERE = CallContext(group="step1/t_1", task_id="t_1")
 @pytest.mark.parametrize("reply", [CRITERION, WRAPPED], ids=["ignored", "followed"])
 async def test_a_local_server_is_asked_for_a_schema_and_may_ignore_it(reply: str) -> None:
     with ScriptedJudgeServer(Reply(reply)) as server:
-        judged = await build_judge(config(server.base)).stage1(PROMPT, WHERE)
+        judged = await build_judge(config(server.base)).ask(Stage1(PROMPT), WHERE)
     assert judged.ok
     (body,) = server.requests
     assert body["response_format"]["type"] == "json_schema"
@@ -385,11 +386,11 @@ async def test_a_server_that_refuses_a_schema_is_asked_without_from_then_on(stat
     refusal = Reply("response_format: extra inputs are not permitted", status)
     with ScriptedJudgeServer(refusal, Reply(CRITERION)) as server:
         judge = build_judge(config(server.base, cache=tmp_path))
-        assert (await judge.stage1(PROMPT, WHERE)).ok
-        assert (await judge.stage1((*PROMPT, Message(role="user", content="again")), WHERE)).ok
+        assert (await judge.ask(Stage1(PROMPT), WHERE)).ok
+        assert (await judge.ask(Stage1((*PROMPT, Message(role="user", content="again"))), WHERE)).ok
         assert ["response_format" in body for body in server.requests] == [True, False, False]
         # What was answered without a schema is found by whoever would ask with one.
-        assert (await build_judge(config(server.base, cache=tmp_path)).stage1(PROMPT, WHERE)).ok
+        assert (await build_judge(config(server.base, cache=tmp_path)).ask(Stage1(PROMPT), WHERE)).ok
         assert len(server.requests) == 3
 
 
@@ -397,17 +398,17 @@ async def test_a_prompt_that_is_refused_either_way_does_not_speak_against_schema
     refusal = Reply("this prompt is no good", 400)
     with ScriptedJudgeServer(refusal, refusal, Reply(CRITERION)) as server:
         judge = build_judge(config(server.base))
-        judged = await judge.stage1(PROMPT, WHERE)
+        judged = await judge.ask(Stage1(PROMPT), WHERE)
         assert judged.error is not None
         assert "this prompt is no good" in judged.error
-        assert (await judge.stage1(PROMPT, WHERE)).ok
+        assert (await judge.ask(Stage1(PROMPT), WHERE)).ok
     assert ["response_format" in body for body in server.requests] == [True, False, True]
 
 
 async def test_schemas_can_be_turned_off_and_a_second_question_goes_without() -> None:
     with ScriptedJudgeServer(Reply("{}"), Reply(CRITERION)) as server:
-        assert (await build_judge(config(server.base)).stage1(PROMPT, WHERE)).ok
-        assert (await build_judge(config(server.base, structured_output=False)).stage1(PROMPT, WHERE)).ok
+        assert (await build_judge(config(server.base)).ask(Stage1(PROMPT), WHERE)).ok
+        assert (await build_judge(config(server.base, structured_output=False)).ask(Stage1(PROMPT), WHERE)).ok
     assert ["response_format" in body for body in server.requests] == [True, False, False]
 
 
@@ -426,7 +427,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments
 )
 async def test_an_answer_that_is_none_is_named_as_what_it_is(reply: Reply, reason: str, message: str) -> None:
     with ScriptedJudgeServer(reply) as server:
-        judged = await build_judge(config(server.base)).stage1(PROMPT, WHERE)
+        judged = await build_judge(config(server.base)).ask(Stage1(PROMPT), WHERE)
     assert judged.error is not None
     assert message in judged.error
     assert judged.calls[0].finish_reason == reason

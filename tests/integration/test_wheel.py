@@ -17,8 +17,8 @@ import pytest
 
 import draco_ray
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.judging.example import render_phase
-from draco_ray.records import Phase
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.prompts import render_phase
 from draco_ray.runs.directory import RunDirectory
 from tests.conftest import REPOSITORY
 
@@ -109,8 +109,8 @@ def test_it_is_the_wheel_that_is_imported(installed: Path, elsewhere: Path) -> N
 
 def test_its_presets_and_prompts_are_found_from_any_folder(installed: Path, elsewhere: Path) -> None:
     assert "setting: draco" in run(installed / "draco", "config", "qwen3.6-27b", cwd=elsewhere).stdout
-    for phase in Phase:
-        shown = run(installed / "draco", "prompts", "render", phase.value, cwd=elsewhere).stdout
+    for phase in PHASES:
+        shown = run(installed / "draco", "prompts", "render", phase, cwd=elsewhere).stdout
         assert shown == render_phase(phase, REPOSITORY / "prompts" / "judge") + "\n"
 
 

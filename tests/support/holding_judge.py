@@ -13,7 +13,6 @@ from typing import Any
 import uvicorn
 from starlette.responses import Response
 
-from draco_ray.records import Phase
 from draco_ray.sandbox.judge_server import Behaviour, JudgeApp
 from draco_ray.sandbox.rule_judge.answering import answer
 
@@ -50,7 +49,7 @@ class HoldingJudge(JudgeApp):
 
     async def _reply(self, number: int, asked: Any) -> Response:
         phase, _ = await asyncio.to_thread(answer, asked.messages[0].text)
-        if phase is Phase.SCORE:
+        if phase == "score":
             limit = self.answers_before_holding
             if limit is not None and self._scored >= limit:
                 self.held += 1

@@ -15,8 +15,9 @@ from pathlib import Path
 from draco_ray.errors import ReplyError
 from draco_ray.judging import escaping, render
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import credit_prompt, score_prompt
-from draco_ray.judging.parsing import after_thinking, parse_attributions, parse_criteria, parse_scores
+from draco_ray.judging.parsing import after_thinking, parse_criteria
+from draco_ray.judging.phases.credit import Credit, parse_attributions
+from draco_ray.judging.phases.score import Score, parse_scores
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Criterion
 from draco_ray.rollout.code_block import cut_output, extract_code
@@ -115,14 +116,14 @@ def with_turn(text: str, *, output: str = "", code: str = "x = 1") -> str:
     """The scoring prompt of a run with that turn."""
     trajectory = example_trajectory()
     turn = replace(trajectory.turns[0], text=text, action=code, observation=output)
-    return score_prompt(PROMPTS, replace(trajectory, turns=(turn, *trajectory.turns[1:])), CATALOGUE)
+    return Score(replace(trajectory, turns=(turn, *trajectory.turns[1:])), CATALOGUE).prompt(PROMPTS)
 
 
 def credit_of(output: str) -> str:
     """The credit prompt of a run with that output."""
     trajectory = example_trajectory()
     turn = replace(trajectory.turns[0], observation=output)
-    return credit_prompt(PROMPTS, replace(trajectory, turns=(turn,)), CATALOGUE, [SCORES[0]] * len(CATALOGUE))
+    return Credit(replace(trajectory, turns=(turn,)), CATALOGUE, [SCORES[0]] * len(CATALOGUE)).prompt(PROMPTS)
 
 
 def criterion(text: str) -> str:

@@ -22,8 +22,12 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import pool as judge_pool
+from draco_ray.judging.example import RUBRIC
+from draco_ray.judging.judge import CallContext
+from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.judging.worker import Policy, judge_starter
+from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.training.cluster import connect
@@ -68,7 +72,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
                 return
 
     asking = [asyncio.create_task(keep_asking()) for _ in range(ASKERS)]
-    merging = asyncio.create_task(pool.merge("merge", "Merge nothing."))
+    merging = asyncio.create_task(merge(pool))
     places = pool._workers.places
     await until(lambda: pool.up == MOST and all(place.calls for place in places))
     most, nodes, busy = pool.up, judge_nodes(), [place for place in places if place.calls]
@@ -82,7 +86,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
         "errors": [summary.error for summary in summaries if summary.error],
         "calls": len(summaries),
         "requests": sum(summary.requests for summary in summaries),
-        "merged": (await merging).summary.phase.value,
+        "merged": (await merging).summary.phase,
     }
 
 
@@ -121,10 +125,19 @@ def _process_id(actor: Any) -> int:
     return os.getpid()
 
 
+async def merge(pool: JudgePool) -> Judgement:
+    """A union whose prompt is our own."""
+    context = CallContext(group="merge", task_id="merge")
+    return await pool.ask(
+        Reduction, context, messages=(), candidates=list(RUBRIC), trajectories=(), text="Merge nothing."
+    )
+
+
 async def ask(pool: JudgePool, number: int) -> Judgement:
     """A rubric for a task that nobody else asks about."""
     text = f"Task {number}: like every song of my playlist number {number}."
-    return await pool.stage1(f"step1/t{number}", f"t{number}", (Message(role="user", content=text),))
+    context = CallContext(group=f"step1/t{number}", task_id=f"t{number}")
+    return await pool.ask(Stage1, context, messages=(Message(role="user", content=text),))
 
 
 def main(folder: Path) -> None:

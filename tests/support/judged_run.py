@@ -8,6 +8,10 @@ from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import RULES, RuleComplete
 from draco_ray.records import Judged
@@ -36,12 +40,12 @@ async def judged_run(path: Path) -> RunDirectory:
             trajectory_of(scripted_run(FAMILY, *each), instruction(FAMILY), rollout)
             for rollout, each in enumerate(faults)
         ]
-        stage1 = await judge.stage1(played[0].prompt, context)
+        stage1 = await judge.ask(Stage1(played[0].prompt), context)
         stage2 = [
-            await judge.stage2(each, stage1.value or (), replace(context, rollout=each.rollout)) for each in played
+            await judge.ask(Stage2(each, stage1.value or ()), replace(context, rollout=each.rollout)) for each in played
         ]
         candidates = [each for judged in (stage1, *stage2) for each in judged.value or ()]
-        union = await judge.union(played[0].prompt, candidates, played, context)
+        union = await judge.ask(Union(played[0].prompt, candidates, played), context)
         for rollout, each in enumerate(played):
             store.write("trajectories", step, f"{TASK}-{rollout}", rows.trajectory_rows(step, each))
             store.write("steps", step, f"{TASK}-{rollout}", rows.step_rows(step, each))
@@ -49,7 +53,7 @@ async def judged_run(path: Path) -> RunDirectory:
         rubric = union.value or ()
         store.write("criteria", step, TASK, rows.criterion_rows(step, TASK, rubric, None))
         for each in played:
-            scores = (await judge.score(each, rubric, context)).value or ()
+            scores = (await judge.ask(Score(each, rubric), context)).value or ()
             store.write("verdicts", step, f"{TASK}-{each.rollout}", rows.verdict_rows(step, TASK, each.rollout, scores))
         phases: list[Judged[Any]] = [stage1, *stage2, union]
         calls = [call for judged in phases for call in judged.calls]

@@ -15,7 +15,6 @@ from draco_ray.records import (
     GroupAdvantages,
     JudgeCall,
     Message,
-    Phase,
     RolloutAdvantage,
     ScoredCriterion,
     Trajectory,
@@ -70,10 +69,10 @@ def a_trajectory(step: int, task: str, rollout: int) -> Trajectory:
     )
 
 
-def a_call(phase: Phase, step: int, task: str, rollout: int | None) -> JudgeCall:
+def a_call(phase: str, step: int, task: str, rollout: int | None) -> JudgeCall:
     """A call of 100 tokens in, 10 out, two cents."""
     return JudgeCall(
-        call_id=f"{phase.value}-{step}-{task}-{rollout}",
+        call_id=f"{phase}-{step}-{task}-{rollout}",
         phase=phase,
         group=f"step{step}/{task}",
         task_id=task,
@@ -139,7 +138,7 @@ def write_group(store: RunStore, step: int, task: str) -> None:
     store.write("advantages", step, task, rows.advantage_rows(step, task, share, {0: [2, 4], 1: [2, 4]}))
     group = {"state": "credited", "rollouts": 2, "lost": 0, "unscored": 0, "credit_failures": 0, "reason": None}
     store.write("groups", step, task, [{"training_step": step, "task_id": task, **group}])
-    calls = [a_call(Phase.STAGE1, step, task, None), a_call(Phase.UNION, step, task, None)]
+    calls = [a_call("stage1", step, task, None), a_call("union", step, task, None)]
     spans = []
     for rollout in range(2):
         trajectory = a_trajectory(step, task, rollout)
@@ -161,7 +160,7 @@ def write_group(store: RunStore, step: int, task: str) -> None:
         store.write("steps", step, key, rows.step_rows(step, trajectory))
         store.write("verdicts", step, key, rows.verdict_rows(step, task, rollout, verdicts))
         store.write("citations", step, key, rows.citation_rows(step, task, rollout, cited))
-        calls += [a_call(phase, step, task, rollout) for phase in (Phase.SCORE, Phase.CREDIT)]
+        calls += [a_call(phase, step, task, rollout) for phase in ("score", "credit")]
         begin = 100.0 * step
         spans += [(rollout, "rollout", begin, begin + 10), (rollout, "score", begin + 8, begin + 12)]
     store.write("judge_calls", step, task, rows.call_rows(step, calls))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary
 
 
@@ -29,7 +29,7 @@ def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeE
     )
 
 
-def a_phase(phase: Phase, start: float, end: float, **changes: Any) -> PhaseSummary:
+def a_phase(phase: str, start: float, end: float, **changes: Any) -> PhaseSummary:
     """A judge phase of one call of a quarter of a dollar."""
     values: dict[str, Any] = {
         "phase": phase,
@@ -37,11 +37,8 @@ def a_phase(phase: Phase, start: float, end: float, **changes: Any) -> PhaseSumm
         "rollout": None,
         "error": None,
         "criteria": 3,
-        "passes": 0,
-        "fails": 0,
         "calls": 1,
         "requests": 1,
-        "failed_calls": 0,
         "input_tokens": 100,
         "cached_tokens": 10,
         "output_tokens": 5,

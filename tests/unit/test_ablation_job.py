@@ -12,7 +12,7 @@ import yaml
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall, Phase
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -46,7 +46,7 @@ def evaluations(solved: int) -> list[Evaluation]:
 def call(tokens_in: int, tokens_out: int, requests: int = 1) -> JudgeCall:
     return JudgeCall(
         call_id="c",
-        phase=Phase.SCORE,
+        phase="score",
         group="step1/a_1",
         task_id="a_1",
         rollout=0,

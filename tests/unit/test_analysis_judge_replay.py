@@ -12,11 +12,12 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.judge import credit_prompt, score_prompt
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import RuleComplete, judge_config
 from draco_ray.lab.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay
-from draco_ray.records import Attribution, Criterion, JudgeCall, Phase, ScoredCriterion, Verdict
+from draco_ray.records import Attribution, Criterion, JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -35,7 +36,7 @@ RUBRIC = [
 RECORDED = ((Verdict.PASS, Verdict.PASS), (Verdict.FAIL, Verdict.FAIL))
 
 
-def call(phase: Phase, rollout: int, prompt: str) -> JudgeCall:
+def call(phase: str, rollout: int, prompt: str) -> JudgeCall:
     return JudgeCall(
         call_id=f"{phase}-{rollout}-{len(prompt)}",
         phase=phase,
@@ -70,11 +71,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         store.write("trajectories", 1, key, rows.trajectory_rows(1, trajectory))
         store.write("verdicts", 1, key, rows.verdict_rows(1, "task_1", rollout, scores))
         store.write("citations", 1, key, rows.citation_rows(1, "task_1", rollout, cited))
-        score = score_prompt(prompts, trajectory, RUBRIC)
+        score = Score(trajectory, RUBRIC).prompt(prompts)
         calls = [
-            call(Phase.SCORE, rollout, score + "\n\n[REPLY]\nno\n\n[ASKED AGAIN]\nagain"),
-            call(Phase.SCORE, rollout, score),
-            call(Phase.CREDIT, rollout, credit_prompt(prompts, trajectory, RUBRIC[:1], scores[:1])),
+            call("score", rollout, score + "\n\n[REPLY]\nno\n\n[ASKED AGAIN]\nagain"),
+            call("score", rollout, score),
+            call("credit", rollout, Credit(trajectory, RUBRIC[:1], scores[:1]).prompt(prompts)),
         ]
         store.write("judge_calls", 1, key, rows.call_rows(1, calls))
     store.finish_step(1, {"step": 1})
@@ -118,7 +119,7 @@ def scores(*verdicts: int) -> str:
 
 async def test_the_first_prompt_is_sent_verbatim_and_once(run: RunDirectory) -> None:
     judge = Scripted(scores(1, 1))
-    calls = archived_calls(run, None, [Phase.SCORE])
+    calls = archived_calls(run, None, ["score"])
     table = await replay(run, judge, calls, "other")
     archive = run.table("judge_calls").to_pylist()
     assert sorted(judge.prompts) == sorted(

@@ -16,7 +16,6 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig, DracoConfig
 from draco_ray.engine.model_shape import model_shape
 from draco_ray.errors import ConfigError
-from draco_ray.judging.judge import union_prompt
 from draco_ray.judging.judge_context import (
     api_warning,
     context_problem,
@@ -24,6 +23,7 @@ from draco_ray.judging.judge_context import (
     judge_context,
     model_positions,
 )
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.planning.memory import GIB, engine_memory
@@ -80,7 +80,7 @@ def test_the_union_of_six_full_rollouts_fits_into_what_is_reserved(prompts: str)
     static = load_static_rubric(config.algorithm.static_rubric)
     candidates = [static[index % len(static)] for index in range(15 + 6 * 10)]
     rollouts = [full_length(rollout, config.agent) for rollout in range(config.algorithm.group_size)]
-    needed = tokens(union_prompt(load_prompts(config.judge.prompts), prompt, candidates, rollouts))
+    needed = tokens(Union(prompt, candidates, rollouts).prompt(load_prompts(config.judge.prompts)))
     room = context_tokens(config) - judge_context(config).reply
     assert 0.75 * room < needed < room
 

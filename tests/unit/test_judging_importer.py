@@ -9,8 +9,10 @@ import pytest
 
 from draco_ray.errors import ConfigError
 from draco_ray.judging.importer import extract_listings, import_prompts
-from draco_ray.judging.prompts import AVAILABLE, FILES, load_prompts
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.prompts import load_prompts
 
+FILES = [phase.template for phase in PHASES.values()]
 PAPER = Path(os.environ.get("DRACO_PAPER_TEX", Path(__file__).parents[3] / "shared" / "paper" / "draco.tex"))
 
 
@@ -34,8 +36,9 @@ def source(bodies: dict[str, str]) -> str:
 @pytest.fixture
 def bodies() -> dict[str, str]:
     judge = {}
-    for phase, name in FILES.items():
-        words = "".join(f"{{{{ {word} }}}} " for word in sorted(AVAILABLE[phase]))
+    for phase in PHASES.values():
+        name = phase.template
+        words = "".join(f"{{{{ {word} }}}} " for word in sorted(phase.placeholders))
         judge[name] = f"Study $this$ \\carefully {{}}:\n{words}\n\n[1]\n"
     agent = "Example {'a': 1}\n\nI am {supervisor_first_name}.\nDo: {task_description}\nthink so\ncode so\n"
     return judge | {"prompts.py": agent}
@@ -46,8 +49,8 @@ def test_listings_keep_every_byte(tmp_path: Path, bodies: dict[str, str]) -> Non
     tex.write_text(source(bodies))
     out = tmp_path / "out" / "deep"
     written = import_prompts(tex, out)
-    assert {path.name for path in written} == {*FILES.values(), "agent_think.txt", "agent_no_think.txt"}
-    for name in FILES.values():
+    assert {path.name for path in written} == {*FILES, "agent_think.txt", "agent_no_think.txt"}
+    for name in FILES:
         assert (out / name).read_text() == bodies[name]
     load_prompts(out)
     shared = "Example {'a': 1}\n\n--- user ---\nI am {supervisor_first_name}.\nDo: {task_description}\n"
@@ -101,7 +104,7 @@ def test_the_papers_own_source(tmp_path: Path) -> None:
     for name, body in extract_listings(text).items():
         # All that stands between the options and the end.
         assert f"]\n{body}\\end{{lstlisting}}" in text
-        if name in FILES.values():
+        if name in FILES:
             assert (tmp_path / name).read_text(encoding="utf-8") == body
     load_prompts(tmp_path)
     think, plain = ((tmp_path / f"agent_{name}.txt").read_text().splitlines() for name in ("think", "no_think"))

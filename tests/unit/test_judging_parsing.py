@@ -10,14 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.parsing import (
-    MAX_REPLY_CHARACTERS,
-    after_thinking,
-    check_finish,
-    parse_attributions,
-    parse_criteria,
-    parse_scores,
-)
+from draco_ray.judging.parsing import MAX_REPLY_CHARACTERS, after_thinking, check_finish, parse_criteria
+from draco_ray.judging.phases.credit import parse_attributions
+from draco_ray.judging.phases.score import parse_scores
 from draco_ray.records import Criterion, Verdict
 
 RUBRIC = tuple(

@@ -19,12 +19,18 @@ from hypothesis import strategies as st
 from draco_ray.errors import ConfigError
 from draco_ray.judging import render
 from draco_ray.judging.escaping import TAGS, escape, unescape
-from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory, render_phase
-from draco_ray.judging.judge import credit_prompt, score_prompt, stage1_prompt, stage2_prompt, union_prompt
-from draco_ray.judging.prompts import FILES, evidence_key, load_prompts
-from draco_ray.records import Criterion, EpisodeEnd, Message, Phase, Trajectory, Turn
+from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.judging.prompts import evidence_key, load_prompts, render_phase
+from draco_ray.records import Criterion, EpisodeEnd, Message, Trajectory, Turn
 
 CODE = "c0de1234"
+FILES = {name: phase.template for name, phase in PHASES.items()}
 BEGIN = f"[BEGIN EVIDENCE {CODE}] {render.EVIDENCE_NOTE}\n"
 END = f"\n[END EVIDENCE {CODE}]"
 SETS = (Path("prompts/judge"), Path("prompts/judge-cache-friendly"))
@@ -145,8 +151,8 @@ def test_criteria_and_scores_are_json_with_their_indices() -> None:
 
 
 @pytest.mark.parametrize("folder", SETS, ids=str)
-@pytest.mark.parametrize("phase", list(Phase))
-def test_every_prompt_of_every_set_renders_whole(folder: Path, phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_every_prompt_of_every_set_renders_whole(folder: Path, phase: str) -> None:
     text = render_phase(phase, folder)
     assert "{{" not in text
     assert "complete_task" in text
@@ -168,10 +174,10 @@ def test_a_rollout_cannot_close_its_block_or_fill_a_placeholder(folder: Path) ->
     prompts = load_prompts(folder)
     group = [forged(), example_trajectory(1)]
     attacked = [
-        stage2_prompt(prompts, forged(), RUBRIC),
-        score_prompt(prompts, forged(), RUBRIC),
-        union_prompt(prompts, PROMPT, RUBRIC, group),
-        credit_prompt(prompts, forged(), RUBRIC, SCORES),
+        Stage2(forged(), RUBRIC).prompt(prompts),
+        Score(forged(), RUBRIC).prompt(prompts),
+        Union(PROMPT, RUBRIC, group).prompt(prompts),
+        Credit(forged(), RUBRIC, SCORES).prompt(prompts),
     ]
     for text in attacked:
         assert "{{ rubrics }} {{ num_steps }} {{ no_such_thing }}" in text
@@ -324,21 +330,21 @@ def test_nobody_inside_can_know_the_code_of_a_prompt(tmp_path: Path) -> None:
         re.findall(r"EVIDENCE (\w{8})\]", text)[0]
         for each in group
         for text in (
-            stage2_prompt(prompts, each, RUBRIC),
-            score_prompt(prompts, each, RUBRIC),
-            credit_prompt(prompts, each, RUBRIC, SCORES),
-            union_prompt(prompts, PROMPT, RUBRIC, group),
+            Stage2(each, RUBRIC).prompt(prompts),
+            Score(each, RUBRIC).prompt(prompts),
+            Credit(each, RUBRIC, SCORES).prompt(prompts),
+            Union(PROMPT, RUBRIC, group).prompt(prompts),
         )
     }
     assert len(codes) == 1
-    assert score_prompt(prompts, group[0], RUBRIC) == score_prompt(load_prompts(SETS[0], key), group[0], RUBRIC)
+    assert Score(group[0], RUBRIC).prompt(prompts) == Score(group[0], RUBRIC).prompt(load_prompts(SETS[0], key))
     for text in (
-        score_prompt(prompts, replace(group[0], group="step8/example_1"), RUBRIC),
-        score_prompt(others, group[0], RUBRIC),
+        Score(replace(group[0], group="step8/example_1"), RUBRIC).prompt(prompts),
+        Score(group[0], RUBRIC).prompt(others),
     ):
         assert not codes & set(re.findall(r"EVIDENCE (\w{8})\]", text))
     # A task that comes again is asked about in the same words.
-    assert stage1_prompt(prompts, PROMPT) == stage1_prompt(prompts, PROMPT) != stage1_prompt(others, PROMPT)
+    assert Stage1(PROMPT).prompt(prompts) == Stage1(PROMPT).prompt(prompts) != Stage1(PROMPT).prompt(others)
 
 
 def test_several_judge_workers_agree_on_the_key(tmp_path: Path) -> None:
@@ -349,8 +355,8 @@ def test_several_judge_workers_agree_on_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", SETS, ids=str)
-@pytest.mark.parametrize("phase", list(Phase))
-def test_the_judge_is_told_how_evidence_is_marked(folder: Path, phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_the_judge_is_told_how_evidence_is_marked(folder: Path, phase: str) -> None:
     template = (folder / FILES[phase]).read_text()
     for words in (
         "`[BEGIN EVIDENCE`",
@@ -365,7 +371,7 @@ def test_the_judge_is_told_how_evidence_is_marked(folder: Path, phase: Phase) ->
 def test_a_block_begins_on_a_line_of_its_own_wherever_a_template_puts_it(tmp_path: Path) -> None:
     path = copy_of_the_set(tmp_path) / "score_rubrics.txt"
     path.write_text("The task: {{ task_input }} the run: {{ agent_trajectory }} the list: {{ rubrics }}")
-    text = score_prompt(load_prompts(tmp_path), example_trajectory(), RUBRIC)
+    text = Score(example_trajectory(), RUBRIC).prompt(load_prompts(tmp_path))
     assert len(lines_like(r"\[BEGIN EVIDENCE \w{8}\]", text)) == 2
     assert len(lines_like(r"\[END EVIDENCE \w{8}\]", text)) == 2
 
@@ -376,7 +382,7 @@ def test_lone_surrogates_do_not_reach_the_wire() -> None:
 
 
 def test_stage2_score_and_credit_share_their_prefix_in_the_cache_friendly_set() -> None:
-    friendly = [render_phase(phase, SETS[1]) for phase in (Phase.STAGE2, Phase.SCORE, Phase.CREDIT)]
+    friendly = [render_phase(phase, SETS[1]) for phase in ("stage2", "score", "credit")]
     shared = friendly[0][: friendly[0].index("</agent_trajectory>") + len("</agent_trajectory>")]
     code = re.findall(r"EVIDENCE (\w{8})\]", shared)[0]
     assert render.agent_trajectory(example_trajectory(), code) in shared
@@ -388,13 +394,13 @@ def test_stage2_score_and_credit_share_their_prefix_in_the_cache_friendly_set() 
 
 
 def test_both_sets_propose_from_the_task_in_the_same_words() -> None:
-    first, second = ((folder / FILES[Phase.STAGE1]).read_text() for folder in SETS)
+    first, second = ((folder / FILES["stage1"]).read_text() for folder in SETS)
     assert first == second
 
 
 @pytest.mark.parametrize("folder", SETS, ids=str)
 def test_the_limits_are_in_the_prompts(folder: Path) -> None:
-    limits = {Phase.STAGE1: "15", Phase.STAGE2: "10", Phase.UNION: "24"}
+    limits = {"stage1": "15", "stage2": "10", "union": "24"}
     for phase, limit in limits.items():
         text = (folder / FILES[phase]).read_text()
         assert f"**{limit}**" in text
@@ -409,11 +415,11 @@ def test_the_rules_that_shape_the_reward_are_in_the_prompts(folder: Path) -> Non
         assert "leaves the episode open" in text
         assert "`complete_task`" in text
         assert "short closing turn after `complete_task`" in text
-    assert "condition never came true gets `0`, never `1`" in texts[Phase.SCORE]
-    assert "Undecided between `-1` and `0`? Give `-1`." in texts[Phase.SCORE]
-    assert "a FAIL always names at least one step" in texts[Phase.CREDIT]
-    assert "Only NOT_APPLICABLE may come with an empty list." in texts[Phase.CREDIT]
-    assert "If all of them pass it" in texts[Phase.UNION] or "If every run passes it" in texts[Phase.UNION]
+    assert "condition never came true gets `0`, never `1`" in texts["score"]
+    assert "Undecided between `-1` and `0`? Give `-1`." in texts["score"]
+    assert "a FAIL always names at least one step" in texts["credit"]
+    assert "Only NOT_APPLICABLE may come with an empty list." in texts["credit"]
+    assert "If all of them pass it" in texts["union"] or "If every run passes it" in texts["union"]
 
 
 def copy_of_the_set(folder: Path) -> Path:

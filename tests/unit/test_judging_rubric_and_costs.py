@@ -11,10 +11,11 @@ import yaml
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.costs import PhaseCost, cost_table, phase_costs, total_cost
+from draco_ray.judging.phases import PHASES
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.trouble import retry_after_seconds
-from draco_ray.records import JudgeCall, Phase
+from draco_ray.records import JudgeCall
 
 TITLES = (
     "Protects secret values",
@@ -43,7 +44,7 @@ TITLES = (
 
 CALL = JudgeCall(
     call_id="1",
-    phase=Phase.SCORE,
+    phase="score",
     group="step0/t_1",
     task_id="t_1",
     rollout=0,
@@ -91,12 +92,12 @@ def test_costs_add_up_by_phase_and_replays_are_free() -> None:
         CALL,
         replace(CALL, requests=3, error="unusable"),
         replace(CALL, requests=0, dollars=0.0),
-        replace(CALL, phase=Phase.CREDIT, dollars=0.25),
+        replace(CALL, phase="credit", dollars=0.25),
     ]
     costs = phase_costs(calls)
-    assert list(costs) == list(Phase)
-    assert costs[Phase.STAGE1] == PhaseCost()
-    assert costs[Phase.SCORE] == PhaseCost(
+    assert list(costs) == list(PHASES)
+    assert costs["stage1"] == PhaseCost()
+    assert costs["score"] == PhaseCost(
         calls=2,
         replayed=1,
         requests=4,
@@ -107,10 +108,10 @@ def test_costs_add_up_by_phase_and_replays_are_free() -> None:
         dollars=1.0,
         seconds=4.0,
     )
-    assert costs[Phase.SCORE].cached_share == pytest.approx(0.4)
+    assert costs["score"].cached_share == pytest.approx(0.4)
     assert total_cost(costs).dollars == pytest.approx(1.25)
     table = cost_table(costs).splitlines()
-    assert len(table) == 1 + len(Phase) + 1
+    assert len(table) == 1 + len(PHASES) + 1
     assert table[-1].startswith("total")
     assert "1.2500" in table[-1]
 

@@ -15,6 +15,7 @@ from draco_ray.errors import EngineError
 from draco_ray.judging.complete import Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.records import Message
@@ -117,8 +118,8 @@ async def test_a_phase_through_the_policy() -> None:
     reply = json.dumps([CRITERION])
     complete, _ = client(QWEN35, f"thinking\n</think>\n{reply}")
     config = load_config("sandbox", [], "self-judge").judge
-    judged = await Judge(complete, load_prompts(config.prompts), config).stage1(
-        PROMPT, CallContext(group="step1/t_1", task_id="t_1")
+    judged = await Judge(complete, load_prompts(config.prompts), config).ask(
+        Stage1(PROMPT), CallContext(group="step1/t_1", task_id="t_1")
     )
     assert judged.ok, judged.error
     assert [criterion.title for criterion in judged.value or ()] == ["Reads all pages"]

@@ -8,24 +8,27 @@ from typing import Any
 
 import pytest
 
-from draco_ray.judging.parsing import parse_attributions, parse_criteria, parse_scores
+from draco_ray.judging.parsing import parse_criteria
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import parse_attributions
+from draco_ray.judging.phases.score import parse_scores
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.structured import reply_schema
-from draco_ray.records import Criterion, Phase
+from draco_ray.records import Criterion
 
 SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-cache-friendly"))]
 
 
-def entry_of(prompts: Any, phase: Phase) -> dict[str, Any]:
-    schema: Any = reply_schema(phase, prompts.templates[phase])
+def entry_of(prompts: Any, phase: str) -> dict[str, Any]:
+    schema: Any = reply_schema(PHASES[phase], prompts.templates[phase])
     assert schema["required"] == ["entries"]
     entry: dict[str, Any] = schema["properties"]["entries"]["items"]
     return entry
 
 
 @pytest.mark.parametrize("prompts", SETS, ids=["judge", "cache-friendly"])
-@pytest.mark.parametrize("phase", list(Phase))
-def test_every_field_is_required_and_stands_where_the_prompts_example_has_it(prompts: Any, phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_every_field_is_required_and_stands_where_the_prompts_example_has_it(prompts: Any, phase: str) -> None:
     entry = entry_of(prompts, phase)
     assert entry["additionalProperties"] is False
     assert entry["required"] == list(entry["properties"])
@@ -42,12 +45,12 @@ def test_a_reply_of_the_schemas_form_is_read() -> None:
             return kind["enum"][-1]
         return {"string": "A", "integer": 0, "array": []}[kind["type"]]
 
-    for phase in Phase:
+    for phase in PHASES:
         entry = {name: value(kind) for name, kind in entry_of(SETS[0], phase)["properties"].items()}
         text = json.dumps({"entries": [entry]})
-        if phase is Phase.SCORE:
+        if phase == "score":
             assert parse_scores(text, rubric).value[0].verdict == 1
-        elif phase is Phase.CREDIT:
+        elif phase == "credit":
             assert parse_attributions(text, rubric, 1).value[0].steps == ()
         else:
             assert parse_criteria(text, limit=1, source="s").value[0].title == "A"

@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from draco_ray.errors import ReplyError
 from draco_ray.judging.escaping import TAGS
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import credit_prompt, score_prompt, stage2_prompt, union_prompt
 from draco_ray.judging.parsing import parse_criteria
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.records import Phase, Trajectory, Turn
+from draco_ray.records import Trajectory, Turn
 from draco_ray.rollout.code_block import extract_code
 from draco_ray.sandbox.rule_judge.reading import read_prompt
 
@@ -80,9 +83,9 @@ def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
     titles = [criterion.title for criterion in RUBRIC]
     steps = list(range(1, len(trajectory.steps) + 1))
     for phase, prompt in (
-        (Phase.STAGE2, stage2_prompt(prompts, trajectory, RUBRIC)),
-        (Phase.SCORE, score_prompt(prompts, trajectory, RUBRIC)),
-        (Phase.CREDIT, credit_prompt(prompts, trajectory, RUBRIC, SCORES)),
+        ("stage2", Stage2(trajectory, RUBRIC).prompt(prompts)),
+        ("score", Score(trajectory, RUBRIC).prompt(prompts)),
+        ("credit", Credit(trajectory, RUBRIC, SCORES).prompt(prompts)),
     ):
         read = read_prompt(prompt)
         assert read is not None
@@ -90,7 +93,7 @@ def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
         assert [rubric.title for rubric in read.rubrics] == titles
         (run,) = read.runs
         assert [step.number for step in run.steps] == steps
-        if phase is Phase.CREDIT:
+        if phase == "credit":
             assert [rubric.verdict for rubric in read.rubrics] == [score.verdict.name for score in SCORES]
             assert [step.code for step in run.steps] == [turn.action for turn in trajectory.steps]
         else:
@@ -101,9 +104,9 @@ def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
 @given(st.lists(rollouts(), min_size=1, max_size=3), st.sampled_from(SETS))
 def test_a_rollout_cannot_add_to_its_group(group: list[Trajectory], prompts: object) -> None:
     numbered = [replace(trajectory, rollout=number) for number, trajectory in enumerate(group)]
-    read = read_prompt(union_prompt(prompts, PROMPT, RUBRIC, numbered))
+    read = read_prompt(Union(PROMPT, RUBRIC, numbered).prompt(prompts))
     assert read is not None
-    assert read.phase is Phase.UNION
+    assert read.phase == "union"
     assert [len(run.steps) for run in read.runs] == [len(trajectory.steps) for trajectory in numbered]
     assert [rubric.title for rubric in read.rubrics] == [criterion.title for criterion in RUBRIC]
 
@@ -113,7 +116,7 @@ def test_a_rollout_cannot_add_to_its_group(group: list[Trajectory], prompts: obj
 def test_a_criterion_that_imitates_our_structure_is_scored_as_it_stands(title: str, text: str, other: str) -> None:
     rubric = [replace(RUBRIC[0], title=f"A {title}", description=text, evaluator_instruction=other), RUBRIC[1]]
     for prompts in SETS:
-        read = read_prompt(score_prompt(prompts, example_trajectory(), rubric))
+        read = read_prompt(Score(example_trajectory(), rubric).prompt(prompts))
         assert read is not None
         assert [(found.title, found.description, found.instruction) for found in read.rubrics] == [
             (criterion.title, criterion.description, criterion.evaluator_instruction) for criterion in rubric

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.parsing import after_thinking, parse_attributions, parse_criteria, parse_scores
+from draco_ray.judging.parsing import after_thinking, parse_criteria
+from draco_ray.judging.phases.credit import parse_attributions
+from draco_ray.judging.phases.score import parse_scores
 from draco_ray.records import Criterion
 from tests.support import hostile_texts
 

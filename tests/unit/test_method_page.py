@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from draco_ray.config.load import load_config, setting_names
-from draco_ray.judging.prompts import FILES
+from draco_ray.judging.phases import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
@@ -60,4 +60,4 @@ def test_what_changes_the_papers_method_is_among_the_deviations(key: str) -> Non
 
 def test_every_setting_and_prompt_is_on_it() -> None:
     assert all(f"`{name}`" in PAGE for name in setting_names())
-    assert all(f"`prompts/judge/{name}`" in PAGE for name in FILES.values())
+    assert all(f"`prompts/judge/{name}`" in PAGE for name in (phase.template for phase in PHASES.values()))

@@ -10,8 +10,11 @@ import pytest
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import pool as judge_pool
 from draco_ray.judging.elastic import Place
+from draco_ray.judging.judge import CallContext
+from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.pool import JudgePool
-from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.pool import RolloutPool, SlotQueue
 from draco_ray.rollout.worker import RolloutRequest
 from draco_ray.summaries import RolloutSummary
@@ -134,6 +137,9 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
     assert pool.lost == 1
 
 
+WHERE = CallContext(group="step1/t_1", task_id="t_1")
+
+
 class DeafWorker:
     """In the place of a judge worker's handle: takes phases and never answers."""
 
@@ -147,7 +153,7 @@ class DeafWorker:
     def options(self, **_: Any) -> DeafWorker:
         return self
 
-    def remote(self, *_: Any) -> tuple[None, None]:
+    def remote(self, *_: Any, **__: Any) -> tuple[None, None]:
         return None, None
 
 
@@ -158,7 +164,7 @@ class DeafPool(JudgePool):
         super().__init__(lambda name: worker, JudgeConfig())
         self._worker = worker
 
-    async def _acquire(self, method: str) -> Place[Any]:
+    async def _acquire(self, phase: Phase) -> Place[Any]:
         return Place(self._worker, 0, 0.0)
 
     async def _finish(self, place: Place[Any], summary: Any) -> None:
@@ -168,9 +174,8 @@ class DeafPool(JudgePool):
 async def test_a_phase_that_silences_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_pool.ray, "put", lambda value: value)
     worker = DeafWorker()
-    judgement = await DeafPool(worker).stage1("step1/t_1", "t_1", ())
-    assert worker.asked.count("stage1") == judge_pool.MOST_SENDS
+    judgement = await DeafPool(worker).ask(Stage1, WHERE, messages=())
+    assert worker.asked.count("ask") == judge_pool.MOST_SENDS
     assert not judgement.ok
     assert judgement.judged.value is None
     assert judgement.summary.error == "stage1 of t_1: 4 judge workers fell silent under it, one after the other"
-    assert (await DeafPool(worker).merge("all", "merge these")).summary.phase is Phase.UNION

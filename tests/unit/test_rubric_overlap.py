@@ -27,7 +27,7 @@ from draco_ray.lab.analysis.rubric_overlap import (
     writing_calls,
 )
 from draco_ray.lab.analysis.trend import PERMUTATIONS, trends
-from draco_ray.records import Criterion, Phase
+from draco_ray.records import Criterion
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import JudgeServer
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 async def compared(
-    run: RunDirectory, judge: RuleComplete, third: RuleComplete | None = None, phases: Sequence[Phase] = PHASES
+    run: RunDirectory, judge: RuleComplete, third: RuleComplete | None = None, phases: Sequence[str] = PHASES
 ) -> pa.Table:
     model = ThirdModel(complete=third or RuleComplete(), config=CONFIG)
     return await compare_writing(run, writing_calls(run, None, phases, CONFIG), "other", judge, CONFIG, model)
@@ -77,10 +77,10 @@ def overall(table: pa.Table) -> dict[tuple[str, str], dict[str, Any]]:
 def test_the_criteria_that_the_run_took_come_with_the_first_prompt(run: RunDirectory) -> None:
     calls = writing_calls(run, [1], PHASES, CONFIG)
     assert [(call.phase, call.rollout) for call in calls] == [
-        (Phase.STAGE1, None),
-        (Phase.STAGE2, 0),
-        (Phase.STAGE2, 1),
-        (Phase.UNION, None),
+        ("stage1", None),
+        ("stage2", 0),
+        ("stage2", 1),
+        ("union", None),
     ]
     assert all("[REPLY]" not in call.prompt for call in calls)
     assert calls[1].existing == tuple(replace(each, source="stage1") for each in calls[0].reference)
@@ -109,7 +109,7 @@ async def test_a_judge_that_discards_nothing_keeps_the_right_criteria_and_too_ma
         listed = prompt.partition("<candidate_rubrics>")[2].partition("</candidate_rubrics>")[0]
         return listed if listed.strip().startswith("[") else reply
 
-    table = await compared(run, Changed(keep_all), phases=[Phase.UNION])
+    table = await compared(run, Changed(keep_all), phases=["union"])
     for row in table.to_pylist():
         # Paired are the criteria of equal titles, wherever the other judge's list has them.
         paired = zip(row["reference_paired"], row["paired"], strict=True)
@@ -140,7 +140,7 @@ async def test_the_ceiling_is_the_runs_judge_on_another_rollout_and_another_step
 
 
 async def test_a_useless_reply_is_a_list_without_criteria(run: RunDirectory) -> None:
-    table = await compared(run, Changed(lambda prompt, reply: "I cannot say."), phases=[Phase.STAGE1, Phase.UNION])
+    table = await compared(run, Changed(lambda prompt, reply: "I cannot say."), phases=["stage1", "union"])
     for (judge, _), row in overall(table).items():
         if judge == "other":
             assert (row["unanswered"], row["recall"], row["precision"], row["criteria"]) == (1.0, 0.0, None, None)
@@ -149,7 +149,7 @@ async def test_a_useless_reply_is_a_list_without_criteria(run: RunDirectory) -> 
 
 async def test_a_comparison_nobody_can_make_is_left_out_and_counted(run: RunDirectory) -> None:
     third = Changed(lambda prompt, reply: '[{"first": 0, "second": 99}]')
-    table = await compared(run, RuleComplete(), third, [Phase.STAGE1])
+    table = await compared(run, RuleComplete(), third, ["stage1"])
     row = overall(table)["other", "stage1"]
     assert (row["comparisons"], row["unpaired"], row["recall"], row["recall_low"]) == (2, 1.0, None, None)
     assert "99 does not exist" in table.to_pylist()[0]["pairing_error"]

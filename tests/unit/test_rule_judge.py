@@ -15,6 +15,11 @@ from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -61,20 +66,20 @@ async def judged(
 ) -> tuple[list[Criterion], list[tuple[ScoredCriterion, ...]], list[tuple[Attribution, ...]]]:
     """A group's rubric, verdicts and citations, by all five phases."""
     judge = in_process(prompts)
-    stage1 = await judge.stage1(trajectories[0].prompt, WHERE)
+    stage1 = await judge.ask(Stage1(trajectories[0].prompt), WHERE)
     assert stage1.value is not None, stage1.error
     candidates = list(stage1.value)
     for trajectory in trajectories:
-        stage2 = await judge.stage2(trajectory, stage1.value, WHERE)
+        stage2 = await judge.ask(Stage2(trajectory, stage1.value), WHERE)
         assert stage2.value is not None, stage2.error
         candidates += stage2.value
-    union = await judge.union(trajectories[0].prompt, candidates, trajectories, WHERE)
+    union = await judge.ask(Union(trajectories[0].prompt, candidates, trajectories), WHERE)
     assert union.value is not None, union.error
     scores, credits = [], []
     for trajectory in trajectories:
-        score = await judge.score(trajectory, union.value, WHERE)
+        score = await judge.ask(Score(trajectory, union.value), WHERE)
         assert score.value is not None, score.error
-        credit = await judge.credit(trajectory, union.value, score.value, WHERE)
+        credit = await judge.ask(Credit(trajectory, union.value, score.value), WHERE)
         assert credit.value is not None, credit.error
         scores.append(score.value)
         credits.append(credit.value)
@@ -352,14 +357,14 @@ async def test_a_criterion_nobody_knows_is_not_applicable_and_says_so() -> None:
     criterion = Criterion(title="Writes rhyming comments", description="Charm.", evaluator_instruction="Listen.")
     trajectory = trajectory_of(longest(), LONGEST)
     judge = in_process()
-    score = await judge.score(trajectory, [criterion], WHERE)
+    score = await judge.ask(Score(trajectory, [criterion]), WHERE)
     assert score.value is not None
     assert score.value[0].verdict is Verdict.NOT_APPLICABLE
     assert "No rule" in score.value[0].justification
-    credit = await judge.credit(trajectory, [criterion], score.value, WHERE)
+    credit = await judge.ask(Credit(trajectory, [criterion], score.value), WHERE)
     assert credit.value is not None
     assert credit.value[0].steps == ()
-    union = await judge.union(trajectory.prompt, [criterion], [trajectory], WHERE)
+    union = await judge.ask(Union(trajectory.prompt, [criterion], [trajectory]), WHERE)
     assert union.value == ()
 
 
@@ -370,13 +375,13 @@ async def test_paraphrases_become_one_criterion() -> None:
     ]
     run = scripted_run("longest_library_song", Fault.FIRST_PAGE_ONLY)
     trajectory = trajectory_of(run, LONGEST)
-    union = await in_process().union(trajectory.prompt, drafts, [trajectory], WHERE)
+    union = await in_process().ask(Union(trajectory.prompt, drafts, [trajectory]), WHERE)
     assert union.value is not None
     assert [criterion.title for criterion in union.value] == ["Reads all pages"]
     # Such a criterion does not quote the task, and the credit prompt shows none: the grader's evidence names the steps.
-    score = await in_process().score(trajectory, union.value, WHERE)
+    score = await in_process().ask(Score(trajectory, union.value), WHERE)
     assert score.value is not None
-    credit = await in_process().credit(trajectory, union.value, score.value, WHERE)
+    credit = await in_process().ask(Credit(trajectory, union.value, score.value), WHERE)
     assert credit.value is not None
     assert (credit.value[0].verdict, credit.value[0].steps) == (Verdict.FAIL, (3,))
 

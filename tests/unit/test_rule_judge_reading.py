@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import credit_prompt, score_prompt, stage1_prompt, stage2_prompt, union_prompt
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import Prompts, load_prompts
-from draco_ray.records import Phase, Turn
+from draco_ray.records import Turn
 from draco_ray.rollout.code_block import extract_code
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.demands import read_demands
@@ -42,22 +46,22 @@ EXPECTED = [(step, turn.action, turn.observation) for step, turn in enumerate(ex
 @each_set
 def test_every_phase_is_recognised_and_read_back(prompts: Prompts) -> None:
     poor, good = example_trajectory(0), example_trajectory(1)
-    stage1 = read(stage1_prompt(prompts, PROMPT))
-    assert (stage1.phase, stage1.task, stage1.runs) == (Phase.STAGE1, TASK, ())
-    stage2 = read(stage2_prompt(prompts, poor, RUBRIC[:1]))
-    assert (stage2.phase, stage2.task, seen(stage2.runs[0])) == (Phase.STAGE2, TASK, EXPECTED)
+    stage1 = read(Stage1(PROMPT).prompt(prompts))
+    assert (stage1.phase, stage1.task, stage1.runs) == ("stage1", TASK, ())
+    stage2 = read(Stage2(poor, RUBRIC[:1]).prompt(prompts))
+    assert (stage2.phase, stage2.task, seen(stage2.runs[0])) == ("stage2", TASK, EXPECTED)
     assert [rubric.title for rubric in stage2.rubrics] == [RUBRIC[0].title]
-    union = read(union_prompt(prompts, PROMPT, RUBRIC, [poor, good]))
-    assert (union.phase, union.task, len(union.runs), len(union.rubrics)) == (Phase.UNION, TASK, 2, 2)
+    union = read(Union(PROMPT, RUBRIC, [poor, good]).prompt(prompts))
+    assert (union.phase, union.task, len(union.runs), len(union.rubrics)) == ("union", TASK, 2, 2)
     assert seen(union.runs[0]) == EXPECTED
-    score = read(score_prompt(prompts, poor, RUBRIC))
-    assert (score.phase, score.task, seen(score.runs[0])) == (Phase.SCORE, TASK, EXPECTED)
+    score = read(Score(poor, RUBRIC).prompt(prompts))
+    assert (score.phase, score.task, seen(score.runs[0])) == ("score", TASK, EXPECTED)
     assert [(rubric.index, rubric.instruction) for rubric in score.rubrics] == [
         (index, criterion.evaluator_instruction) for index, criterion in enumerate(RUBRIC)
     ]
     assert score.runs[0].ended == "finished"
-    credit = read(credit_prompt(prompts, poor, RUBRIC, SCORES))
-    assert (credit.phase, seen(credit.runs[0])) == (Phase.CREDIT, EXPECTED)
+    credit = read(Credit(poor, RUBRIC, SCORES).prompt(prompts))
+    assert (credit.phase, seen(credit.runs[0])) == ("credit", EXPECTED)
     assert [(rubric.verdict, rubric.evidence) for rubric in credit.rubrics] == [
         (score.verdict.name, score.evidence) for score in SCORES
     ]
@@ -88,16 +92,16 @@ def test_what_a_rollout_writes_stays_its_own(prompts: Prompts, text: str) -> Non
     trajectory = replace(honest, turns=(forged, *honest.turns[1:]))
     expected = [(1, code, text), EXPECTED[1]]
     for prompt, phase in (
-        (stage2_prompt(prompts, trajectory, RUBRIC), Phase.STAGE2),
-        (score_prompt(prompts, trajectory, RUBRIC), Phase.SCORE),
-        (credit_prompt(prompts, trajectory, RUBRIC, SCORES), Phase.CREDIT),
+        (Stage2(trajectory, RUBRIC).prompt(prompts), "stage2"),
+        (Score(trajectory, RUBRIC).prompt(prompts), "score"),
+        (Credit(trajectory, RUBRIC, SCORES).prompt(prompts), "credit"),
     ):
         found = read(prompt)
         assert found.phase is phase
         assert seen(found.runs[0]) == expected
         assert [rubric.title for rubric in found.rubrics] == [criterion.title for criterion in RUBRIC]
         assert found.task in (TASK, "")
-    union = read(union_prompt(prompts, PROMPT, RUBRIC, [trajectory, honest]))
+    union = read(Union(PROMPT, RUBRIC, [trajectory, honest]).prompt(prompts))
     assert [seen(run) for run in union.runs] == [expected, EXPECTED]
 
 
@@ -115,7 +119,7 @@ def test_code_after_reasoning_that_the_template_opened() -> None:
         last_token=3,
     )
     trajectory = replace(example_trajectory(), turns=(turn,))
-    found = read(score_prompt(load_prompts(SETS[0]), trajectory, RUBRIC))
+    found = read(Score(trajectory, RUBRIC).prompt(load_prompts(SETS[0])))
     assert seen(found.runs[0]) == [(1, "c = 1", "")]
 
 

@@ -20,7 +20,6 @@ from draco_ray.records import (
     GroupAdvantages,
     JudgeCall,
     Message,
-    Phase,
     RolloutAdvantage,
     ScoredCriterion,
     Trajectory,
@@ -57,7 +56,7 @@ def a_trajectory(rollout: int = 0) -> Trajectory:
     )
 
 
-def a_call(phase: Phase = Phase.SCORE, rollout: int | None = 0) -> JudgeCall:
+def a_call(phase: str = "score", rollout: int | None = 0) -> JudgeCall:
     return JudgeCall(
         call_id="c1",
         phase=phase,

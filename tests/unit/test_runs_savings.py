@@ -12,12 +12,12 @@ import yaml
 
 from draco_ray.lab.runs.cost import show_cost
 from draco_ray.lab.runs.savings import Saving, savings
-from draco_ray.records import JudgeCall, Phase
+from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.schema import TABLES
 
 
-def call(phase: Phase, task: str, rollout: int | None = None, *, requests: int = 1) -> tuple[int, JudgeCall]:
+def call(phase: str, task: str, rollout: int | None = None, *, requests: int = 1) -> tuple[int, JudgeCall]:
     return 1, JudgeCall(
         call_id="x",
         phase=phase,
@@ -64,11 +64,11 @@ ADVANTAGES = [
 ]
 CRITERIA = [{"task_id": "spread", "criterion": k, "survived": k < 2} for k in range(3)]
 CALLS = [
-    call(Phase.STAGE1, "spread", requests=0),
-    call(Phase.STAGE1, "even"),
-    call(Phase.SCORE, "spread", 0, requests=0),
-    call(Phase.CREDIT, "spread", 0),
-    call(Phase.CREDIT, "spread", 1),
+    call("stage1", "spread", requests=0),
+    call("stage1", "even"),
+    call("score", "spread", 0, requests=0),
+    call("credit", "spread", 0),
+    call("credit", "spread", 1),
 ]
 
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from draco_ray.pipeline import Group
-from draco_ray.records import Phase
 from draco_ray.training.critical_path import LearnerTask, critical_path
 from tests.support.summaries import a_phase, a_rollout
 
 
 def a_group(
-    index: int, rollouts: Sequence[tuple[float, float]], phases: Mapping[Phase, float | Sequence[float]]
+    index: int, rollouts: Sequence[tuple[float, float]], phases: Mapping[str, float | Sequence[float]]
 ) -> Group:
     """Rollouts as (start, seconds); phases as seconds, one for each rollout where there is more than one.
 
@@ -43,8 +42,8 @@ def learned(*tasks: tuple[str, int, float]) -> list[LearnerTask]:
 
 def judged(
     stage2: Sequence[float], score: Sequence[float], credit: Sequence[float] = ()
-) -> dict[Phase, float | Sequence[float]]:
-    return {Phase.STAGE1: 2.0, Phase.STAGE2: stage2, Phase.UNION: 1.0, Phase.SCORE: score, Phase.CREDIT: credit}
+) -> dict[str, float | Sequence[float]]:
+    return {"stage1": 2.0, "stage2": stage2, "union": 1.0, "score": score, "credit": credit}
 
 
 def test_one_group_is_a_chain_of_its_slowest_members() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
-from draco_ray.records import EpisodeEnd, Phase
+from draco_ray.records import EpisodeEnd
 from draco_ray.summaries import AdvantageSummary, RewardSummary
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.progress import step_line
@@ -38,9 +38,9 @@ def groups() -> list[Group]:
     good = Group(step=1, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
     good.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 2, 12, EpisodeEnd.TURN_LIMIT)]
     good.phases = [
-        a_phase(Phase.STAGE1, 0, 2),
-        a_phase(Phase.SCORE, 11, 13),
-        a_phase(Phase.SCORE, 12, 14, error="cannot be parsed", failed_calls=2),
+        a_phase("stage1", 0, 2),
+        a_phase("score", 11, 13),
+        a_phase("score", 12, 14, error="cannot be parsed"),
     ]
     good.reward = RewardSummary(
         criteria=4, surviving=(0, 3), unanimous=(0,), scored=(0, 1), rewards=(1.0, 0.0), applicable=6, passed=3

@@ -10,7 +10,6 @@ import pytest
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.records import Phase
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
@@ -31,10 +30,8 @@ def write_step(run: RunDirectory, step: int, *, finished: bool) -> None:
             trajectory = a_trajectory(step, task, rollout)
             store.write("trajectories", step, f"{task}-{rollout}", rows.trajectory_rows(step, trajectory))
             store.write("steps", step, f"{task}-{rollout}", rows.step_rows(step, trajectory))
-        store.write(
-            "judge_calls", step, f"{task}-stage1", rows.call_rows(step, [a_call(Phase.STAGE1, step, task, None)])
-        )
-        store.write("judge_calls", step, f"{task}-score-0", rows.call_rows(step, [a_call(Phase.SCORE, step, task, 0)]))
+        store.write("judge_calls", step, f"{task}-stage1", rows.call_rows(step, [a_call("stage1", step, task, None)]))
+        store.write("judge_calls", step, f"{task}-score-0", rows.call_rows(step, [a_call("score", step, task, 0)]))
         write_group(store, step, task)
     if finished:
         store.finish_step(step, {"step": step, "updates": 2, "grad_norm": 0.5})

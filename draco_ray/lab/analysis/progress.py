@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 import pyarrow as pa
 
 from draco_ray.judging.costs import phase_costs
+from draco_ray.judging.phases import PHASES
 from draco_ray.lab.runs.cost import read_calls
-from draco_ray.records import EpisodeEnd, Phase, Termination
+from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.termination import termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.training.overlap import busy_seconds, hidden_seconds, merged
 
-PHASES = frozenset(phase.value for phase in Phase)
 TERMINATIONS = pa.schema(
     [
         ("run", pa.string()),
@@ -109,7 +109,7 @@ def judge_cost(run: RunDirectory) -> pa.Table:
     for step, calls in read_calls(run).items():
         for phase, cost in phase_costs(calls).items():
             counts = {name: getattr(cost, name) for name in JUDGE_COST.names[3:]}
-            rows.append({"run": run.path.name, "training_step": step, "phase": phase.value, **counts})
+            rows.append({"run": run.path.name, "training_step": step, "phase": phase, **counts})
     return pa.Table.from_pylist(rows, schema=JUDGE_COST)
 
 

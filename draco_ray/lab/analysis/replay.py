@@ -18,7 +18,9 @@ import pyarrow as pa
 
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.parsing import check_finish, parse_attributions, parse_scores
+from draco_ray.judging.parsing import check_finish
+from draco_ray.judging.phases.credit import Credit, parse_attributions
+from draco_ray.judging.phases.score import Score, parse_scores
 from draco_ray.lab.analysis.agreement import (
     COUNTS,
     RATES,
@@ -28,10 +30,10 @@ from draco_ray.lab.analysis.agreement import (
     clustered_interval,
     contingency,
 )
-from draco_ray.records import Criterion, IntArray, Message, Phase, Verdict
+from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 
-PHASES = (Phase.SCORE, Phase.CREDIT)
+PHASES = (Score.name, Credit.name)
 """The phases whose replies are verdicts on given criteria, so that two judges can be compared one to one."""
 
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
@@ -81,7 +83,7 @@ class ArchivedCall:
     training_step: int
     task_id: str
     rollout: int
-    phase: Phase
+    phase: str
     prompt: str
     steps: int
     """M of the rollout."""
@@ -93,7 +95,7 @@ class ArchivedCall:
     """1-based steps per criterion; empty for the scoring phase."""
 
 
-def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[Phase]) -> list[ArchivedCall]:
+def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str]) -> list[ArchivedCall]:
     """Every scoring and credit prompt of those steps that the run got a usable answer to.
 
     Of calls that were repeated, votes and askings again, the first prompt is taken.
@@ -112,14 +114,14 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
             for row in run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
         }
         answers = {
-            Phase.SCORE: _answers(run.table("verdicts", step).to_pylist()),
-            Phase.CREDIT: _answers(run.table("citations", step).to_pylist()),
+            Score.name: _answers(run.table("verdicts", step).to_pylist()),
+            Credit.name: _answers(run.table("citations", step).to_pylist()),
         }
-        prompts: dict[tuple[Phase, str, int], str] = {}
+        prompts: dict[tuple[str, str, int], str] = {}
         calls = run.table("judge_calls", step, ["task_id", "rollout", "phase", "prompt"]).to_pylist()
         for call in calls:
             if call["phase"] in phases and call["rollout"] is not None:
-                key = (Phase(call["phase"]), call["task_id"], call["rollout"])
+                key = (call["phase"], call["task_id"], call["rollout"])
                 # A prompt that asks again repeats the first one before it.
                 prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
         for (phase, task_id, rollout), prompt in sorted(prompts.items()):
@@ -156,7 +158,7 @@ async def replay(run: RunDirectory, complete: Complete, calls: Sequence[Archived
             "training_step": call.training_step,
             "task_id": call.task_id,
             "rollout": call.rollout,
-            "phase": call.phase.value,
+            "phase": call.phase,
             "criterion": criterion,
             "title": call.rubric[index].title,
             "reference": int(call.reference[index]),
@@ -216,7 +218,7 @@ async def _ask(
         return [], [], completion.dollars, completion.error
     try:
         check_finish(completion.text, completion.finish_reason)
-        if call.phase is Phase.SCORE:
+        if call.phase == Score.name:
             scores = parse_scores(completion.text, call.rubric).value
             return [score.verdict for score in scores], [()] * len(scores), completion.dollars, None
         attributions = parse_attributions(completion.text, call.rubric, call.steps, lenient=True).value

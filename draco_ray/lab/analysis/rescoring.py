@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.score import Score
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rubric_kind
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
@@ -137,6 +138,6 @@ async def _score(
     judge: Judge, played: Trajectory, rubric: Sequence[Criterion]
 ) -> tuple[list[int] | None, float, str | None]:
     context = CallContext(group=played.group, task_id=played.task_id, rollout=played.rollout)
-    judged = await judge.score(played, rubric, context)
+    judged = await judge.ask(Score(played, rubric), context)
     dollars = sum(call.dollars for call in judged.calls)
     return (None if judged.value is None else [int(s.verdict) for s in judged.value]), dollars, judged.error

@@ -31,16 +31,21 @@ from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.judge import CallContext, Judge, Rubric
+from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.parsing import check_finish, parse_criteria
+from draco_ray.judging.phases.base import Rubric
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import evidence_key, load_prompts
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
-from draco_ray.records import Criterion, Message, Phase, Trajectory
+from draco_ray.records import Criterion, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import step_trajectories
 
-PHASES = (Phase.STAGE1, Phase.STAGE2, Phase.UNION)
+PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
 CEILING = "ceiling"
 """Stands in the column ``judge`` for the run's own judge compared with itself."""
@@ -96,7 +101,7 @@ class WritingCall:
     task_id: str
     rollout: int | None
     """None for the calls of a whole task or group."""
-    phase: Phase
+    phase: str
     prompt: str
     reference: Rubric
     existing: Rubric = ()
@@ -136,7 +141,7 @@ class _Marks:
 
 
 def writing_calls(
-    run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[Phase], config: JudgeConfig
+    run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str], config: JudgeConfig
 ) -> list[WritingCall]:
     """Every stage1, stage2 and union prompt of those steps that the run got a usable answer to.
 
@@ -145,19 +150,19 @@ def writing_calls(
     """
     found = []
     for step in run.steps() if steps is None else steps:
-        prompts: dict[tuple[Phase, str, int | None], str] = {}
-        replies: dict[tuple[Phase, str, int | None], str] = {}
+        prompts: dict[tuple[str, str, int | None], str] = {}
+        replies: dict[tuple[str, str, int | None], str] = {}
         columns = ["task_id", "rollout", "phase", "prompt", "reply", "error"]
         for call in run.table("judge_calls", step, columns).to_pylist():
             if call["phase"] in phases:
-                key = (Phase(call["phase"]), call["task_id"], call["rollout"])
+                key = (call["phase"], call["task_id"], call["rollout"])
                 prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
                 if call["error"] is None:
                     replies[key] = call["reply"]
-        proposed = _stage1_sets(run, step) if Phase.STAGE2 in phases else {}
+        proposed = _stage1_sets(run, step) if Stage2.name in phases else {}
         for key in sorted(replies, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
             phase, task_id, rollout = key
-            existing = proposed.get(task_id, ()) if phase is Phase.STAGE2 else ()
+            existing = proposed.get(task_id, ()) if phase == Stage2.name else ()
             found.append(
                 WritingCall(
                     training_step=step,
@@ -249,13 +254,13 @@ async def _ask(judge: str, complete: Complete, config: JudgeConfig, call: Writin
     return _Comparison(judge=judge, call=call, against="", other=other, dollars=completion.dollars, error=error)
 
 
-def _parsed(text: str, phase: Phase, existing: Rubric, config: JudgeConfig) -> Rubric:
+def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rubric:
     limit = {
-        Phase.STAGE1: config.max_stage1_criteria,
-        Phase.STAGE2: config.max_stage2_criteria,
-        Phase.UNION: config.max_union_criteria,
+        Stage1.name: config.max_stage1_criteria,
+        Stage2.name: config.max_stage2_criteria,
+        Union.name: config.max_union_criteria,
     }[phase]
-    allow_empty = phase is not Phase.STAGE1
+    allow_empty = phase != Stage1.name
     return parse_criteria(text, limit=limit, source="", taken=existing, allow_empty=allow_empty).value
 
 
@@ -264,7 +269,7 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     found = []
     groups: dict[tuple[int, str], list[WritingCall]] = defaultdict(list)
     for call in calls:
-        if call.phase is Phase.STAGE2:
+        if call.phase == Stage2.name:
             groups[call.training_step, call.task_id].append(call)
     for members in groups.values():
         if len(members) > 1:
@@ -272,11 +277,11 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
             found.append(
                 _Comparison(judge=CEILING, call=first, against=f"rollout {second.rollout}", other=second.reference)
             )
-    unions = [call for call in calls if call.phase is Phase.UNION]
+    unions = [call for call in calls if call.phase == Union.name]
     if not unions:
         return found
     merges: dict[str, dict[int, Rubric]] = defaultdict(dict)
-    for each in writing_calls(run, None, [Phase.UNION], config):
+    for each in writing_calls(run, None, [Union.name], config):
         merges[each.task_id][each.training_step] = each.reference
     for call in unions:
         following = min((step for step in merges[call.task_id] if step > call.training_step), default=None)
@@ -293,7 +298,7 @@ async def _mark_merges(
     wanted = {
         index: each
         for index, each in enumerate(compared)
-        if each.call.phase is Phase.UNION and not each.against and each.error is None
+        if each.call.phase == Union.name and not each.against and each.error is None
     }
     if not wanted:
         return {}
@@ -314,7 +319,7 @@ async def _mark_merges(
 async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> _Marks:
     judged = await asyncio.gather(
         *(
-            scorer.score(each, rubric, CallContext(group=each.group, task_id=each.task_id, rollout=each.rollout))
+            scorer.ask(Score(each, rubric), CallContext(group=each.group, task_id=each.task_id, rollout=each.rollout))
             for each in played
         )
     )
@@ -334,7 +339,7 @@ def _row(run: str, each: _Comparison, pairing: Pairing, marks: list[_Marks] | No
     row: dict[str, Any] = {
         "run": run,
         "judge": each.judge,
-        "phase": call.phase.value,
+        "phase": call.phase,
         "training_step": call.training_step,
         "task_id": call.task_id,
         "rollout": call.rollout,
@@ -414,7 +419,7 @@ def _finite(value: float) -> float | None:
 def _stage1_sets(run: RunDirectory, step: int) -> dict[str, Rubric]:
     found: dict[str, list[Criterion]] = defaultdict(list)
     for row in run.table("proposals", step).to_pylist():
-        if row["source"] == Phase.STAGE1.value:
+        if row["source"] == Stage1.name:
             found[row["task_id"]].append(
                 Criterion(
                     title=row["title"],

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draco_ray.judging.phases import PHASES
 from draco_ray.lab.analysis.rescoring import RUN
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
 from draco_ray.lab.report.drawing import Drawing
 from draco_ray.lab.report.output import to_pdf, to_png
-from draco_ray.records import Phase, Termination
+from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 
 MOST_CRITERIA = 24
@@ -122,7 +123,7 @@ def judge_cost_by_step(rows: Sequence[Row]) -> Drawing:
     column, title = _cost_column(rows)
     steps = sorted({row["training_step"] for row in rows})
     cost = {(row["training_step"], row["phase"]): row[column] for row in rows}
-    parts = {phase.value: [float(cost.get((step, phase.value), 0)) for step in steps] for phase in Phase}
+    parts = {phase: [float(cost.get((step, phase), 0)) for step in steps] for phase in PHASES}
     return stacked_bars(title, [str(step) for step in steps], parts)
 
 
@@ -130,11 +131,10 @@ def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
     """Judge cost of whole runs by phase."""
     column, title = _cost_column(rows)
     parts = {
-        phase.value: [
-            float(sum(row[column] for row in rows if row["run"] == name and row["phase"] == phase.value))
-            for name in names
+        phase: [
+            float(sum(row[column] for row in rows if row["run"] == name and row["phase"] == phase)) for name in names
         ]
-        for phase in Phase
+        for phase in PHASES
     }
     return stacked_bars(title, list(names), parts, axis="run", all_labels=True)
 

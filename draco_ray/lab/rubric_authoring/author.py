@@ -29,10 +29,23 @@ from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.errors import ConfigError, RubricError
+from draco_ray.judging.judge import CallContext
+from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.judging.pool import Judgement
 from draco_ray.lab.files import check_file
 from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
-from draco_ray.lab.rubric_authoring.reduction import CriterionSet, batches, reduction_prompt, reduction_template
+from draco_ray.lab.rubric_authoring.reduction import (
+    CriterionSet,
+    Reduction,
+    batches,
+    candidates,
+    reduction_prompt,
+    reduction_template,
+)
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
 from draco_ray.rollout.pool import Member
@@ -186,17 +199,23 @@ class RubricAuthor:
         self, index: int, task_id: str, prompt: tuple[Message, ...]
     ) -> tuple[list[Member], CriterionSet | None]:
         group = f"step{PROPOSING}/{task_id}"
-        stage1 = asyncio.create_task(self._actors.judges.stage1(group, task_id, prompt))
+        stage1 = asyncio.create_task(self._ask(Stage1, group, task_id, messages=prompt))
         played = await asyncio.gather(
             *(self._member(index, task_id, group, rollout, stage1) for rollout in range(self._settings.rollouts))
         )
         members = [member for member, _ in filter(None, played)]
-        proposals = [self._kept(task_id, await stage1), *(proposal for _, proposal in filter(None, played))]
+        proposals = [await stage1, *(proposal for _, proposal in filter(None, played))]
         if not members:
             self._console.print(f"{task_id}: left out: none of its rollouts finished", markup=False)
             return [], None
-        union = await self._actors.judges.union(group, task_id, prompt, proposals, members)
-        self._kept(task_id, union)
+        union = await self._ask(
+            Union,
+            group,
+            task_id,
+            messages=prompt,
+            candidates=[proposal.judged for proposal in proposals],
+            trajectories=[each.trajectory for each in members],
+        )
         judged: Judged[tuple[Criterion, ...]] = await union.judged
         self._actors.store.group.remote(PROPOSING, task_id, union.judged, None, None, self._row(union, len(members)))
         if judged.value is None:
@@ -212,7 +231,8 @@ class RubricAuthor:
         if member is None:
             return None
         self._actors.store.trajectory.remote(PROPOSING, member.trajectory)
-        return member, self._kept(task_id, await self._actors.judges.stage2(member, await stage1))
+        existing = (await stage1).judged
+        return member, await self._ask(Stage2, group, task_id, rollout, trajectory=member.trajectory, existing=existing)
 
     async def _reduce(self, sets: Sequence[CriterionSet]) -> tuple[Criterion, ...]:
         """Merge across tasks until one set is left; a single task's set is worded for any task as well."""
@@ -234,7 +254,15 @@ class RubricAuthor:
         return sets[0].criteria
 
     async def _merge(self, name: str, batch: Sequence[CriterionSet]) -> CriterionSet | None:
-        merge = self._kept(name, await self._actors.judges.merge(name, reduction_prompt(batch, self._template)))
+        merge = await self._ask(
+            Reduction,
+            name,
+            name,
+            messages=(),
+            candidates=candidates(batch),
+            trajectories=(),
+            text=reduction_prompt(batch, self._template),
+        )
         judged: Judged[tuple[Criterion, ...]] = await merge.judged
         if judged.value is None:
             lost = sum(len(each.criteria) for each in batch)
@@ -263,11 +291,19 @@ class RubricAuthor:
         return measure(rubric, verdicts)
 
     async def _score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
-        return self._kept(member.summary.task_id, await self._actors.judges.score(member, rubric), MEASURING)
+        task_id = member.summary.task_id
+        group = f"step{PROPOSING}/{task_id}"
+        return await self._ask(
+            Score, group, task_id, member.rollout, MEASURING, trajectory=member.trajectory, rubric=rubric
+        )
 
-    def _kept(self, task_id: str, judgement: Judgement, step: int = PROPOSING) -> Judgement:
-        summary = judgement.summary
-        self._actors.store.judged.remote(step, task_id, summary.rollout, summary.phase.value, judgement.judged)
+    async def _ask(
+        self, phase: Phase, group: str, task_id: str, rollout: int | None = None, step: int = PROPOSING, **given: Any
+    ) -> Judgement:
+        """Ask the judge, and keep what it said."""
+        context = CallContext(group=group, task_id=task_id, rollout=rollout)
+        judgement = await self._actors.judges.ask(phase, context, **given)
+        self._actors.store.judged.remote(step, task_id, rollout, phase, judgement.judged)
         return judgement
 
     def _row(self, union: Judgement, rollouts: int) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from draco_ray.config.load import project_file
 from draco_ray.judging import render
+from draco_ray.judging.phases.union import Union
+from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Criterion, Message
 
 PROMPT = Path("prompts/reduce_rubrics.txt")
@@ -24,6 +26,17 @@ class CriterionSet:
     prompts: tuple[tuple[Message, ...], ...]
     """The agent's prompt of each task."""
     criteria: tuple[Criterion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction(Union):
+    """A union across tasks: no rollout is shown, and the prompt is `reduction_prompt`'s."""
+
+    text: str
+
+    def prompt(self, prompts: Prompts) -> str:
+        """``text``, whatever the prompt set."""
+        return self.text
 
 
 def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[CriterionSet]]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from draco_ray.judging.costs import PhaseCost, call_cost, cost_table, phase_costs
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.lab.runs.savings import savings
-from draco_ray.records import JudgeCall, Phase
+from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.schema import TABLES
 
@@ -66,7 +66,7 @@ def _calls(table: pa.Table, step: int) -> list[JudgeCall]:
     return [
         JudgeCall(
             call_id=row["call_id"],
-            phase=Phase(row["phase"]),
+            phase=row["phase"],
             group=f"step{step}/{row['task_id']}",
             task_id=row["task_id"],
             rollout=row["rollout"],

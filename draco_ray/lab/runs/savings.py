@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from draco_ray.algorithm.rules import RULES, find_rule
-from draco_ray.records import JudgeCall, Phase
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 
 _Group = tuple[int, str]
@@ -45,9 +48,9 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
         return []
     kept = run.setting("judge.stage1_across_epochs")
     replayed = [call for _, call in calls if call.requests == 0]
-    stage1 = [call for call in replayed if kept and call.phase is Phase.STAGE1]
-    others = [call for call in replayed if not (kept and call.phase is Phase.STAGE1)]
-    phases = [phase for phase in Phase if any(call.phase is phase for call in others)]
+    stage1 = [call for call in replayed if kept and call.phase == Stage1.name]
+    others = [call for call in replayed if not (kept and call.phase == Stage1.name)]
+    phases = [phase for phase in PHASES if any(call.phase == phase for call in others)]
     found = [
         _replayed(
             "judge.stage1_across_epochs",
@@ -63,13 +66,13 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
         ),
     ]
     if _cites(run.setting("algorithm.rule"), calls):
-        found += _credit(run, [(step, call) for step, call in calls if call.phase is Phase.CREDIT])
+        found += _credit(run, [(step, call) for step, call in calls if call.phase == Credit.name])
     return found
 
 
 def _cites(rule: str, calls: Sequence[tuple[int, JudgeCall]]) -> bool:
     """Whether credit calls are made under a rule; one of somebody's own is not imported to look at a run."""
-    return find_rule(rule).cites if rule in RULES else any(call.phase is Phase.CREDIT for _, call in calls)
+    return find_rule(rule).cites if rule in RULES else any(call.phase == Credit.name for _, call in calls)
 
 
 def _replayed(switch: str, what: str, changes: str, replayed: Sequence[JudgeCall]) -> Saving:

@@ -6,7 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from draco_ray.records import Phase, Verdict
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Case, Finding, not_applicable
 from draco_ray.sandbox.rule_judge.catalogue import RULES, Rule, discoveries, proposals
 from draco_ray.sandbox.rule_judge.demands import read_demands
@@ -22,17 +27,17 @@ MOST_MERGED = 24
 _UNKNOWN = "No rule of this judge covers this criterion."
 
 
-def answer(prompt: str) -> tuple[Phase | None, str]:
+def answer(prompt: str) -> tuple[str | None, str]:
     """The phase of a prompt and the reply to it; no phase for a comparison of criteria, nor for any other (``OK``)."""
     read = read_prompt(prompt)
     if read is None:
         return None, answer_pairing(prompt) or "OK"
     entries = {
-        Phase.STAGE1: _propose,
-        Phase.STAGE2: _add,
-        Phase.UNION: _merge,
-        Phase.SCORE: _score,
-        Phase.CREDIT: _attribute,
+        Stage1.name: _propose,
+        Stage2.name: _add,
+        Union.name: _merge,
+        Score.name: _score,
+        Credit.name: _attribute,
     }[read.phase](read)
     return read.phase, json.dumps(entries, indent=1, ensure_ascii=False)
 

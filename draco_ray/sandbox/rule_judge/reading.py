@@ -14,7 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draco_ray.judging.escaping import unescape
-from draco_ray.records import Phase
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.rollout.code_block import extract_code
 
 _EVIDENCE = re.compile(r"^\[BEGIN EVIDENCE ([0-9a-f]{8})\]", re.MULTILINE)
@@ -60,7 +64,7 @@ class Rubric:
 class JudgePrompt:
     """A prompt that was recognised."""
 
-    phase: Phase
+    phase: str
     task: str = ""
     """The bare instruction; empty where the prompt does not show it."""
     runs: tuple[Run, ...] = ()
@@ -112,13 +116,13 @@ def read_prompt(prompt: str) -> JudgePrompt | None:
     if (candidates := _tagged(ours, "candidate_rubrics")) is not None:
         group = _tagged(prompt, "group_trajectories") or ""
         runs = tuple(_conversation(match[2], marks) for match in marks.rollout.finditer(group))
-        return JudgePrompt(phase=Phase.UNION, task=task, runs=runs, rubrics=_rubrics(candidates))
+        return JudgePrompt(phase=Union.name, task=task, runs=runs, rubrics=_rubrics(candidates))
     transcript = _tagged(prompt, "agent_trajectory")
     runs = () if transcript is None else (_conversation(transcript, marks),)
     if (listed := _tagged(ours, "rubrics")) is not None:
-        return JudgePrompt(phase=Phase.SCORE, task=task, runs=runs, rubrics=_rubrics(listed))
+        return JudgePrompt(phase=Score.name, task=task, runs=runs, rubrics=_rubrics(listed))
     if (existing := _tagged(ours, "existing_rubrics")) is not None:
-        return JudgePrompt(phase=Phase.STAGE2, task=task, runs=runs, rubrics=_rubrics(existing))
+        return JudgePrompt(phase=Stage2.name, task=task, runs=runs, rubrics=_rubrics(existing))
     scores = _scores(ours)
     if scores is not None:
         if not runs:
@@ -126,9 +130,9 @@ def read_prompt(prompt: str) -> JudgePrompt | None:
         elif marks.step.search(prompt):
             # Both forms are there; the summary is what the numbers refer to, the transcript knows the end.
             runs = (replace(_summary(prompt, marks), ended=runs[0].ended),)
-        return JudgePrompt(phase=Phase.CREDIT, task=task, runs=runs, rubrics=scores)
+        return JudgePrompt(phase=Credit.name, task=task, runs=runs, rubrics=scores)
     if _tagged(ours, "agent_prompt") is not None:
-        return JudgePrompt(phase=Phase.STAGE1, task=task)
+        return JudgePrompt(phase=Stage1.name, task=task)
     return None
 
 

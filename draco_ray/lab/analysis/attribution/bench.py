@@ -15,6 +15,8 @@ from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout
 from draco_ray.lab.analysis.attribution.rubric import known_rubric
 from draco_ray.records import (
@@ -81,7 +83,7 @@ async def _judge_group(
     rubric = known_rubric(group[0].rubric, task.instruction)
     prompt = render_agent_prompt(template, task)
     played = [trajectory(rollout, index, prompt) for index, rollout in enumerate(group)]
-    scored = await asyncio.gather(*(judge.score(each, rubric, _context(each)) for each in played))
+    scored = await asyncio.gather(*(judge.ask(Score(each, rubric), _context(each)) for each in played))
     rows = [index for index, score in enumerate(scored) if score.value is not None]
     verdict_GK = np.array(
         [[int(entry.verdict) for entry in scored[index].value or ()] for index in rows], dtype=np.int8
@@ -89,7 +91,7 @@ async def _judge_group(
     surviving = [int(index) for index in np.flatnonzero(surviving_criteria(verdict_GK))]
     credited = await asyncio.gather(
         *(
-            judge.credit(played[index], rubric, scored[index].value or (), _context(played[index]), surviving)
+            judge.ask(Credit(played[index], rubric, scored[index].value or (), surviving), _context(played[index]))
             for index in rows
         )
     )

@@ -1,0 +1,153 @@
+"""Credit: the steps of one rollout that are responsible for each verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import ReplyError
+from draco_ray.judging import render
+from draco_ray.judging.parsing import Integer, Parsed, Remark, RubricEntry, VerdictName, align, read_entries
+from draco_ray.judging.phases.base import INTEGER, TEXT, Attributions, JsonSchema, Question, trajectory_values
+from draco_ray.judging.phases.score import WHICH
+from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
+from draco_ray.runs.rows import Row, citation_rows
+
+_STEPS: JsonSchema = {"type": "array", "items": INTEGER}
+_VERDICT: JsonSchema = {"type": "string", "enum": ["PASS", "FAIL", "NOT_APPLICABLE"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Credit(Question[Attributions]):
+    """Name the steps responsible for each verdict of ``scores``, one per criterion of ``rubric``.
+
+    A rollout without a step needs no call: nothing can be cited. The attributions' ``criterion`` indexes into
+    ``rubric``, whatever ``criteria`` is.
+    """
+
+    trajectory: Trajectory
+    rubric: Sequence[Criterion]
+    scores: Sequence[ScoredCriterion]
+    criteria: Sequence[int] | None = None
+    """Indices into ``rubric`` to ask about, e.g. those that survived dropout; None asks about all."""
+
+    name = "credit"
+    template = "credit_assignment.txt"
+    placeholders = frozenset(
+        {
+            "agent_prompt",
+            "task_input",
+            "agent_trajectory",
+            "steps_summary",
+            "num_steps",
+            "num_rubrics",
+            "rubric_scores",
+        }
+    )
+    required = (frozenset({"rubric_scores"}), frozenset({"steps_summary", "agent_trajectory"}))
+    reply_fields = WHICH | {"explanation": TEXT, "relevant_steps": _STEPS, "verdict": _VERDICT}
+
+    @property
+    def identity(self) -> str:
+        """The group, whose prompts begin alike."""
+        return self.trajectory.group
+
+    @property
+    def asked(self) -> Sequence[int]:
+        """Indices of the criteria that are asked about."""
+        return range(len(self.rubric)) if self.criteria is None else self.criteria
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The rollout, also as numbered steps, and the verdicts."""
+        scores = [self.scores[index] for index in self.asked]
+        return trajectory_values(self.trajectory, code) | {
+            "steps_summary": render.steps_summary(self.trajectory, code),
+            "num_steps": len(self.trajectory.steps),
+            "num_rubrics": len(self.asked),
+            "rubric_scores": render.rubric_scores(self._asked_rubric, scores),
+        }
+
+    def settled(self) -> Attributions | None:
+        """No criterion to ask about, or no step: nothing can be cited."""
+        return None if self.asked and self.trajectory.steps else ()
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Attributions]:
+        """`parse_attributions`, leniently where the judge is not asked again."""
+        parsed = parse_attributions(text, self._asked_rubric, len(self.trajectory.steps), lenient=last)
+        attributions = tuple(replace(each, criterion=self.asked[each.criterion]) for each in parsed.value)
+        return Parsed(value=attributions, notes=parsed.notes)
+
+    @property
+    def _asked_rubric(self) -> list[Criterion]:
+        return [self.rubric[index] for index in self.asked]
+
+    @classmethod
+    def rows(cls, step: int, task_id: str, rollout: int | None, value: Attributions) -> tuple[str, list[Row]] | None:
+        """A cited step a row."""
+        return None if rollout is None else ("citations", citation_rows(step, task_id, rollout, value))
+
+    @classmethod
+    def example(cls) -> Credit:
+        """About the example's first rollout."""
+        from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
+
+        return cls(example_trajectory(), RUBRIC, SCORES)
+
+
+class AttributionEntry(RubricEntry):
+    """A verdict's citations as the judge writes them."""
+
+    verdict: VerdictName
+    relevant_steps: Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
+    explanation: Remark = ""
+
+
+def parse_attributions(
+    text: str, rubric: Sequence[Criterion], num_steps: int, *, lenient: bool = False
+) -> Parsed[Attributions]:
+    """Read which steps are responsible for which verdict, in the rubric's order.
+
+    A criterion judged not applicable cites nothing, whatever steps the reply lists for it.
+
+    Args:
+        text: the reply.
+        rubric: the criteria that were asked about; `Attribution.criterion` indexes into it.
+        num_steps: M; valid steps are 1 .. M.
+        lenient: leave out steps that do not exist, and accept a pass or fail that then cites none as a verdict that
+            moves no credit, each with a note. The judge sets it once asking again did not help: losing one criterion's
+            citation is less than losing them all.
+
+    Raises:
+        ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless lenient) a step beyond the
+            trajectory or a pass or fail without a step.
+    """
+    entries = read_entries(text, AttributionEntry)
+    order, alignment_notes = align(entries, rubric)
+    notes = list(alignment_notes)
+    attributions = []
+    uncited = []
+    for criterion, position in enumerate(order):
+        entry = entries[position]
+        cited = set(entry.relevant_steps)
+        if beyond := sorted(step for step in cited if not 1 <= step <= num_steps):
+            problem = f"rubric_index {criterion}: step {beyond[0]} does not exist; steps are 1 to {num_steps}"
+            if not lenient:
+                raise ReplyError(problem)
+            notes.append(problem)
+        verdict = Verdict[entry.verdict]
+        steps = () if verdict is Verdict.NOT_APPLICABLE else tuple(sorted(cited - set(beyond)))
+        if verdict is not Verdict.NOT_APPLICABLE and not steps:
+            uncited.append(criterion)
+        attributions.append(
+            Attribution(criterion=criterion, verdict=verdict, steps=steps, explanation=entry.explanation)
+        )
+    if uncited:
+        which = ", ".join(str(criterion) for criterion in uncited)
+        if not lenient:
+            raise ReplyError(f"rubric_index {which}: a PASS or FAIL must cite at least one step in relevant_steps")
+        notes.append(f"no step cited for rubric_index {which}: no credit moves for it")
+    return Parsed(value=tuple(attributions), notes=tuple(notes))

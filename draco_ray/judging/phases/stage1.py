@@ -1,0 +1,59 @@
+"""Stage 1: criteria from the agent's prompt alone, before anybody acted on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging import render
+from draco_ray.judging.parsing import Parsed, parse_criteria
+from draco_ray.judging.phases.base import TEXT, TEXTS, Question, Rubric
+from draco_ray.records import Message
+from draco_ray.runs.rows import Row, proposal_rows
+
+CRITERION_FIELDS = {"title": TEXT, "description": TEXT, "evaluator_instruction": TEXT}
+WHERE_SEEN = {"trajectory_evidence": TEXT, "grounding_references": TEXTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage1(Question[Rubric]):
+    """Propose criteria for the task of ``messages``, the agent's prompt; at least one, or the phase has failed."""
+
+    messages: Sequence[Message]
+
+    name = "stage1"
+    template = "generate_rubrics.txt"
+    placeholders = frozenset({"agent_prompt", "task"})
+    required = (frozenset({"agent_prompt"}),)
+    reply_fields = CRITERION_FIELDS
+    optional_reply_fields = WHERE_SEEN
+
+    @property
+    def identity(self) -> str:
+        """The task: the same prompt whenever it comes again."""
+        return f"{self.name} {[(message.role, message.content) for message in self.messages]}"
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The agent's prompt, and its user part."""
+        return {"agent_prompt": render.agent_prompt(self.messages, code), "task": render.task(self.messages, code)}
+
+    def scope(self, config: JudgeConfig, group: str) -> str:
+        """The whole run, or this group where ``judge.stage1_across_epochs`` is off."""
+        return "" if config.stage1_across_epochs else group
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
+        """Up to ``judge.max_stage1_criteria`` criteria."""
+        return parse_criteria(text, limit=config.max_stage1_criteria, source=self.name)
+
+    @classmethod
+    def rows(cls, step: int, task_id: str, rollout: int | None, value: Rubric) -> tuple[str, list[Row]]:
+        """What the union chooses from."""
+        return "proposals", proposal_rows(step, task_id, value)
+
+    @classmethod
+    def example(cls) -> Stage1:
+        """About the example's task."""
+        from draco_ray.judging.example import PROMPT
+
+        return cls(PROMPT)

@@ -1,0 +1,62 @@
+"""Union: one rubric for the group out of every proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging import render
+from draco_ray.judging.parsing import Parsed, parse_criteria
+from draco_ray.judging.phases.base import Question, Rubric
+from draco_ray.judging.phases.stage1 import CRITERION_FIELDS
+from draco_ray.records import Criterion, Message, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Union(Question[Rubric]):
+    """Merge every candidate into the one rubric of the group; empty when no criterion tells its rollouts apart.
+
+    No candidates: an empty rubric, without a call.
+    """
+
+    messages: Sequence[Message]
+    """The agent's prompt."""
+    candidates: Sequence[Criterion]
+    trajectories: Sequence[Trajectory]
+    """Of the group, at least one."""
+
+    name = "union"
+    template = "union_rubrics.txt"
+    placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
+    required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
+    reply_fields = CRITERION_FIELDS
+
+    @property
+    def identity(self) -> str:
+        """The group."""
+        return self.trajectories[0].group
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The task, every proposal and every rollout."""
+        return {
+            "agent_prompt": render.agent_prompt(self.messages, code),
+            "task": render.task(self.messages, code),
+            "candidate_rubrics": render.candidate_rubrics(self.candidates),
+            "group_trajectories": render.group_trajectories(self.trajectories, code),
+        }
+
+    def settled(self) -> Rubric | None:
+        """Nothing proposed: nothing to judge by."""
+        return None if self.candidates else ()
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
+        """Up to ``judge.max_union_criteria`` criteria."""
+        return parse_criteria(text, limit=config.max_union_criteria, source=self.name, allow_empty=True)
+
+    @classmethod
+    def example(cls) -> Union:
+        """About two rollouts of the example."""
+        from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
+
+        return cls(PROMPT, RUBRIC, [example_trajectory(), example_trajectory(1)])

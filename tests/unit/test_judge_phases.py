@@ -1,0 +1,187 @@
+"""A judge phase is one file and one line: the page that says so is run, and what goes through the phases knows it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draco_ray.cli import main
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.costs import cost_table, phase_costs
+from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
+from draco_ray.judging.importer import import_prompts
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.parsing import after_thinking
+from draco_ray.judging.phases import PHASES, urgency
+from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.union import Union
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.worker import JudgeWorkerActor, phase_summary
+from draco_ray.pipeline import Group
+from draco_ray.records import Criterion, Judged
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store_actor import RunStoreActor
+from draco_ray.training.metrics import step_metrics
+
+PAGE = Path("docs/extending/judge_phase.md")
+WHERE = CallContext(group="step1/example_1", task_id="example_1", rollout=0)
+
+
+@pytest.fixture
+def summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Phase]:
+    """The page's phase, listed as the page says, with its template in the prompt set at ``tmp_path / "set"``."""
+    blocks = dict(re.findall(r"```(\w*)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    templates = re.findall(r"```\n(What did.*?)```", PAGE.read_text(), re.DOTALL)
+    file = tmp_path / "summary_phase.py"
+    file.write_text(blocks["python"])
+    spec = importlib.util.spec_from_file_location("summary_phase", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["summary_phase"] = module
+    spec.loader.exec_module(module)
+    phase: Phase = module.Summary
+    monkeypatch.setitem(PHASES, phase.name, phase)
+    shutil.copytree("prompts/judge", tmp_path / "set")
+    (tmp_path / "set" / phase.template).write_text(templates[0])
+    yield phase
+    del sys.modules["summary_phase"]
+
+
+class Script:
+    """Completes requests from a list."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self.asked: list[Request] = []
+
+    async def __call__(self, request: Request) -> Completion:
+        self.asked.append(request)
+        return Completion(
+            text=self.answers.pop(0),
+            finish_reason="stop",
+            model="scripted",
+            input_tokens=10,
+            cached_tokens=0,
+            output_tokens=5,
+            dollars=0.5,
+            started_at=1.0,
+            seconds=1.0,
+            requests=1,
+        )
+
+    async def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    async def check(self) -> None:
+        """It is there."""
+
+
+async def test_the_pages_phase_is_asked_archived_counted_and_shown(
+    summary: Phase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = json.dumps([{"sentence": "It looked."}, {"sentence": "It left."}])
+    script = Script(two, json.dumps([{"sentence": "It read one page only."}]))
+    judge = Judge(script, load_prompts(tmp_path / "set"), JudgeConfig())
+    judged = await judge.ask(summary(example_trajectory()), WHERE)
+    assert judged.value == ("It read one page only.",)
+    first, again = script.asked
+    assert "(output of step 2)" in first.messages[0].content
+    assert "2 entries; answer with one sentence" in again.messages[-1].content
+    assert first.schema is not None
+    assert "sentence" in json.dumps(first.schema)
+    assert [call.phase for call in judged.calls] == ["summary", "summary"]
+
+    store = RunStoreActor(RunDirectory.create(tmp_path / "run", "setting: draco\n").path)
+    store.judged(1, "example_1", 0, summary, judged)
+    group = Group(step=1, index=0, task_id="example_1", prompt=PROMPT)
+    group.phases.append(phase_summary(summary.name, WHERE, judged, 0.0))
+    metrics = step_metrics(1, [group], 2)
+    store.finish_step(1, metrics)
+    run = RunDirectory.open(tmp_path / "run")
+    assert run.table("judge_calls").column("phase").to_pylist() == ["summary", "summary"]
+    assert metrics["judge"]["summary"]["requests"] == 2
+    table = cost_table(phase_costs(judged.calls)).splitlines()
+    assert len(table) == 1 + len(PHASES) + 1
+    assert table[-2].split()[:2] == ["summary", "2"]
+
+    with pytest.raises(SystemExit, match="0"):
+        main(["prompts", "render", "summary", "--set", str(tmp_path / "set")])
+    assert capsys.readouterr().out.startswith("What did the agent do?")
+    # Quoted reasoning that holds a field of the phase is no answer, and its tag no end of reasoning.
+    quoted = '{"sentence": "x" </think> {"sentence": "y"}'
+    assert after_thinking(quoted) == quoted
+
+
+def test_a_prompt_set_without_the_new_template_is_refused_by_name(summary: Phase, tmp_path: Path) -> None:
+    (tmp_path / "set" / summary.template).unlink()
+    with pytest.raises(Exception, match=re.escape("summary.txt cannot be read")):
+        load_prompts(tmp_path / "set")
+    source = tmp_path / "paper.tex"
+    source.write_text("no listing")
+    with pytest.raises(Exception, match=re.escape("summary.txt")):
+        import_prompts(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["summary", "", "SCORE"])
+def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prompts", "render", name])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "no judge phase; expected one of stage1, stage2, union, score, credit" in said
+
+
+def test_later_phases_are_more_urgent_and_what_is_of_no_phase_is_least() -> None:
+    ranks = [urgency(name) for name in PHASES]
+    assert ranks == sorted(ranks, reverse=True)
+    assert len(set(ranks)) == len(PHASES)
+    assert urgency(None) == urgency("of nobody") == 0
+
+
+class Recorder:
+    """In the place of a worker's judge: keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.questions: list[Any] = []
+
+    async def ask(self, question: Any, context: CallContext) -> Judged[Any]:
+        self.questions.append(question)
+        return Judged(value=())
+
+
+async def test_a_worker_passes_values_on_and_a_failed_phase_as_nothing() -> None:
+    """Without Ray: what references stand for has arrived already."""
+    recorder = Recorder()
+    worker: Any = SimpleNamespace(_judge=recorder)
+    failed: Judged[tuple[Criterion, ...]] = Judged(value=None, error="failed")
+    first, second = (Judged(value=(criterion,)) for criterion in RUBRIC)
+    trajectory = example_trajectory()
+    await JudgeWorkerActor.ask(
+        worker, Union, WHERE, messages=PROMPT, candidates=[first, failed, second], trajectories=[trajectory]
+    )
+    await JudgeWorkerActor.ask(
+        worker, Credit, WHERE, trajectory=trajectory, rubric=first, scores=Judged(value=SCORES), criteria=(0,)
+    )
+    await JudgeWorkerActor.ask(worker, Score, WHERE, trajectory=trajectory, rubric=failed)
+    await JudgeWorkerActor.ask(worker, Stage1, WHERE, messages=PROMPT)
+    assert recorder.questions == [
+        Union(PROMPT, list(RUBRIC), [trajectory]),
+        Credit(trajectory, RUBRIC[:1], SCORES, (0,)),
+        Score(trajectory, ()),
+        Stage1(PROMPT),
+    ]
