@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from draco_ray.errors import DracoError
     from draco_ray.records import Attribution, Verdict
     from draco_ray.runs.directory import RunDirectory
-    from draco_ray.training.trainer import resume, train
+    from draco_ray.training.run import resume, train
 
 __version__ = "0.1.0"
 
@@ -78,12 +78,12 @@ _MODULES = {
     "Verdict": "records",
     "group_advantages_G": "algorithm.advantage",
     "load_config": "config.load",
-    "resume": "training.trainer",
+    "resume": "training.run",
     "rubric_rewards": "algorithm.reward",
     "step_advantages": "algorithm.credit",
     "step_quality": "algorithm.credit",
     "surviving_criteria": "algorithm.reward",
-    "train": "training.trainer",
+    "train": "training.run",
 }
 
 

@@ -106,7 +106,7 @@ def train(
             raise ConfigError(f"train: name a preset ({', '.join(preset_names())}) or a YAML file, or --resume a run")
         if allow_changed_config:
             raise ConfigError("--allow-changed-config: only together with --resume DIR")
-        from draco_ray.training.trainer import train as run_training
+        from draco_ray.training.run import train as run_training
 
         _say_how_sure(run_training(load_config(config, overrides, setting, trust=trust)))
         return
@@ -114,7 +114,7 @@ def train(
         # The first word names the configuration only where there is one to name.
         overrides = [config, *overrides]
         config = None
-    from draco_ray.training.trainer import resume as resume_training
+    from draco_ray.training.run import resume as resume_training
 
     _say_how_sure(resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
 

@@ -330,6 +330,10 @@ class Adapter:
     """PEFT's tensor names -> float32 arrays."""
 
 
+WeightUpdate = Adapter
+"""What a learner sends to the engines. Another kind (whole weights, say) joins as ``Adapter | Other``, and gets a case
+in `draco_ray.engine.vllm_engine.VllmEngine.load`."""
+
 LOST = "the rollout was lost"
 """Stands among the failures of an `Evaluation` that nobody could make."""
 

@@ -143,9 +143,11 @@ def build_adapter(model: Path, file: Path) -> None:
     from safetensors.numpy import save_file
 
     from draco_ray.config.schema import ModelConfig
-    from draco_ray.learner.learner import Learner
+    from draco_ray.learner.lora_learner import LoraLearner
 
-    learner = Learner(ModelConfig(path=str(model), dtype="float32"), learner_config(workload((1, 1, 1, 1))), seed=SEED)
+    learner = LoraLearner(
+        ModelConfig(path=str(model), dtype="float32"), learner_config(workload((1, 1, 1, 1))), seed=SEED
+    )
     generator = torch.Generator().manual_seed(SEED)
     tensors = {
         name: (values + 0.02 * torch.randn(values.shape, generator=generator).numpy()).astype(np.float32)
@@ -181,15 +183,15 @@ def cost(since: Mark) -> dict[str, float]:
 
 
 def draco_side(folder: Path, rollouts: Sequence[Rollout]) -> tuple[Update, dict[str, Any]]:
-    """One update of `draco_ray.learner.learner.Learner`; returns its cost and the adapter after it."""
+    """One update of `draco_ray.learner.lora_learner.LoraLearner`; returns its cost and the adapter after it."""
     from safetensors.torch import load_file
 
     from draco_ray.config.schema import ModelConfig
-    from draco_ray.learner.learner import Learner
+    from draco_ray.learner.lora_learner import LoraLearner
     from draco_ray.records import TrainingSample
 
     model = ModelConfig(path=str(folder / "model"), dtype="float32")
-    learner = Learner(model, learner_config(rollouts), seed=SEED)
+    learner = LoraLearner(model, learner_config(rollouts), seed=SEED)
     learner.policy.load_adapter(load_file(folder / "adapter.safetensors"), "adapter.safetensors")
     samples = []
     for index, rollout in enumerate(rollouts):

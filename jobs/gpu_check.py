@@ -34,7 +34,7 @@ from draco_ray.engine.canary import run_canary
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import DracoError
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TrainingSample
 
 MODELS = {"qwen3.6-27b": "Qwen/Qwen3.6-27B", "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct"}
@@ -252,7 +252,7 @@ async def check_model(name: str, layers: int, folder: Path, *, device: Literal["
     await engine.start()
     started, serving = time.perf_counter() - began, gpu.used()
     try:
-        learner = Learner(model, LearnerConfig(), seed=0, device=device)
+        learner = LoraLearner(model, LearnerConfig(), seed=0, device=device)
         generator = torch.Generator().manual_seed(0)
         trained = {
             tensor: torch.from_numpy(values) + ADAPTER_NOISE * torch.randn(values.shape, generator=generator)

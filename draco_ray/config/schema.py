@@ -293,8 +293,12 @@ class AlgorithmConfig(Tree):
 
 
 class LearnerConfig(Tree):
-    """GRPO on a LoRA adapter."""
+    """What updates the weights: as it ships, GRPO on a LoRA adapter."""
 
+    use: Part = "ray_lora"
+    """ray_lora (Ray Train's workers), or a learner of your own, package.module:Class or folder/file.py:Class."""
+    options: dict[str, object] = Field(default_factory=dict)
+    """For a learner of your own; ray_lora takes none."""
     workers: int = Field(1, ge=1)
     """Ray Train workers."""
     sharding: Literal["none", "full"] = "none"
@@ -319,7 +323,6 @@ class LearnerConfig(Tree):
     kl_coefficient: float = Field(0.01, ge=0)
     """Of the k3 estimate against the base model, as a loss term."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    ppo_epochs: Literal[1] = 1
     minibatch_prompts: int = Field(8, ge=1)
     """Prompts (groups) an optimizer update; verl's reading of "minibatch size 8"."""
     micro_batch_tokens: int = Field(32768, ge=1)

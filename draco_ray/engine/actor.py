@@ -20,7 +20,7 @@ from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
 from draco_ray.observability.logs import start_run_log
-from draco_ray.records import Adapter
+from draco_ray.records import WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class PolicyEngineActor:
         self._serving = asyncio.Event()
         self._core_watch: asyncio.Task[None] | None = None
 
-    async def start(self, adapter: Adapter | None) -> None:
-        """Load the model, then ``adapter`` if there is one yet; raises EngineError."""
+    async def start(self, update: WeightUpdate | None) -> None:
+        """Load the model, then the weights of ``update`` if there is one yet; raises EngineError."""
         if self._serving.is_set():
             return
         await self._engine.start()
-        if adapter is not None:
-            await self._engine.load_adapter(adapter)
+        if update is not None:
+            await self._engine.load(update)
         self._core_watch = asyncio.create_task(self._end_with_core())
         self._serving.set()
 
@@ -82,11 +82,11 @@ class PolicyEngineActor:
             self._end_if_dead()
             raise
 
-    async def load_adapter(self, adapter: Adapter) -> float:
-        """Switch new requests to ``adapter``; returns seconds."""
+    async def load(self, update: WeightUpdate) -> float:
+        """Switch new requests to the weights of ``update``; returns seconds."""
         await self._serving.wait()
         try:
-            return await self._engine.load_adapter(adapter)
+            return await self._engine.load(update)
         except EngineError:
             self._end_if_dead()
             raise
@@ -168,7 +168,7 @@ class EngineFleet:
         self.engines = list(engines)
         self.replaced = 0
         """Engine processes that died and were replaced."""
-        self._adapter: ray.ObjectRef[Any] | None = None
+        self._weights: ray.ObjectRef[Any] | None = None
         self._asleep = False
         self._watches: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
@@ -188,12 +188,12 @@ class EngineFleet:
             raise _lost(error) from None
         self._watches = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
 
-    async def load(self, adapter: ray.ObjectRef[Any]) -> None:
-        """Switch every engine to ``adapter``; the reference must outlive its maker, for engines replaced later."""
+    async def load(self, update: ray.ObjectRef[Any]) -> None:
+        """Switch every engine to a weight update; the reference must outlive its maker, for engines replaced later."""
         # Remembered first: an engine that is replaced meanwhile starts with it.
-        self._adapter = adapter
+        self._weights = update
         try:
-            await asyncio.gather(*(engine.load_adapter.remote(adapter) for engine in self.engines))
+            await asyncio.gather(*(engine.load.remote(update) for engine in self.engines))
         except RayActorError as error:
             raise _lost(error) from None
 
@@ -241,7 +241,7 @@ class EngineFleet:
             except RayActorError as error:
                 log.warning("an engine's process died (%s); starting another", _first_line(error))
             try:
-                await engine.start.remote(self._adapter)
+                await engine.start.remote(self._weights)
                 if self._asleep:
                     await engine.sleep.remote()
                 self.replaced += 1

@@ -22,7 +22,7 @@ from draco_ray.engine.model_directory import architectures, check_model_director
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
 from draco_ray.extras import naming_extras
-from draco_ray.records import Adapter
+from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -208,6 +208,18 @@ class VllmEngine:
         async with self._gate.request():
             output = await self._generate(token_ids, parameters, self._current if adapter else None)
         return list(output.prompt_logprobs.logprobs)
+
+    async def load(self, update: WeightUpdate) -> float:
+        """Make the weights of ``update`` what new requests sample from; returns seconds.
+
+        Raises: EngineError when it cannot take them.
+        """
+        match update:
+            case Adapter():
+                return await self.load_adapter(update)
+        raise EngineError(
+            f"engine {self._name}: cannot take a weight update of type {type(update).__name__}; expected an Adapter"
+        )
 
     async def load_adapter(self, adapter: Adapter) -> float:
         """Make ``adapter`` what new requests sample from, without a restart; returns seconds.

@@ -39,7 +39,7 @@ class Shares:
         """Take out what is worked off now.
 
         Args:
-            micro_batches: `Learner.micro_batches`.
+            micro_batches: `LoraLearner.micro_batches`.
             rank: whose samples are returned.
             everything: leave none behind.
         Returns: the samples of `rank`, and the most micro-batches that any worker's now make.

@@ -38,7 +38,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    from draco_ray.learner.learner import Learner
+    from draco_ray.learner.lora_learner import LoraLearner
     from draco_ray.learner.worker import LearnerWorker
     from draco_ray.observability.logs import private_files
 
@@ -52,7 +52,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     device = ray.train.torch.get_device()
     sharded = given.config.sharding == "full" and workers > 1
     try:
-        learner = Learner(
+        learner = LoraLearner(
             given.model,
             given.config,
             seed=given.seed,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from draco_ray.learner.learner import Learner, trained_length
+from draco_ray.learner.lora_learner import LoraLearner, trained_length
 from draco_ray.learner.messages import (
     Accumulate,
     Command,
@@ -36,7 +36,7 @@ class LearnerWorker:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: LoraLearner,
         *,
         rank: int,
         workers: int,

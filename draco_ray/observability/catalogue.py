@@ -107,6 +107,9 @@ STEP_GAUGES = {
     "entropy": Metric("draco_entropy", Kind.GAUGE, "Entropy of the policy, nats a token."),
     "grad_norm": Metric("draco_grad_norm", Kind.GAUGE, "Largest gradient norm of the step, before clipping."),
     "clip_fraction": Metric("draco_clip_fraction", Kind.GAUGE, "Share of tokens whose importance ratio was clipped."),
+    "dual_clip_fraction": Metric(
+        "draco_dual_clip_fraction", Kind.GAUGE, "Share of tokens whose loss was bounded by the dual clip."
+    ),
     "policy_loss": Metric("draco_policy_loss", Kind.GAUGE, "Policy loss of the step."),
     "canary_gap": Metric("draco_canary_gap", Kind.GAUGE, "Mean engine - learner log-prob gap after the sync, nats."),
     "judge_hidden_share": Metric(

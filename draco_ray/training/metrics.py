@@ -100,6 +100,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         "kl": mean("kl"),
         "entropy": mean("entropy"),
         "clip_fraction": mean("clip_fraction"),
+        "dual_clip_fraction": mean("dual_clip_fraction"),
         "importance_weight": mean("importance_weight"),
         "truncated_fraction": mean("truncated_fraction"),
         "engine_gap": mean("engine_gap"),

@@ -1,11 +1,13 @@
-"""What training and rubric authoring start alike: a usable model, prompts that fit, a judge, Ray, and the actors."""
+"""What a run starts: a usable model, prompts that fit, a judge, Ray, the actors; for training, all of its parts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,41 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.load import project_file
-from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.appworld.data_root import load_split, load_task
-from draco_ray.errors import ClusterError, DracoError
+from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool
+from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.worker import Policy, judge_starter
-from draco_ray.records import Message
+from draco_ray.learner.base import Learner, find_learner
+from draco_ray.pipeline import Pipeline
+from draco_ray.records import Criterion, Message
 from draco_ray.registry import find
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.worker import start_rollout_workers
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
+from draco_ray.training.advantage_computer import start_advantage_computer
+from draco_ray.training.batches import Batches, RecordedRollouts
+from draco_ray.training.before_after import BeforeAfter
 from draco_ray.training.cluster import connect
+from draco_ray.training.engines import WeightSync, engines_asleep
+from draco_ray.training.observer import RunObserver
+from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context, check_session
+from draco_ray.training.progress import StepProgress, watch_judge
+from draco_ray.training.resume import StartPoint
+from draco_ray.training.trainer import StepWatch, Trainer
 
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
 """By name: what stands in is never imported by what trains."""
+STALE_IMPORTANCE_CAP = 2.0
+"""``learner.importance_cap`` where it is null and ``train.staleness`` is on."""
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
@@ -282,3 +298,129 @@ class Actors:
         stops = [actor.stop.remote() for actor in actors]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*stops, self.store.flush.remote()), timeout=20)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSession:
+    """A training run whose parts are up."""
+
+    actors: Actors
+    trainer: Trainer
+    evaluation: BeforeAfter
+
+
+@contextlib.asynccontextmanager
+async def training_session(
+    config: DracoConfig,
+    judge: JudgeConfig,
+    prompts: Mapping[str, tuple[Message, ...]],
+    order: TaskOrder,
+    run: RunDirectory,
+    start: StartPoint,
+    console: Console,
+) -> AsyncIterator[TrainingSession]:
+    """Put a training run together, start it, and end it after the block, also where the start failed.
+
+    Args:
+        config: the run's.
+        judge: what `open_judge` gave, with a reply cache.
+        prompts: of the usable tasks, by task id.
+        order: of the tasks.
+        run: the run directory.
+        start: where the loop begins.
+        console: for people.
+
+    Raises:
+        DracoError: a part cannot be started, or the block raised it.
+    """
+    async with contextlib.AsyncExitStack() as parts:
+        progress = StepProgress(console)
+        parts.callback(progress.stop)
+        observer = RunObserver(config, run.path)
+        parts.callback(observer.close)
+        name = run.path.name
+        learner = find_learner(config.learner.use)(
+            config.model, learner_config(config), run=run.path, seed=config.seed, resume_from=start.checkpoint
+        )
+        parts.push_async_callback(learner.stop)
+        actors = Actors(config, judge, run, name)
+        parts.push_async_callback(actors.stop)
+        parts.push_async_exit(partial(_drain_within_budget, actors, judge))
+        advantages = start_advantage_computer(config.algorithm, name)
+        await _start(config, actors, learner)
+
+        weights = WeightSync(
+            learner,
+            actors.fleet,
+            actors.clients,
+            advantages,
+            tolerance=config.engine.canary_tolerance,
+            moved=start.moved,
+        )
+        if start.step:
+            await weights.publish(start.step)
+        pool, watch = actors.pool(actors.workers), StepWatch(progress, observer)
+        observer.watch_pools(pool, actors.judges)
+        pipeline = Pipeline(
+            config.algorithm,
+            pool,
+            actors.judges,
+            advantages,
+            actors.store,
+            static_rubric=_static_rubric(config),
+            seed=config.seed,
+            watch=watch,
+        )
+        recorded = RecordedRollouts(
+            actors.store,
+            pool,
+            start.recorded,
+            group_size=config.algorithm.group_size,
+            staleness=config.train.staleness,
+            console=console,
+        )
+        watching = asyncio.create_task(watch_judge(actors.judge_pause, progress, console))
+        parts.callback(watching.cancel)
+        trainer = Trainer(
+            config,
+            batches=Batches(prompts, order, pipeline, recorded),
+            learner=learner,
+            fleet=actors.fleet,
+            weights=weights,
+            store=actors.store,
+            observer=observer,
+            watch=watch,
+            run=run,
+            console=console,
+        )
+        yield TrainingSession(actors, trainer, BeforeAfter(config, actors, run, progress, console))
+
+
+def learner_config(config: DracoConfig) -> LearnerConfig:
+    """The learner's configuration as it is run: with ``train.staleness`` importance weights are capped."""
+    if config.train.staleness and config.learner.importance_cap is None:
+        return config.learner.model_copy(update={"importance_cap": STALE_IMPORTANCE_CAP})
+    return config.learner
+
+
+async def _start(config: DracoConfig, actors: Actors, learner: Learner) -> None:
+    if not config.engine.colocate:
+        await asyncio.gather(actors.start(), learner.start())
+        return
+    # One after the other: Ray gives each engine a GPU of its own first, and vLLM measures what is free there.
+    await actors.start()
+    async with engines_asleep(actors.fleet, colocate=True):
+        await learner.start()
+
+
+async def _drain_within_budget(actors: Actors, judge: JudgeConfig, kind: Any, error: Any, trace: Any) -> None:
+    """Where the budget is spent: the rest of what was asked within it is on its way."""
+    if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
+        await actors.judges.drain(judge.request_timeout_seconds)
+
+
+def _static_rubric(config: DracoConfig) -> tuple[Criterion, ...]:
+    algorithm = config.algorithm
+    if algorithm.reward != "rubric" or algorithm.rubric != "static":
+        return ()
+    return load_static_rubric(project_file(algorithm.static_rubric))

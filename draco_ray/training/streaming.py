@@ -10,27 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from draco_ray.learner.base import GroupLearner
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import gather_or_cancel
 from draco_ray.training.overlap import Interval
-
-
-class GroupLearner(Protocol):
-    """What a training step asks of the learner; see `draco_ray.learner.group.LearnerGroup`."""
-
-    async def accumulate(self, group: Any) -> Any:
-        """Add the gradients of one group's samples."""
-        ...
-
-    async def remember_old_logprobs(self, group: Any) -> Any:
-        """Keep a later minibatch's log-probs under the weights of the step's start."""
-        ...
-
-    async def step(self) -> UpdateMetrics:
-        """One optimizer update."""
-        ...
 
 
 @dataclass(slots=True)

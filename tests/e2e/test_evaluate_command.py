@@ -21,7 +21,7 @@ from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Usage, lost_rollout
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.command import draco, start_draco
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.worlds import Tasks
@@ -145,7 +145,7 @@ def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    learner = Learner(config.model, config.learner, seed=0, device="cpu")
+    learner = LoraLearner(config.model, config.learner, seed=0, device="cpu")
     random = np.random.default_rng(0)
     for step in (1, 2, 3, 4):
         learner.save(run / "checkpoints" / f"step{step:05d}")

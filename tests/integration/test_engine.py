@@ -21,7 +21,7 @@ from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import CanaryReading, run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import CanaryFailed, EngineError
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Adapter, FloatArray
 from tests.support.tiny_model import build_tiny_model
 
@@ -39,9 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def learner(model: ModelConfig) -> Learner:
+def learner(model: ModelConfig) -> LoraLearner:
     torch.set_num_threads(1)
-    return Learner(model, LORA, seed=0)
+    return LoraLearner(model, LORA, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ async def engine(model: ModelConfig, adapters: Path) -> AsyncIterator[VllmEngine
     await engine.stop()
 
 
-def train(learner: Learner, version: int, *, scale: float = 0.05) -> Adapter:
+def train(learner: LoraLearner, version: int, *, scale: float = 0.05) -> Adapter:
     """Move the learner's adapter away from the base model, differently for every version, as an update would."""
     generator = torch.Generator().manual_seed(version)
     tensors = {
@@ -84,12 +84,12 @@ def versions_on_disk(adapters: Path) -> set[str]:
     return {file.parent.name for file in adapters.rglob("adapter_model.safetensors")}
 
 
-async def canary(engine: VllmEngine, learner: Learner, version: int) -> CanaryReading:
+async def canary(engine: VllmEngine, learner: LoraLearner, version: int) -> CanaryReading:
     expected = learner.token_logprobs(PROBE)[1:]
     return await run_canary(engine, [PROBE], [expected], version=version, moved=True, tolerance=0.02)
 
 
-async def test_untrained_policy_samples_tokens_with_their_logprobs(engine: VllmEngine, learner: Learner) -> None:
+async def test_untrained_policy_samples_tokens_with_their_logprobs(engine: VllmEngine, learner: LoraLearner) -> None:
     sample = await engine.sample(PROMPT, max_tokens=30, seed=1)
     assert 1 <= len(sample.token_ids) <= 30
     assert len(sample.logprobs) == len(sample.token_ids)
@@ -147,7 +147,7 @@ async def test_a_sequence_ends_at_the_models_length(engine: VllmEngine) -> None:
 
 
 async def test_a_trained_adapter_samples_and_agrees_with_the_learner(
-    engine: VllmEngine, learner: Learner, adapters: Path
+    engine: VllmEngine, learner: LoraLearner, adapters: Path
 ) -> None:
     before = await engine.sample(PROMPT, max_tokens=40, seed=3)
     (core,) = core_processes()
@@ -167,7 +167,7 @@ async def test_a_trained_adapter_samples_and_agrees_with_the_learner(
 
 
 async def test_every_version_has_its_own_files_and_the_last_ones_go(
-    engine: VllmEngine, learner: Learner, adapters: Path
+    engine: VllmEngine, learner: LoraLearner, adapters: Path
 ) -> None:
     seen = set()
     for version in (2, 3, 4):
@@ -182,7 +182,9 @@ async def test_every_version_has_its_own_files_and_the_last_ones_go(
     assert len(seen) == 3
 
 
-async def test_a_version_loaded_twice_does_not_reuse_the_first_ones_cache(engine: VllmEngine, learner: Learner) -> None:
+async def test_a_version_loaded_twice_does_not_reuse_the_first_ones_cache(
+    engine: VllmEngine, learner: LoraLearner
+) -> None:
     await engine.load_adapter(train(learner, 4))
     await engine.sample(PROBE, max_tokens=5, seed=0)
     other = replace(train(learner, 5), version=4)
@@ -199,7 +201,7 @@ async def admitted(engine: VllmEngine, tasks: Sequence[asyncio.Task[Any]]) -> No
         await asyncio.sleep(0.001)
 
 
-async def test_requests_under_way_keep_their_version(engine: VllmEngine, learner: Learner, adapters: Path) -> None:
+async def test_requests_under_way_keep_their_version(engine: VllmEngine, learner: LoraLearner, adapters: Path) -> None:
     await engine.load_adapter(train(learner, 6))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=300, seed=seed)) for seed in range(8)]
     await admitted(engine, tasks)
@@ -217,7 +219,7 @@ async def test_requests_under_way_keep_their_version(engine: VllmEngine, learner
 
 
 async def test_draining_ends_requests_before_the_adapter_changes_and_holds_new_ones(
-    engine: VllmEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, learner: LoraLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await engine.load_adapter(train(learner, 20))
     older = learner.adapter(20)
@@ -241,7 +243,7 @@ async def test_draining_ends_requests_before_the_adapter_changes_and_holds_new_o
 
 
 async def test_what_comes_while_an_engine_sleeps_is_answered_when_it_wakes(
-    engine: VllmEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, learner: LoraLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's CPU worker moves no memory: this is the protocol around it."""
     with pytest.raises(EngineError, match=r"^engine engine-0: cannot sleep; expected engine\.colocate=true"):
@@ -265,7 +267,7 @@ async def test_what_comes_while_an_engine_sleeps_is_answered_when_it_wakes(
 
 
 async def test_scoring_the_base_model_beside_adapter_requests_changes_neither(
-    engine: VllmEngine, learner: Learner
+    engine: VllmEngine, learner: LoraLearner
 ) -> None:
     await engine.load_adapter(train(learner, 8))
     alone = await engine.logprobs(PROBE, adapter=False)
@@ -279,7 +281,7 @@ async def test_scoring_the_base_model_beside_adapter_requests_changes_neither(
         assert gap(sample.logprobs, learner.token_logprobs(PROMPT + sample.token_ids)[len(PROMPT) :]) < 0.02
 
 
-async def test_the_canary_stops_on_an_adapter_whose_names_do_not_map(engine: VllmEngine, learner: Learner) -> None:
+async def test_the_canary_stops_on_an_adapter_whose_names_do_not_map(engine: VllmEngine, learner: LoraLearner) -> None:
     adapter = train(learner, 9)
     elsewhere = {name.replace("model.layers", "model.decoder.layers"): value for name, value in adapter.tensors.items()}
     await engine.load_adapter(replace(adapter, tensors=elsewhere))  # vLLM takes it without a word.
@@ -290,7 +292,7 @@ async def test_the_canary_stops_on_an_adapter_whose_names_do_not_map(engine: Vll
     assert "\n" not in str(e.value)
 
 
-async def test_the_canary_stops_on_other_weights_than_the_learners(engine: VllmEngine, learner: Learner) -> None:
+async def test_the_canary_stops_on_other_weights_than_the_learners(engine: VllmEngine, learner: LoraLearner) -> None:
     await engine.load_adapter(train(learner, 10))
     train(learner, 11)
     with pytest.raises(
@@ -301,10 +303,10 @@ async def test_the_canary_stops_on_other_weights_than_the_learners(engine: VllmE
 
 
 async def test_an_adapter_that_does_not_fit_is_refused_and_the_last_one_stays(
-    engine: VllmEngine, learner: Learner, model: ModelConfig, adapters: Path
+    engine: VllmEngine, learner: LoraLearner, model: ModelConfig, adapters: Path
 ) -> None:
     await engine.load_adapter(train(learner, 12))
-    wide = Learner(model, LORA.model_copy(update={"lora_rank": 32}), seed=0).adapter(13)
+    wide = LoraLearner(model, LORA.model_copy(update={"lora_rank": 32}), seed=0).adapter(13)
     strange = learner.adapter(13)
     strange = replace(strange, tensors={name.replace("q_proj", "x"): a for name, a in strange.tensors.items()})
     for adapter in (wide, strange):
@@ -340,7 +342,7 @@ async def test_scoring_needs_two_tokens_that_fit(engine: VllmEngine) -> None:
             await engine.logprobs(tokens, adapter=False)
 
 
-async def test_cancelling_a_sample_aborts_its_request(engine: VllmEngine, learner: Learner, adapters: Path) -> None:
+async def test_cancelling_a_sample_aborts_its_request(engine: VllmEngine, learner: LoraLearner, adapters: Path) -> None:
     await engine.load_adapter(train(learner, 14))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=900, seed=seed)) for seed in range(8)]
     await admitted(engine, tasks)
@@ -370,7 +372,9 @@ async def test_stopping_fails_what_is_unfinished_and_leaves_nothing(engine: Vllm
     await engine.stop()
 
 
-async def test_a_killed_engine_core_is_one_clear_error(engine: VllmEngine, learner: Learner, adapters: Path) -> None:
+async def test_a_killed_engine_core_is_one_clear_error(
+    engine: VllmEngine, learner: LoraLearner, adapters: Path
+) -> None:
     await engine.start()
     await engine.load_adapter(train(learner, 16))
     tasks = [asyncio.create_task(engine.sample(PROMPT, max_tokens=900, seed=seed)) for seed in range(8)]

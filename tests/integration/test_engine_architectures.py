@@ -23,7 +23,7 @@ from transformers import (
 from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.tiny_model import VOCABULARY, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
     (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
     model = ModelConfig(path=str(path), dtype="bfloat16")
 
-    learner = Learner(model, LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False), seed=0)
+    learner = LoraLearner(model, LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False), seed=0)
     untrained = learner.adapter(0).tensors
     trained = {name: torch.from_numpy(values) + 0.03 * torch.randn(values.shape) for name, values in untrained.items()}
     learner.policy.load_adapter(trained, "a trained one")
@@ -126,7 +126,7 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
         learner.save(tmp_path / "checkpoint")
         assert np.abs(await plain_vllm_logprobs(engine, tmp_path / "checkpoint") - expected).mean() < 0.02
         assert np.abs(plain_peft_logprobs(path, tmp_path / "checkpoint") - expected).mean() < 0.02
-        again = Learner(model, LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False), seed=1)
+        again = LoraLearner(model, LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False), seed=1)
         again.load(tmp_path / "checkpoint")
         assert np.array_equal(again.token_logprobs(PROBE)[1:], expected)
     finally:

@@ -12,7 +12,7 @@ import torch
 from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def ranks() -> list[psutil.Process]:
 async def test_two_ranks_sample_what_the_learner_trained(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = ModelConfig(path=str(build_tiny_model(tmp_path / "model")), dtype="float32")
-    learner = Learner(model, LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16), seed=0)
+    learner = LoraLearner(model, LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16), seed=0)
     generator = torch.Generator().manual_seed(1)
     moved = {
         name: torch.from_numpy(values) + 0.05 * torch.randn(values.shape, generator=generator)

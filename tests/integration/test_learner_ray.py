@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
-from draco_ray.learner.group import LearnerGroup
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.learner.ray_lora import RayLoraLearner
 from draco_ray.records import Adapter, TrainingSample
 
 pytestmark = pytest.mark.slow
@@ -85,15 +85,15 @@ def make_group(step: int, task: int, size: int = 3) -> list[TrainingSample]:
 
 
 @pytest.fixture
-async def learner(model: ModelConfig, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[LearnerGroup]:
+async def learner(model: ModelConfig, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[RayLoraLearner]:
     config = CONFIG.model_copy(update={"sharding": getattr(request, "param", "none")})
-    group = LearnerGroup(model, config, run=tmp_path / "run", seed=0)
+    group = RayLoraLearner(model, config, run=tmp_path / "run", seed=0)
     await group.start()
     yield group
     await group.stop()
 
 
-def train_alone(alone: Learner, step: int) -> list[float]:
+def train_alone(alone: LoraLearner, step: int) -> list[float]:
     """One training step of two minibatches in this process; returns the gradient norms."""
     first = [sample for task in (0, 1) for sample in make_group(step, task)]
     second = [sample for task in (2, 3) for sample in make_group(step, task)]
@@ -104,7 +104,7 @@ def train_alone(alone: Learner, step: int) -> list[float]:
     return [*norms, alone.step().grad_norm]
 
 
-async def train(learner: LearnerGroup, step: int) -> list[float]:
+async def train(learner: RayLoraLearner, step: int) -> list[float]:
     """The same step through Ray, one group at a time."""
     groups = [ray.put(make_group(step, task)) for task in range(4)]
     for group in groups[:2]:
@@ -125,15 +125,15 @@ def assert_same_adapter(found: Adapter, expected: Adapter) -> None:
 
 
 async def test_two_steps_on_two_workers_equal_one_process(
-    learner: LearnerGroup, model: ModelConfig, tmp_path: Path
+    learner: RayLoraLearner, model: ModelConfig, tmp_path: Path
 ) -> None:
-    alone = Learner(model, CONFIG, seed=0)
-    untrained: Adapter = await (await learner.adapter(0))
+    alone = LoraLearner(model, CONFIG, seed=0)
+    untrained: Adapter = await (await learner.weights(0))
     assert_same_adapter(untrained, alone.adapter(0))
 
     for step in range(2):
         assert await train(learner, step) == pytest.approx(train_alone(alone, step), rel=1e-3)
-        adapter: Adapter = await (await learner.adapter(step + 1))
+        adapter: Adapter = await (await learner.weights(step + 1))
         assert adapter.version == step + 1
         assert_same_adapter(adapter, alone.adapter(step + 1))
     assert any(np.abs(adapter.tensors[name] - untrained.tensors[name]).max() > 1e-3 for name in adapter.tensors)
@@ -148,15 +148,15 @@ async def test_two_steps_on_two_workers_equal_one_process(
         expected = plain(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
     np.testing.assert_allclose(logprobs[1:], expected.numpy(), atol=1e-4)
 
-    resumed = Learner(model, CONFIG, seed=5)
+    resumed = LoraLearner(model, CONFIG, seed=5)
     resumed.load(tmp_path / "step00002")
     assert resumed.updates == 4
     assert await train(learner, 2) == pytest.approx(train_alone(resumed, 2), rel=1e-3)
 
 
 async def test_a_checkpoint_that_does_not_fit_stops_at_once(model: ModelConfig, tmp_path: Path) -> None:
-    Learner(model, CONFIG.model_copy(update={"lora_rank": 2}), seed=0).save(tmp_path / "rank2")
-    group = LearnerGroup(
+    LoraLearner(model, CONFIG.model_copy(update={"lora_rank": 2}), seed=0).save(tmp_path / "rank2")
+    group = RayLoraLearner(
         model, CONFIG.model_copy(update={"workers": 1}), run=tmp_path, seed=0, resume_from=tmp_path / "rank2"
     )
     with pytest.raises(LearnerError, match="rank2: 28 tensors do not fit this model"):
@@ -175,9 +175,9 @@ def worker_pids() -> list[int]:
 
 @pytest.mark.parametrize("learner", ["full"], indirect=True)  # the other worker is then waiting for its part
 async def test_a_worker_that_dies_costs_nothing_but_time_until_it_happens_too_often(
-    learner: LearnerGroup, model: ModelConfig, tmp_path: Path
+    learner: RayLoraLearner, model: ModelConfig, tmp_path: Path
 ) -> None:
-    alone = Learner(model, CONFIG, seed=0)
+    alone = LoraLearner(model, CONFIG, seed=0)
     await train(learner, 0)
     train_alone(alone, 0)
     await learner.checkpoint(tmp_path / "step00001")
@@ -192,7 +192,7 @@ async def test_a_worker_that_dies_costs_nothing_but_time_until_it_happens_too_of
     metrics = await learner.step()
     assert metrics.grad_norm == pytest.approx(alone.step().grad_norm, rel=1e-3)
     assert metrics.update == 3
-    assert_same_adapter(await (await learner.adapter(2)), alone.adapter(2))
+    assert_same_adapter(await (await learner.weights(2)), alone.adapter(2))
 
     os.kill(worker_pids()[0], signal.SIGKILL)
     with pytest.raises(LearnerError, match="learner failed"):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.messages import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
@@ -120,14 +120,14 @@ def play(worker: LearnerWorker, directory: Path) -> dict[str, Any]:
     return answers
 
 
-def frozen_bytes(learner: Learner) -> int:
+def frozen_bytes(learner: LoraLearner) -> int:
     """Bytes of the base that this process keeps."""
     frozen = [parameter for name, parameter in learner.policy.peft.named_parameters() if "lora_" not in name]
     local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in frozen]
     return sum(parameter.numel() * parameter.element_size() for parameter in local)
 
 
-def worker_of(learner: Learner, rank: int, workers: int) -> LearnerWorker:
+def worker_of(learner: LoraLearner, rank: int, workers: int) -> LearnerWorker:
     return LearnerWorker(learner, rank=rank, workers=workers, fetch=lambda groups: groups, publish=lambda one: one)
 
 
@@ -141,10 +141,10 @@ def run_rank(rank: int, directory: Path) -> None:
     found: dict[str, Any] = {}
     for case in CASES:
         model, config = settings(directory, case)
-        learner = Learner(model, config, seed=0, reduce=torch.distributed.all_reduce, mesh=mesh)
+        learner = LoraLearner(model, config, seed=0, reduce=torch.distributed.all_reduce, mesh=mesh)
         answers = play(worker_of(learner, rank, WORKERS), directory / case)
         torch.distributed.barrier()  # rank 0 has written the checkpoint
-        resumed = Learner(model, config, seed=7, reduce=torch.distributed.all_reduce, mesh=mesh)
+        resumed = LoraLearner(model, config, seed=7, reduce=torch.distributed.all_reduce, mesh=mesh)
         resumed.load(directory / case / "checkpoint")
         found[case] = answers | {
             "bytes": frozen_bytes(learner),
@@ -181,7 +181,7 @@ def test_two_sharded_workers_are_one_that_is_whole(
     case: str, directory: Path, ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     model, config = settings(directory, case)
-    whole = Learner(model, config, seed=0)
+    whole = LoraLearner(model, config, seed=0)
     alone = play(worker_of(whole, 0, 1), tmp_path)
     exact = model.dtype == "float32"
     near = {"rtol": 1e-3, "atol": 1e-4} if exact else {"rtol": 0.05, "atol": 0.05}
@@ -218,7 +218,7 @@ def test_two_sharded_workers_are_one_that_is_whole(
 def test_a_checkpoint_of_sharded_workers_continues_on_one(directory: Path, ranks: list[dict[str, Any]]) -> None:
     assert os.listdir(directory / "qwen2" / "checkpoint")
     model, config = settings(directory, "qwen2")
-    resumed = Learner(model, config, seed=3)
+    resumed = LoraLearner(model, config, seed=3)
     resumed.load(directory / "qwen2" / "checkpoint")
     assert resumed.updates == 2
     np.testing.assert_allclose(resumed.token_logprobs(range(30)), ranks[0]["qwen2"]["logprobs"], atol=1e-4)

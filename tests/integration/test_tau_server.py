@@ -13,7 +13,7 @@ from draco_ray.benchmarks.tau.policy import TauPolicy, served_policy
 from draco_ray.benchmarks.tau.server import served
 from draco_ray.config.schema import DracoConfig, LearnerConfig, ModelConfig
 from draco_ray.errors import TauBenchError
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def processes_serving(folder: Path) -> list[psutil.Process]:
 @pytest.mark.timeout(600)
 def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "model")
-    learner = Learner(
+    learner = LoraLearner(
         ModelConfig(path=str(model), dtype="float32"),
         LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16, gradient_checkpointing=False),
         seed=0,

@@ -21,7 +21,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import _train
+from draco_ray.training.run import _train
 from tests.support.small_run import a_trajectory, small_run
 
 TRIES = 10_000

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.training import trainer as trainer_module
-from draco_ray.training.trainer import Trainer
+from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.pipeline import Group, GroupState
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.batches import Batches, RecordedRollouts
+from draco_ray.training.engines import WeightSync, engines_asleep
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.progress import StepProgress
+from draco_ray.training.trainer import StepWatch, Trainer
 from tests.unit.test_training_metrics import an_update
 
 SHARED = (
@@ -52,12 +62,19 @@ def test_the_cpu_preset_refuses_it() -> None:
         load_config("sandbox", ["engine.colocate=true"])
 
 
-async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step on a GPU that is shared: the learner has it from the first group's samples to the canary's scores."""
+    monkeypatch.setattr(ray, "put", lambda value: value)
     events: list[str] = []
+    seen: list[Any] = []
 
-    async def update(*ignored: object) -> SimpleNamespace:
+    async def accumulate(samples: str) -> None:
         events.append("learn")
-        return SimpleNamespace(fed=["samples"], updates=[an_update(100, kl=0.0, grad_norm=1.0)], busy=[])
+
+    async def update() -> UpdateMetrics:
+        return an_update(100, kl=0.0, grad_norm=1.0)
 
     async def probe(samples: str, most: int) -> list[int]:
         return [1, 2, 3]
@@ -66,15 +83,50 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(mon
         events.append("score")
         return [0.0, -1.0, -2.0]
 
-    monkeypatch.setattr(trainer_module, "streamed_update", update)
-    trainer: Any = Trainer.__new__(Trainer)
-    trainer._config = load_config(overrides=SHARED)
-    trainer._actors = SimpleNamespace(fleet=Fleet(events))
-    trainer._advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))
-    trainer._learner = SimpleNamespace(token_logprobs=logprobs)
-    _, found, _ = await trainer._learn(SimpleNamespace(work=[], groups=[]))
-    assert events == ["sleep", "learn", "score", "wake"]
-    assert found == ([1, 2, 3], [-1.0, -2.0])
+    async def nothing(*ignored: object) -> None:
+        return None
+
+    async def weights(version: int) -> Awaitable[None]:
+        return nothing()
+
+    async def canary(scorer: str, token_ids: Any, learned: Any, **ignored: object) -> SimpleNamespace:
+        seen.extend((token_ids, learned))
+        return SimpleNamespace(gap_mean=0.0)
+
+    async def run(group: Group) -> str:
+        group.state = GroupState.CREDITED
+        return "samples"
+
+    config = load_config(overrides=[*SHARED, "train.prompts_per_step=1", "learner.minibatch_prompts=1"])
+    console = Console(quiet=True)
+    fleet: Any = Fleet(events)
+    learner: Any = SimpleNamespace(
+        accumulate=accumulate, step=update, token_logprobs=logprobs, weights=weights, checkpoint=nothing
+    )
+    store: Any = SimpleNamespace(
+        spans=SimpleNamespace(remote=nothing), finish_step=SimpleNamespace(remote=nothing), recorded=None
+    )
+    observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
+    pipeline: Any = SimpleNamespace(run=run)
+    pool: Any = None
+    scorer: Any = "engine"
+    advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))
+    recorded = RecordedRollouts(store, pool, frozenset(), group_size=6, staleness=0, console=console)
+    trainer = Trainer(
+        config,
+        batches=Batches({"t_1": ()}, TaskOrder(["t_1"], 1, seed=0), pipeline, recorded),
+        learner=learner,
+        fleet=fleet,
+        weights=WeightSync(learner, fleet, [scorer], advantages, tolerance=1.0, moved=True, canary=canary),
+        store=store,
+        observer=observer,
+        watch=StepWatch(StepProgress(console), observer),
+        run=RunDirectory.create(tmp_path / "run", ""),
+        console=console,
+    )
+    await trainer.train(1, 1)
+    assert events == ["sleep", "learn", "score", "wake", "load"]
+    assert seen == [[[1, 2, 3]], [[-1.0, -2.0]]]
 
 
 class Fleet:
@@ -89,19 +141,21 @@ class Fleet:
     async def wake(self) -> None:
         self._events.append("wake")
 
+    async def load(self, update: object) -> None:
+        self._events.append("load")
+
 
 @pytest.mark.parametrize("colocate", [True, False])
 async def test_the_learner_begins_when_the_step_is_generated_and_the_engines_sleep(colocate: bool) -> None:
     events: list[str] = []
-    config = load_config(overrides=SHARED if colocate else ())
-    trainer: Any = SimpleNamespace(_config=config, _actors=SimpleNamespace(fleet=Fleet(events)))
+    fleet: Any = Fleet(events)
 
     async def generate(name: str) -> None:
         await asyncio.sleep(0.01)
         events.append(name)
 
     work = [asyncio.create_task(generate(name)) for name in ("group 0", "group 1")]
-    async with Trainer._engines_asleep(trainer, work):
+    async with engines_asleep(fleet, colocate=colocate, after=work):
         events.append("learn")
     await asyncio.gather(*work)
     if colocate:

@@ -27,6 +27,7 @@ NAMED = {
     "judge.cache": "/home/me/.config",
     "engine.adapter_directory": "/home/me",
     "algorithm.rule": "/tmp/evil.py:Rule",
+    "learner.use": "/tmp/evil.py:Learner",
     "ray.address": "evil.example:6379",
     "tau_bench.tau2_python": "/tmp/evil/python",
     "tau_bench.tau2_home": "/tmp/evil",
@@ -86,6 +87,7 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
         "cache",
         "adapter_directory",
         "rule",
+        "use",
     )
     named = {key for key in dotted_keys() if key.rsplit(".", 1)[-1].endswith(telling)}
     assert named == confirmed
@@ -120,7 +122,7 @@ def test_what_others_write_into_a_run_of_ones_own_is_theirs(tmp_path: Path, monk
 
 
 def test_a_received_run_with_defaults_needs_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = received(tmp_path / "run", monkeypatch, "algorithm.rule=grpo")
+    run = received(tmp_path / "run", monkeypatch, "algorithm.rule=grpo", "learner.use=ray_lora")
     assert load_config(str(run)) == load_config("sandbox", ["algorithm.rule=grpo"])
 
 

@@ -45,6 +45,7 @@ def test_every_metric_but_the_step_count_and_side_figures_has_a_panel() -> None:
         "draco_rollouts_retried",
         "draco_entropy",
         "draco_clip_fraction",
+        "draco_dual_clip_fraction",
         "draco_policy_loss",
     }
 

@@ -16,7 +16,6 @@ PAPER: dict[str, Any] = {
     "train.prompts_per_step": 16,  # Prompts per step
     "algorithm.group_size": 6,  # Group size G
     "learner.minibatch_prompts": 8,  # Minibatch size
-    "learner.ppo_epochs": 1,  # PPO epochs per batch
     "train.epochs": 20,  # Training length
     "train.checkpoint_every": 1,  # Checkpoint interval
     "learner.learning_rate": 5e-5,  # Learning rate

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.learner import SUMS, Learner, trained_length
+from draco_ray.learner.lora_learner import SUMS, LoraLearner, trained_length
 from draco_ray.learner.messages import (
     Accumulate,
     Publish,
@@ -64,9 +64,9 @@ CONFIG = LearnerConfig(
 )
 
 
-def make_learner(model: ModelConfig, *, seed: int = 0, **changes: object) -> Learner:
+def make_learner(model: ModelConfig, *, seed: int = 0, **changes: object) -> LoraLearner:
     """A learner whose adapter is already away from zero."""
-    learner = Learner(model, CONFIG.model_copy(update=changes), seed=seed)
+    learner = LoraLearner(model, CONFIG.model_copy(update=changes), seed=seed)
     generator = torch.Generator().manual_seed(5)
     tensors = {
         name: torch.from_numpy(array) + 0.1 * torch.randn(array.shape, generator=generator)
@@ -100,15 +100,15 @@ def make_samples(number: int = 8, seed: int = 0) -> list[TrainingSample]:
     return samples
 
 
-def gradients(learner: Learner) -> torch.Tensor:
+def gradients(learner: LoraLearner) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in learner.policy.parameters if p.grad is not None])
 
 
-def weights(learner: Learner) -> torch.Tensor:
+def weights(learner: LoraLearner) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in learner.policy.parameters])
 
 
-def naive_gradients(learner: Learner, samples: Sequence[TrainingSample], old: Sequence[np.ndarray]) -> torch.Tensor:
+def naive_gradients(learner: LoraLearner, samples: Sequence[TrainingSample], old: Sequence[np.ndarray]) -> torch.Tensor:
     """The summed loss in double precision, one sequence and one token at a time, from the whole logits."""
     model = learner.policy.peft.to(torch.float64)
     config = CONFIG
@@ -240,20 +240,20 @@ def test_token_logprobs_equal_the_models_own(model: ModelConfig) -> None:
 
 
 def test_an_untrained_adapter_is_the_base_model(model: ModelConfig) -> None:
-    learner = Learner(model, CONFIG, seed=0)
+    learner = LoraLearner(model, CONFIG, seed=0)
     token_ids = list(range(20))
     assert learner.token_logprobs(token_ids).tolist() == learner.token_logprobs(token_ids, adapter=False).tolist()
     assert learner.accumulate(make_samples())["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_seed_decides_the_adapter(model: ModelConfig) -> None:
-    first, same, other = (weights(Learner(model, CONFIG, seed=seed)) for seed in (0, 0, 1))
+    first, same, other = (weights(LoraLearner(model, CONFIG, seed=seed)) for seed in (0, 0, 1))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
 
 def test_all_linear_reaches_every_projection_and_nothing_else_is_trained(model: ModelConfig) -> None:
-    learner = Learner(model, CONFIG, seed=0)
+    learner = LoraLearner(model, CONFIG, seed=0)
     projections = {name.split(".")[-3] for name in learner.adapter(0).tensors}
     assert {name.split(".")[-2] for name in learner.adapter(0).tensors} == {"lora_A", "lora_B"}
     assert projections == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -418,7 +418,7 @@ def test_training_continues_identically_from_a_checkpoint(model: ModelConfig, tm
     first.accumulate(make_samples(seed=1))
     first.step()
     first.save(tmp_path / "step00001")
-    resumed = Learner(model, CONFIG, seed=99)
+    resumed = LoraLearner(model, CONFIG, seed=99)
     resumed.load(tmp_path / "step00001")
     for learner in (first, resumed):
         learner.accumulate(make_samples(seed=2))
@@ -520,10 +520,10 @@ def test_an_optimizer_of_another_adapter_is_refused(model: ModelConfig, tmp_path
 
 def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        Learner(ModelConfig(path=str(tmp_path)), CONFIG, seed=0)
+        LoraLearner(ModelConfig(path=str(tmp_path)), CONFIG, seed=0)
 
 
-def make_worker(learner: Learner, rank: int = 0, workers: int = 1) -> LearnerWorker:
+def make_worker(learner: LoraLearner, rank: int = 0, workers: int = 1) -> LearnerWorker:
     published: list[Adapter] = []
 
     def publish(adapter: Adapter) -> Adapter:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditio
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 
 TEXT = {
     "vocab_size": 64,
@@ -43,12 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig(path=str(path), dtype="float32")
 
 
-def learner_of(model: ModelConfig, seed: int) -> Learner:
-    return Learner(model, LearnerConfig(gpus_per_worker=0, lora_rank=2, lora_alpha=4), seed=seed)
+def learner_of(model: ModelConfig, seed: int) -> LoraLearner:
+    return LoraLearner(model, LearnerConfig(gpus_per_worker=0, lora_rank=2, lora_alpha=4), seed=seed)
 
 
 @pytest.fixture(scope="module")
-def trained(model: ModelConfig) -> Learner:
+def trained(model: ModelConfig) -> LoraLearner:
     learner = learner_of(model, 0)
     generator = torch.Generator().manual_seed(0)
     noise = {
@@ -61,7 +61,7 @@ def trained(model: ModelConfig) -> Learner:
 
 @pytest.mark.parametrize("kind", [AutoModelForCausalLM, Qwen3_5ForConditionalGeneration])
 def test_it_loads_in_plain_peft_around_the_text_model_and_around_the_wrapper(
-    kind: type, model: ModelConfig, trained: Learner, tmp_path: Path
+    kind: type, model: ModelConfig, trained: LoraLearner, tmp_path: Path
 ) -> None:
     trained.save(tmp_path / "step00001")
     base = kind.from_pretrained(model.path, dtype=torch.float32)
@@ -74,7 +74,7 @@ def test_it_loads_in_plain_peft_around_the_text_model_and_around_the_wrapper(
 
 
 def test_it_is_loaded_again_and_one_with_other_names_is_refused(
-    model: ModelConfig, trained: Learner, tmp_path: Path
+    model: ModelConfig, trained: LoraLearner, tmp_path: Path
 ) -> None:
     trained.save(tmp_path / "step00001")
     again = learner_of(model, 1)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from draco_ray.config.schema import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, read_shape
 from draco_ray.lab.planning.memory import LearnerMemory, chunk_bytes, learner_memory, saved_bytes, total
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TrainingSample
 
 TOKENS = 256
@@ -168,7 +168,7 @@ class Measured:
         self.config = settings(str(directory), dtype=dtype, checkpointing=checkpointing)
         self.shape: ModelShape = read_shape(model.config.to_dict(), "toy")
         self.plan: LearnerMemory = learner_memory(self.config, self.shape)
-        self.learner = Learner(self.config.model, self.config.learner, seed=0)
+        self.learner = LoraLearner(self.config.model, self.config.learner, seed=0)
         self.learner.accumulate([sample()])  # from here on gradients exist
         self.parameters = list(self.learner.policy.peft.parameters())
 

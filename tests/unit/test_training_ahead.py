@@ -21,10 +21,12 @@ from draco_ray.engine.canary import CanaryReading
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
 from draco_ray.rollout.pool import SlotQueue
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import trainer as trainer_module
+from draco_ray.training.batches import Batches, RecordedRollouts
+from draco_ray.training.engines import WeightSync
 from draco_ray.training.order import TaskOrder
+from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import Trainer
+from draco_ray.training.trainer import StepWatch, Trainer
 from tests.unit.test_training_metrics import an_update
 
 STEPS, PROMPTS = 5, 3
@@ -52,11 +54,9 @@ class Run:
                 *overrides,
             ],
         )
-        directory = RunDirectory.create(folder / "run", "")
-        order = TaskOrder(TASKS, PROMPTS, seed=0)
         start = start or StartPoint()
-        prompts = dict.fromkeys(TASKS, ())
-        self.trainer = Trainer(config, config.judge, prompts, order, directory, Console(quiet=True), start)
+        self.first = start.step + 1
+        self.order = TaskOrder(TASKS, PROMPTS, seed=0)
         self.live = start.step
         """Version of the adapter that samples now."""
         self.sampled: dict[int, set[int]] = {}
@@ -70,13 +70,13 @@ class Run:
         self.taken_over: list[tuple[str, str]] = []
         self._slots: SlotQueue[str] = SlotQueue(["slot"], slots_per_worker=1)
         self._grad_norm = grad_norm
-        trainer: Any = self.trainer
-        trainer._pipeline = SimpleNamespace(run=self._pipeline)
-        trainer._pool = SimpleNamespace(take_over=lambda group, member: self.taken_over.append((group, member.summary)))
-        trainer._observer = SimpleNamespace(group=lambda group: None, step=lambda line: None)
-        trainer._advantages = SimpleNamespace(probe=remote(self._probe))
-        trainer._learner = SimpleNamespace(
-            accumulate=self._nothing, step=self._update, token_logprobs=self._logprobs, checkpoint=self._nothing
+        console = Console(quiet=True)
+        learner: Any = SimpleNamespace(
+            accumulate=self._nothing,
+            step=self._update,
+            token_logprobs=self._logprobs,
+            checkpoint=self._nothing,
+            weights=self._weights,
         )
         store = SimpleNamespace(
             spans=remote(self._nothing),
@@ -84,8 +84,39 @@ class Run:
             recorded=remote(self._recorded),
             trajectory_again=SimpleNamespace(remote=self._again),
         )
-        trainer._actors = SimpleNamespace(clients=["engine"], store=store)
-        trainer._publish = self._publish
+        pipeline: Any = SimpleNamespace(run=self._pipeline)
+        pool: Any = SimpleNamespace(take_over=lambda group, member: self.taken_over.append((group, member.summary)))
+        observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
+        fleet: Any = SimpleNamespace(load=self._load)
+        engine: Any = "engine"
+        recorded = RecordedRollouts(
+            store,
+            pool,
+            start.recorded,
+            group_size=config.algorithm.group_size,
+            staleness=config.train.staleness,
+            console=console,
+        )
+        self.trainer = Trainer(
+            config,
+            batches=Batches(dict.fromkeys(TASKS, ()), self.order, pipeline, recorded),
+            learner=learner,
+            fleet=fleet,
+            weights=WeightSync(
+                learner,
+                fleet,
+                [engine],
+                SimpleNamespace(probe=remote(self._probe)),
+                tolerance=config.engine.canary_tolerance,
+                moved=start.moved,
+                canary=self.canary,
+            ),
+            store=store,
+            observer=observer,
+            watch=StepWatch(StepProgress(console), observer),
+            run=RunDirectory.create(folder / "run", ""),
+            console=console,
+        )
 
     async def canary(self, client: str, *sequences: Any, version: int, moved: bool, tolerance: float) -> CanaryReading:
         self.asked_for_effect[version] = moved
@@ -102,8 +133,14 @@ class Run:
         group.state = GroupState.CREDITED
         return "samples"
 
-    async def _publish(self, version: int) -> None:
-        self.live = version
+    async def _weights(self, version: int) -> Awaitable[int]:
+        async def update() -> int:
+            return version
+
+        return update()
+
+    async def _load(self, update: int) -> None:
+        self.live = update
 
     async def _update(self) -> Any:
         await self._ticks(JUDGE_TICKS)
@@ -117,7 +154,7 @@ class Run:
 
     async def _recorded(self, step: int, version: int) -> list[tuple[str, int]]:
         self.looked_for.setdefault(step, []).append(version)
-        task = self.trainer._order.tasks(step)[0]
+        task = self.order.tasks(step)[0]
         return [(task, version)]
 
     def _again(self, step: int, task: str, rollout: int) -> tuple[str, Awaitable[str]]:
@@ -135,9 +172,8 @@ class Run:
 
 
 async def trained(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(trainer_module, "run_canary", run.canary)
     monkeypatch.setattr(ray, "put", lambda value: value)
-    await run.trainer._train()
+    await run.trainer.train(run.first, STEPS)
     return run
 
 
@@ -177,7 +213,7 @@ async def test_a_resumed_run_takes_over_what_the_step_may_have_been_sampled_with
     run = await trained(Run(tmp_path, f"train.staleness={staleness}", start=start), monkeypatch)
     assert run.looked_for == versions
     expected = [
-        (f"step{step}/{run.trainer._order.tasks(step)[0]}", f"rollout {version}")
+        (f"step{step}/{run.order.tasks(step)[0]}", f"rollout {version}")
         for step, asked in versions.items()
         for version in asked
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import FloatArray, TrainingSample
 from tests.support.tiny_model import VOCABULARY, build_tiny_model
 
@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig(path=str(path), dtype="float32")
 
 
-def make_learner(model: ModelConfig, cap: float | None) -> Learner:
-    return Learner(model, CONFIG.model_copy(update={"importance_cap": cap}), seed=0)
+def make_learner(model: ModelConfig, cap: float | None) -> LoraLearner:
+    return LoraLearner(model, CONFIG.model_copy(update={"importance_cap": cap}), seed=0)
 
 
 def make_samples() -> list[TrainingSample]:
@@ -60,7 +60,7 @@ def sampled_at(samples: list[TrainingSample], logprobs: list[FloatArray], lower:
     return told
 
 
-def gradient(learner: Learner) -> torch.Tensor:
+def gradient(learner: LoraLearner) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in learner.policy.parameters if p.grad is not None])
 
 

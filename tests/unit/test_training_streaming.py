@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.learner.learner import Learner
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.messages import Accumulate, Remember, Update, UpdateMetrics
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
@@ -29,7 +29,7 @@ Samples = list[TrainingSample]
 class LocalLearner:
     """One worker of the learner in this process, and what it was asked, by group."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: LoraLearner) -> None:
         self.learner = learner
         self.asked: list[tuple[str, str]] = []
         self._worker = LearnerWorker(
@@ -83,7 +83,7 @@ def make_group(index: int, size: int = 3) -> Samples:
     return group
 
 
-def unstreamed(learner: Learner, groups: Sequence[Samples], size: int) -> list[UpdateMetrics]:
+def unstreamed(learner: LoraLearner, groups: Sequence[Samples], size: int) -> list[UpdateMetrics]:
     """Whole minibatches, one after the other; old log-probs of the later ones from the adapter that sampled them."""
     minibatches = [[s for group in groups[at : at + size] for s in group] for at in range(0, len(groups), size)]
     old = [None, *(learner.old_logprobs(samples) for samples in minibatches[1:])]
@@ -107,18 +107,18 @@ async def streamed(
     return await update
 
 
-def weights(learner: Learner) -> torch.Tensor:
+def weights(learner: LoraLearner) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in learner.policy.parameters])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 async def test_the_streamed_update_is_the_unstreamed_one(model: ModelConfig, size: int) -> None:
     groups = [make_group(index) for index in range(GROUPS)]
-    whole = Learner(model, CONFIG, seed=0)
+    whole = LoraLearner(model, CONFIG, seed=0)
     expected = unstreamed(whole, groups, size)
     orders = list(permutations(range(GROUPS)))
     for arrivals in (orders[0], orders[-1], orders[9]):
-        local = LocalLearner(Learner(model, CONFIG, seed=0))
+        local = LocalLearner(LoraLearner(model, CONFIG, seed=0))
         found = (await streamed(local, groups, arrivals, size)).updates
         assert [update.valid_tokens for update in found] == [update.valid_tokens for update in expected]
         for name in ("grad_norm", "policy_loss", "kl", "clip_fraction"):
@@ -135,7 +135,7 @@ async def test_the_streamed_update_is_the_unstreamed_one(model: ModelConfig, siz
 
 async def test_a_slow_group_holds_up_no_other(model: ModelConfig) -> None:
     groups = [make_group(index) for index in range(GROUPS)]
-    local = LocalLearner(Learner(model, CONFIG, seed=0))
+    local = LocalLearner(LoraLearner(model, CONFIG, seed=0))
     ready: list[asyncio.Future[Samples | None]] = [asyncio.get_running_loop().create_future() for _ in groups]
     update = asyncio.ensure_future(streamed_update(local, ready, 2))
     for index in (3, 1, 2):
@@ -151,14 +151,14 @@ async def test_a_slow_group_holds_up_no_other(model: ModelConfig) -> None:
 
 
 async def test_failed_groups_are_left_out(model: ModelConfig) -> None:
-    local = LocalLearner(Learner(model, CONFIG, seed=0))
+    local = LocalLearner(LoraLearner(model, CONFIG, seed=0))
     found = await streamed(local, [None, make_group(1), None, None], (0, 1, 2, 3), 2)
     assert [update.skipped for update in found.updates] == [None, "no valid tokens"]
     assert [samples[0].task_id for samples in found.fed] == ["t_1"]
 
 
 async def test_the_first_error_ends_the_step(model: ModelConfig) -> None:
-    local = LocalLearner(Learner(model, CONFIG, seed=0))
+    local = LocalLearner(LoraLearner(model, CONFIG, seed=0))
     ready: list[asyncio.Future[Samples | None]] = [asyncio.get_running_loop().create_future() for _ in range(GROUPS)]
     update = asyncio.ensure_future(streamed_update(local, ready, 2))
     ready[2].set_exception(RuntimeError("the judge refuses us"))

@@ -1,4 +1,4 @@
-"""The driver's handle on the learner: start it, feed it groups of samples, take adapters out of it."""
+"""``learner.use=ray_lora``: GRPO on a LoRA adapter, by Ray Train's workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.errors import LearnerError
+from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.feed_actor import start_learner_feed
 from draco_ray.learner.messages import (
     Accumulate,
@@ -28,19 +28,11 @@ from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray
 
 
-class LearnerGroup:
-    """All workers of the learner, as one.
+class RayLoraLearner:
+    """All workers, as one `draco_ray.learner.base.Learner`.
 
-    A training step, groups in any order and each as soon as its advantages exist::
-
-        await learner.accumulate(group)              # of the first minibatch
-        await learner.remember_old_logprobs(group)   # of the later ones, before the first step
-        metrics = await learner.step()               # then: accumulate the next minibatch, step, ...
-        adapter = await learner.adapter(version)     # a reference, for the engines
-        await learner.checkpoint(directory)
-
-    Calls are carried out in the order they were made and may overlap. Each raises LearnerError once workers are lost
-    for good; until then a dead worker costs the work since the last checkpoint, which is done again unasked.
+    Each call raises LearnerError once workers are lost for good; until then a dead worker costs the work since the last
+    checkpoint, which is done again unasked.
     """
 
     def __init__(
@@ -53,7 +45,12 @@ class LearnerGroup:
             run: the run directory; every worker must reach it under this path.
             seed: of the adapter's initial values.
             resume_from: checkpoint to continue from.
+
+        Raises:
+            ConfigError: ``learner.options`` are set.
         """
+        if config.options:
+            raise ConfigError(f"learner.options: ray_lora takes none, found {', '.join(config.options)}")
         self._config = config
         # Ray Train's workers run in a folder of their own: a relative path would point elsewhere.
         path = Path(model.path)
@@ -98,7 +95,7 @@ class LearnerGroup:
         """One optimizer update from everything accumulated."""
         return await self._submit(Update())
 
-    async def adapter(self, version: int) -> ray.ObjectRef[Any]:
+    async def weights(self, version: int) -> ray.ObjectRef[Any]:
         """A reference to the current Adapter; groups accumulated from here on are taken as sampled with it."""
         return await self._submit(Publish(version=version))
 

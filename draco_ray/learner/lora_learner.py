@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     old_logprob_V: Tensor | None
 
 
-class Learner:
+class LoraLearner:
     """GRPO on a LoRA adapter (DESIGN section 5, "GRPO as in verl").
 
     A training step is: for each minibatch, `accumulate` its samples in any number of calls, then `step`. Samples of a

@@ -1,0 +1,76 @@
+"""What the policy achieves on held-out tasks before the first and after the last step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.records import Evaluation
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.training.evaluate import evaluate_tasks
+from draco_ray.training.progress import StepProgress
+
+if TYPE_CHECKING:
+    from draco_ray.training.session import Actors
+
+
+class BeforeAfter:
+    """Evaluates the split ``data.eval_split`` where ``train.evaluate_before_after`` asks for it."""
+
+    def __init__(
+        self, config: DracoConfig, actors: Actors, run: RunDirectory, progress: StepProgress, console: Console
+    ) -> None:
+        self._config, self._actors, self._run = config, actors, run
+        self._progress, self._console = progress, console
+
+    async def measure(self, step: int, done: int) -> list[Evaluation] | None:
+        """What the policy of ``step`` achieves, measured or read from the run directory.
+
+        Args:
+            step: 0 is the untrained policy.
+            done: steps whose updates the engines have.
+
+        Returns: None if it is not asked for, or if that policy is gone.
+        """
+        if not self._config.train.evaluate_before_after:
+            return None
+        if (known := read_evaluations(self._run).get((step, self._config.data.eval_split))) is not None:
+            return known
+        return await self._evaluate(step) if step >= done else None
+
+    async def _evaluate(self, step: int) -> list[Evaluation]:
+        config = self._config
+        tasks = load_split(config.data.root, config.data.eval_split)[: config.data.eval_tasks]
+        runs = config.train.evaluation_runs
+        workers = self._actors.evaluation_workers()
+        self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
+        try:
+            pool = self._actors.pool(workers)
+            evaluations = await evaluate_tasks(pool, tasks, runs, step=step, done=self._progress.advance)
+        finally:
+            self._progress.stop()
+            await asyncio.gather(*(worker.stop.remote() for worker in workers))
+        await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
+        lost = sum(evaluation.lost for evaluation in evaluations)
+        moment = "before" if step == 0 else f"after step {step}"
+        self._console.print(
+            f"{moment}: TGC {task_goal_completion(evaluations):.1%} SGC {scenario_goal_completion(evaluations):.1%} "
+            f"on {config.data.eval_split} ({len(tasks)} tasks x {runs})"
+            + (f"; {lost} rollouts were lost and count as failures" if lost else "")
+        )
+        return evaluations
+
+    def report(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> None:
+        """Print a line on what training changed."""
+        first, last = task_goal_completion(before), task_goal_completion(after)
+        self._console.print(
+            f"held-out TGC {first:.1%} -> {last:.1%} ({100 * (last - first):+.1f} points), setting "
+            f"{self._config.setting}, seed {self._config.seed}"
+        )

@@ -1,0 +1,151 @@
+"""What the loop does with the engines: new weights, the proof that they are live, and turns on a shared GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import ray
+
+from draco_ray.engine.actor import EngineFleet
+from draco_ray.engine.canary import CanaryReading, Scorer, run_canary
+from draco_ray.errors import ClusterError
+from draco_ray.learner.base import Learner
+from draco_ray.records import FloatArray
+
+PROBE_TOKENS = 512
+"""Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
+PUBLISH_ATTEMPTS = 3
+"""Times the weights are asked for, should the learner's worker die between handing them out and their being copied."""
+
+
+class Probe(NamedTuple):
+    """What engine and learner are compared on after a sync."""
+
+    token_ids: list[int]
+    logprobs: FloatArray
+    """The learner's, of all tokens but the first, nats."""
+
+
+class WeightSync:
+    """Brings the learner's weights to every engine, and proves that they are live."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        fleet: EngineFleet,
+        scorers: Sequence[Scorer],
+        advantages: Any,
+        *,
+        tolerance: float,
+        moved: bool,
+        canary: Callable[..., Awaitable[CanaryReading]] = run_canary,
+    ) -> None:
+        """
+        Args:
+            learner: whose weights.
+            fleet: the engines.
+            scorers: the same engines, one by one.
+            advantages: the advantage actor, which knows how samples begin.
+            tolerance: of the canary's mean gap, nats.
+            moved: whether the weights differ from the base model's already.
+            canary: `draco_ray.engine.canary.run_canary`.
+        """
+        self._learner = learner
+        self._fleet = fleet
+        self._scorers = list(scorers)
+        self._advantages = advantages
+        self._tolerance = tolerance
+        self._moved = moved
+        self._canary = canary
+        self.proven = False
+        """Whether the canary has seen, on quiet engines, that an update has an effect."""
+
+    async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
+        """Let the learner score the beginning of one of these groups' rollouts; None if there is none."""
+        for samples in fed:
+            token_ids = await self._advantages.probe.remote(samples, PROBE_TOKENS)
+            if len(token_ids) >= 2:
+                return Probe(token_ids, (await self._learner.token_logprobs(token_ids))[1:])
+        return None
+
+    async def sync(self, version: int, probe: Probe | None, *, updated: bool, quiet: bool) -> float | None:
+        """Bring the new weights to every engine and prove that they are live; returns the mean log-prob gap, nats.
+
+        Args:
+            version: of the weights.
+            probe: what is compared; None: nothing, and nothing is proven.
+            updated: whether the last step changed the weights.
+            quiet: whether no rollouts run. Beside rollouts an engine's passes differ by rounding, which the effect of a
+                small update may not exceed. So an effect is asked of quiet engines only; the gap is bounded always.
+
+        Raises:
+            CanaryFailed: an engine serves other weights.
+        """
+        # A step without any signal leaves new weights without effect, and that is no fault of the engine.
+        self._moved = self._moved or updated
+        await self.publish(version)
+        if probe is None:
+            return None
+        moved = self._moved and quiet
+        readings = await asyncio.gather(
+            *(
+                self._canary(
+                    scorer, [probe.token_ids], [probe.logprobs], version=version, moved=moved, tolerance=self._tolerance
+                )
+                for scorer in self._scorers
+            )
+        )
+        self.proven = self.proven or moved
+        return max(reading.gap_mean for reading in readings)
+
+    async def publish(self, version: int) -> None:
+        """Bring the learner's weights to every engine.
+
+        Raises:
+            ClusterError: they were lost on the way time and again.
+        """
+        for _ in range(PUBLISH_ATTEMPTS):
+            try:
+                # An object of the driver's: the worker that made them may die, or its node be taken away.
+                update = ray.put(await (await self._learner.weights(version)))
+                await self._fleet.load(update)
+            except ray.exceptions.ObjectLostError:
+                continue
+            return
+        raise ClusterError(
+            f"weights of version {version} were lost {PUBLISH_ATTEMPTS} times on their way to the engines: "
+            "the learner's workers keep dying"
+        )
+
+
+@asynccontextmanager
+async def engines_asleep(
+    fleet: EngineFleet, *, colocate: bool, after: Sequence[asyncio.Future[Any]] = ()
+) -> AsyncIterator[None]:
+    """With ``engine.colocate``: inside, which begins when ``after`` has ended, the engines' GPUs are the learner's."""
+    if not colocate:
+        yield
+        return
+    if after:
+        # What failed is reported by who takes the results.
+        await asyncio.wait(after)
+    await fleet.sleep()
+    yield
+    await fleet.wake()
+
+
+async def unless_engines_fail(fleet: EngineFleet, work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work``, or raise what became of an engine that was lost for good: rollouts would wait for it."""
+    task, failure = asyncio.ensure_future(work), asyncio.ensure_future(fleet.failure())
+    try:
+        await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            await failure
+        await task
+    finally:
+        for each in (task, failure):
+            each.cancel()
+        await asyncio.gather(task, failure, return_exceptions=True)

@@ -1,0 +1,167 @@
+"""A whole training run from its driver: what is checked first, the run directory, and leaving nothing behind.
+
+The driver holds configuration, summaries and references; trajectories, samples and weights stay in the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from draco_ray.algorithm.rules import find_rule
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.learner.base import find_learner
+from draco_ray.observability.logs import start_run_log, stop_run_log
+from draco_ray.records import Message
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.training.engines import unless_engines_fail
+from draco_ray.training.memory import PeakMemory
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.preflight import check_disk
+from draco_ray.training.resume import StartPoint, adopt_config, rewind, sole_driver
+from draco_ray.training.session import (
+    TrainingSession,
+    checked_model,
+    open_judge,
+    ray_session,
+    stopped_plainly,
+    training_session,
+    usable_prompts,
+)
+
+
+def train(config: DracoConfig, console: Console | None = None) -> Path:
+    """Run a whole training run.
+
+    Returns: the run directory.
+    Raises:
+        DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    config, prompts, order = _checked(config, console)
+    name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
+    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
+    console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+    with sole_driver(run):
+        return _train(config, prompts, order, run, StartPoint(), console)
+
+
+def resume(
+    directory: Path,
+    source: str | None = None,
+    overrides: Sequence[str] = (),
+    setting: str | None = None,
+    *,
+    allow_changed: bool = False,
+    trust: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Continue a stopped run at the step, and within the step, where it stopped.
+
+    Args:
+        directory: the run's.
+        source: a preset or a YAML file that describes the same run; None takes the run's own configuration.
+        overrides: as of `draco_ray.config.load.load_config`.
+        setting: likewise.
+        allow_changed: go on although the configuration differs from the run's.
+        trust: as of `draco_ray.config.load.load_config`.
+
+    Returns: the run directory.
+    Raises:
+        DracoError: as `train` does; ConfigError also for a configuration that has changed.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    run = RunDirectory.open(directory.resolve())
+    old = load_config(str(run.path), trust=True)
+    config = load_config(source or str(run.path), overrides, setting, trust=trust)
+    config, prompts, order = _checked(config, console)
+    with sole_driver(run):
+        check_disk(config, run.path)
+        changes = adopt_config(run, old, config, allow_changed=allow_changed)
+        # A rollout carries no verdict of AppWorld's; where that is the reward it is played again, with the same seed.
+        start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        if start.step >= _steps(config, order) and _measured(run, config, start.step):
+            console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
+            return run.path
+        console.print(f"{run.path.name}: continues after step {start.step}")
+        for change in changes:
+            console.print(f"changed: {change}", markup=False)
+        return _train(config, prompts, order, run, start, console)
+
+
+def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
+    """The configuration as it is run, the prompts of usable tasks, and their order."""
+    load_split(config.data.root, config.data.train_split)
+    if config.train.evaluate_before_after:
+        load_split(config.data.root, config.data.eval_split)
+    find_rule(config.algorithm.rule)
+    find_learner(config.learner.use)
+    config = checked_model(config)
+    prompts = usable_prompts(config, console)
+    return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
+
+
+def _steps(config: DracoConfig, order: TaskOrder) -> int:
+    train = config.train
+    return train.steps if train.steps is not None else train.epochs * order.steps_per_epoch
+
+
+def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:
+    """Whether the evaluation after the last step is done, or not asked for."""
+    return not config.train.evaluate_before_after or (step, config.data.eval_split) in read_evaluations(run)
+
+
+def _train(
+    config: DracoConfig,
+    prompts: Mapping[str, tuple[Message, ...]],
+    order: TaskOrder,
+    run: RunDirectory,
+    start: StartPoint,
+    console: Console,
+) -> Path:
+    # The log and the trackers write before a node is asked anything.
+    check_disk(config, run.path)
+    start_run_log(run.path)
+    try:
+        with stopped_plainly(run, console, resumable=True), open_judge(config, console) as judge, ray_session(config):
+            if judge.cache is None:
+                judge = judge.model_copy(update={"cache": run.judge_cache})
+            asyncio.run(_run(config, judge, prompts, order, run, start, console))
+    finally:
+        stop_run_log()
+    return run.path
+
+
+async def _run(
+    config: DracoConfig,
+    judge: JudgeConfig,
+    prompts: Mapping[str, tuple[Message, ...]],
+    order: TaskOrder,
+    run: RunDirectory,
+    start: StartPoint,
+    console: Console,
+) -> None:
+    """Start the actors, train, and report before and after."""
+    started, last = time.time(), _steps(config, order)
+    with PeakMemory() as memory:
+        async with training_session(config, judge, prompts, order, run, start, console) as session:
+            console.print(f"actors ready in {time.time() - started:.0f}s")
+            await unless_engines_fail(session.actors.fleet, _train_and_measure(session, start.step, last))
+    console.print(
+        f"done in {time.time() - started:.0f}s, peak memory {memory.peak_bytes / 2**30:.1f} GiB in all: {run.path}"
+    )
+
+
+async def _train_and_measure(session: TrainingSession, done: int, last: int) -> None:
+    before = await session.evaluation.measure(0, done)
+    await session.trainer.train(done + 1, last)
+    if before and last and (after := await session.evaluation.measure(last, done)):
+        session.evaluation.report(before, after)
