@@ -3,10 +3,9 @@
 python jobs/bench_overlap.py [--world DIR] [--model DIR] [--cells "balanced judge-bound"] [--repeats 1]
 
 The pipeline, Ray, the agent loop, AppWorld, the judge's client and HTTP server, the advantages and the run store are
-real. The policy engine and the learner are stand-ins of a given speed (`draco_ray.sandbox.paced`), and the rule judge
-is told how long a reply takes, so that one machine shows any ratio of generation, judging and learning. Weight sync and
-checkpoint come after a step in either way of working and are left out. `draco_ray.training.critical_path` says what the
-bound is.
+real. The policy engine and the learner are stand-ins of a given speed (`paced.py`), and the rule judge is told how long
+a reply takes, so that one machine shows any ratio of generation, judging and learning. Weight sync and checkpoint come
+after a step in either way of working and are left out. `critical_path.py` says what the bound is.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,21 +27,22 @@ from typing import Annotated, Any
 import psutil
 import ray
 import typer
+from critical_path import CriticalPath, LearnerTask, critical_path
+from paced import LearnerPace, PacedLearner, Repertoire, Script, start_paced_engine
 from rich.console import Console
 
 from draco_ray.config.load import load_config, project_file
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.appworld.data_root import load_task
+from draco_ray.judging.phases.base import Phase
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
 from draco_ray.rollout.agent_prompt import render_agent_prompt
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.sandbox.paced import LearnerPace, PacedLearner, Repertoire, Script, start_paced_engine
 from draco_ray.sandbox.world.build import read_manifest
 from draco_ray.sandbox.world.scripts import Family, Fault, families
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.critical_path import CriticalPath, LearnerTask, critical_path
 from draco_ray.training.metrics import generation_intervals, judge_intervals
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.overlap import busy_seconds
@@ -134,7 +134,7 @@ def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
 
 
 BEFORE = {"stage2": "run", "union": "stage2", "score": "union", "credit": "score"}
-"""The pool's method of each phase -> that of the phase which must be over."""
+"""A phase, or a rollout's ``run``, -> that which must be over."""
 
 
 class Barriers:
@@ -145,19 +145,15 @@ class Barriers:
         self._left = Counter({"run": rollouts, "stage2": rollouts, "union": prompts, "score": rollouts})
         self._over = {phase: asyncio.Event() for phase in (*self._left, "credit")}
 
-    def hold(self, phase: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """``work`` of that phase, behind its barrier."""
-
-        async def held(*arguments: Any, **named: Any) -> Any:
-            if phase in BEFORE:
-                await self._over[BEFORE[phase]].wait()
-            result = await work(*arguments, **named)
-            self._left[phase] -= 1
-            if self._left[phase] == 0:
-                self._over[phase].set()
-            return result
-
-        return held
+    async def hold(self, phase: str, work: Awaitable[Any]) -> Any:
+        """Do ``work`` of that phase, behind its barrier."""
+        if phase in BEFORE:
+            await self._over[BEFORE[phase]].wait()
+        result = await work
+        self._left[phase] -= 1
+        if phase in self._over and self._left[phase] == 0:
+            self._over[phase].set()
+        return result
 
 
 class Held:
@@ -167,9 +163,13 @@ class Held:
         self._pool = pool
         self._barriers = barriers
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._pool, name)
-        return self._barriers.hold(name, found) if name in {"run", *BEFORE} else found
+    async def run(self, *arguments: Any, **named: Any) -> Any:
+        """A rollout."""
+        return await self._barriers.hold("run", self._pool.run(*arguments, **named))
+
+    async def ask(self, phase: Phase, *arguments: Any, **named: Any) -> Any:
+        """A judge phase."""
+        return await self._barriers.hold(phase.name, self._pool.ask(phase, *arguments, **named))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,20 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from paced import PacedEngine, Repertoire
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.records import EpisodeEnd, Task
 from draco_ray.rollout.agent_prompt import render_agent_prompt
 from draco_ray.rollout.code_agent import CodeAgent
-from draco_ray.sandbox.paced import PacedEngine, Repertoire
 from draco_ray.sandbox.world.scripts import families
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.jobs import load_job
@@ -97,34 +103,22 @@ async def test_barriers_part_the_phases(bench: ModuleType) -> None:
         async def run(self, seconds: float) -> str:
             return await self.work("run", seconds)
 
-        async def stage1(self, seconds: float) -> str:
-            return await self.work("stage1", seconds)
-
-        async def stage2(self, seconds: float) -> str:
-            return await self.work("stage2", seconds)
-
-        async def union(self, seconds: float) -> str:
-            return await self.work("union", seconds)
-
-        async def score(self, seconds: float) -> str:
-            return await self.work("score", seconds)
-
-        async def credit(self, seconds: float) -> str:
-            return await self.work("credit", seconds)
+        async def ask(self, phase: Phase, seconds: float) -> str:
+            return await self.work(phase.name, seconds)
 
     held = bench.Held(Pool(), bench.Barriers(prompts=2, group_size=2))
 
     async def member(group: int, rollout: int) -> None:
         assert await held.run(0.02 * group * rollout) == "run"
-        await held.stage2(0.01 * group)
+        await held.ask(Stage2, 0.01 * group)
 
     async def group(index: int) -> None:
-        await held.stage1(0)
+        await held.ask(Stage1, 0)
         await asyncio.gather(*(member(index, rollout) for rollout in range(2)))
-        await held.union(0.01 * index)
-        await asyncio.gather(*(held.score(0.01 * index) for _ in range(2)))
+        await held.ask(Union, 0.01 * index)
+        await asyncio.gather(*(held.ask(Score, 0.01 * index) for _ in range(2)))
         if index:
-            await held.credit(0)
+            await held.ask(Credit, 0)
 
     async with asyncio.timeout(10):
         await asyncio.gather(group(0), group(1))

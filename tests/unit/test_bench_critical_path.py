@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from critical_path import LearnerTask, critical_path
 
 from draco_ray.pipeline import Group
-from draco_ray.training.critical_path import LearnerTask, critical_path
 from tests.support.summaries import a_phase, a_rollout
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from critical_path import LearnerTask
 
 from draco_ray.engine.sampler import Sample
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.records import Adapter, TrainingSample
-from draco_ray.training.critical_path import LearnerTask
 
 Script = tuple[tuple[int, ...], ...]
 """The turns of a rollout, each with its end-of-turn token."""
@@ -171,7 +171,7 @@ class PacedLearnerActor:
 
 
 class PacedLearner:
-    """The driver's handle: a `draco_ray.training.streaming.GroupLearner`."""
+    """The driver's handle: a `draco_ray.learner.base.GroupLearner`."""
 
     def __init__(self, pace: LearnerPace, run_name: str) -> None:
         remote = ray.remote(PacedLearnerActor)
