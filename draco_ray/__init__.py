@@ -5,13 +5,15 @@ the jail of model-written code and AppWorld's virtual environment import this pa
 
 ========================  ==========================================================================================
 `load_config`             a preset or a YAML file, a setting and ``key=value`` overrides, as a `DracoConfig`
+`load_traces`             traces of any agent: OpenAI, Anthropic, Inspect, tau2-bench, verifiers, OpenTelemetry, ...
+`judge`, `judge_sync`     a rubric, verdicts with evidence, the steps responsible, rewards and advantages of traces
+`step_advantages`         verdicts and citations of a group to an advantage per step: the paper's closed form
 `train`, `resume`         run and continue a training run (``pip install "draco-ray[train]"`` and an engine)
 `RunDirectory`            what a run leaves: its metrics, its tables, its checkpoints
 `surviving_criteria`      criteria that apply to some rollout of a group and do not pass everywhere
 `rubric_rewards`          verdicts to a reward per rollout
 `group_advantages_G`      rewards to an advantage per rollout (GRPO)
 `step_quality`            cited steps to a quality per step
-`step_advantages`         an advantage per rollout to one per step: the paper's step credit
 `Verdict`, `Attribution`  what a judge says of a criterion, and which steps it holds responsible
 `DracoError`              base of every error this package raises on purpose
 ========================  ==========================================================================================
@@ -26,15 +28,12 @@ A configuration:
 From the verdicts of a group to step advantages. The second of two rollouts fails two of three criteria; the judge holds
 its third step responsible for one of them, and its first step for the one that passes:
 
-    >>> import numpy as np
-    >>> from draco_ray import Attribution, Verdict
-    >>> verdict_GK = np.array([[1, 1, -1], [-1, -1, 1]])
-    >>> surviving_K = draco_ray.surviving_criteria(verdict_GK)
-    >>> advantage_G = draco_ray.group_advantages_G(draco_ray.rubric_rewards(verdict_GK, surviving_K))
-    >>> failed = Attribution(criterion=0, verdict=Verdict.FAIL, steps=(3,))
-    >>> passed = Attribution(criterion=2, verdict=Verdict.PASS, steps=(1,))
-    >>> quality = draco_ray.step_quality([failed, passed], surviving_K, steps=3)
-    >>> draco_ray.step_advantages(advantage_G[1], quality.quality_M, np.array([10, 10, 10])).round(2)
+    >>> good, bad = draco_ray.step_advantages(
+    ...     verdicts=[[1, 1, -1], [-1, -1, 1]],
+    ...     citations=[None, {0: [3], 2: [1]}],
+    ...     tokens=[[20, 10], [10, 10, 10]],
+    ... )
+    >>> bad.round(2)
     array([-0.  , -0.71, -1.41])
 """
 
@@ -43,13 +42,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draco_ray.algorithm.advantage import group_advantages_G
-    from draco_ray.algorithm.credit import step_advantages, step_quality
+    from draco_ray.algorithm.closed_form import step_advantages
+    from draco_ray.algorithm.credit import step_quality
     from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
     from draco_ray.config.load import load_config
     from draco_ray.config.schema import DracoConfig
     from draco_ray.errors import DracoError
     from draco_ray.records import Attribution, Verdict
     from draco_ray.runs.directory import RunDirectory
+    from draco_ray.traces.library import judge, judge_sync
+    from draco_ray.traces.load import load_traces
     from draco_ray.training.run import resume, train
 
 __version__ = "0.1.0"
@@ -61,7 +63,10 @@ __all__ = [
     "RunDirectory",
     "Verdict",
     "group_advantages_G",
+    "judge",
+    "judge_sync",
     "load_config",
+    "load_traces",
     "resume",
     "rubric_rewards",
     "step_advantages",
@@ -77,10 +82,13 @@ _MODULES = {
     "RunDirectory": "runs.directory",
     "Verdict": "records",
     "group_advantages_G": "algorithm.advantage",
+    "judge": "traces.library",
+    "judge_sync": "traces.library",
     "load_config": "config.load",
+    "load_traces": "traces.load",
     "resume": "training.run",
     "rubric_rewards": "algorithm.reward",
-    "step_advantages": "algorithm.credit",
+    "step_advantages": "algorithm.closed_form",
     "step_quality": "algorithm.credit",
     "surviving_criteria": "algorithm.reward",
     "train": "training.run",

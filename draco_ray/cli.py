@@ -282,6 +282,85 @@ def report(
 
 
 @app.command(
+    epilog="Try:  draco judge traces/ --judge openai/gpt-5.4 --out judged --budget 5      "
+    "draco judge traces.jsonl --group-by metadata.task_id --dry-run"
+)
+def judge(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH", help="Files of traces, folders with them, or run directories.")
+    ],
+    judge: Annotated[str, typer.Option(help="LiteLLM's name of the judge, or rules, the offline judge.")] = (
+        "openai/gpt-5.4"
+    ),
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory for the results; the same again goes on there.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="auto, or the format of all files; docs/judge-traces.md lists them.")] = (
+        "auto"
+    ),
+    group_by: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD", help="Dotted path of what names the task of a trace; none: judge each alone."),
+    ] = None,
+    mapping: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML that says where things are in records of another format.")
+    ] = None,
+    rubric: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A rubric of your own, or static, instead of one that the judge writes."),
+    ] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Dollars that are not exceeded.")] = None,
+    fail_under: Annotated[
+        float | None, typer.Option(min=-1, max=1, help="Exit with 3 if the mean reward is below.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what was understood and what it will cost; ask nothing."),
+    ] = False,
+    api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1000, help="Tokens that the judge reads, where unknown.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A configuration whose judge.* and algorithm.* keys to take.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of it; may be repeated.")
+    ] = None,
+) -> None:
+    """Judge traces of any agent: rubric, verdicts with evidence, the steps responsible, rewards, step advantages.
+
+    Exit code: 0 all judged, 3 mean reward below --fail-under, 4 some traces could not be read or judged.
+    """
+    from rich.console import Console
+
+    from draco_ray.commands.judge import Wanted, run
+
+    code = run(
+        Wanted(
+            paths=paths,
+            judge=judge,
+            out=out,
+            format=format,
+            group_by=group_by,
+            mapping=mapping,
+            rubric=rubric,
+            budget=budget,
+            fail_under=fail_under,
+            api_base=api_base,
+            api_key_env=api_key_env,
+            context=context,
+            config=load_config(config, override or []),
+            dry_run=dry_run,
+        ),
+        Console(highlight=False, soft_wrap=True, width=120),
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command(
     epilog="Try:  draco replay runs/NAME      draco replay runs/NAME --judge openai/gpt-5.4-mini --step 1 --step 50"
 )
 def replay(

@@ -99,6 +99,9 @@ class Turn:
     """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
+    role: str = "assistant"
+    """Who speaks: the agent, or, in a trace that somebody else's agent left, a user or another agent. Theirs are gaps
+    without sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
+    litellm.suppress_debug_info = True
     try:
         known = litellm.get_model_info(model).get(kind)
     except Exception:  # It raises a plain one for a model it does not know.

@@ -180,6 +180,7 @@ def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
+    litellm.suppress_debug_info = True
     try:
         key = litellm.get_model_info(model)["key"]
     except Exception:

@@ -75,6 +75,8 @@ def _turn(row: Row) -> Turn:
         last_token=row["last_token"],
         seconds_generating=row["seconds_generating"],
         seconds_executing=row["seconds_executing"],
+        # Runs of earlier versions do not say: only the agent spoke in them.
+        role=row["role"] or "assistant",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from draco_ray.records import (
@@ -64,6 +65,7 @@ def step_rows(step: int, trajectory: Trajectory) -> list[Row]:
                 "last_token": turn.last_token,
                 "seconds_generating": turn.seconds_generating,
                 "seconds_executing": turn.seconds_executing,
+                "role": turn.role,
             }
         )
     return rows
@@ -156,6 +158,21 @@ def advantage_rows(
         }
         for share in advantages.rollouts
     ]
+
+
+def as_paid(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
+    """``call``; a replay as the call that paid for its reply, where a kill kept that one from the archive.
+
+    Args:
+        booked: calls in the archive; it is added to them.
+        requests_name: begins the numbers of the requests that this run has paid for.
+    """
+    paid = call.paid
+    own = call.requests == 0 and paid is not None and paid.call_id.startswith(requests_name)
+    if own and paid is not None and paid.call_id not in booked:
+        call = replace(call, **{field.name: getattr(paid, field.name) for field in fields(paid)})
+    booked.add(call.call_id)
+    return call
 
 
 def call_rows(step: int, calls: Iterable[JudgeCall]) -> list[Row]:

@@ -44,6 +44,7 @@ TABLES: dict[str, pa.Schema] = {
             ("last_token", pa.int32()),
             ("seconds_generating", pa.float64()),
             ("seconds_executing", pa.float64()),
+            ("role", pa.string()),
         ]
     ),
     "criteria": pa.schema(

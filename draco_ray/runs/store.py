@@ -50,6 +50,10 @@ class RunStore:
             gathered = [read_table(path, table) for path in sorted(parts.glob("*.parquet"))]
             _write_parquet(parts.with_suffix(".parquet"), pa.concat_tables(gathered))
             shutil.rmtree(parts)
+        self.write_metrics(step, metrics)
+
+    def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write a step's metrics line, in place of one that is there."""
         # Rewritten as a whole: a writer that was killed may have left half a line, or has this step's line already.
         lines = [line for line in self.directory.metrics() if line["step"] != step] + [dict(metrics)]
         write_private(self.directory.metrics_file, "".join(json.dumps(line) + "\n" for line in lines))

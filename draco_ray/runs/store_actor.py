@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -146,12 +145,7 @@ class RunStoreActor:
 
     def _as_paid(self, call: JudgeCall) -> JudgeCall:
         """``call``; a replay as the call that paid for its reply, where a kill kept that one from the archive."""
-        paid = call.paid
-        own = call.requests == 0 and paid is not None and paid.call_id.startswith(self._requests_name)
-        if own and paid is not None and paid.call_id not in self._booked:
-            call = replace(call, **{field.name: getattr(paid, field.name) for field in fields(paid)})
-        self._booked.add(call.call_id)
-        return call
+        return rows.as_paid(call, self._booked, self._requests_name)
 
     def _with_what_was_paid(self, step: int, key: str, calls: Sequence[Row]) -> list[Row]:
         """``calls``, where a reply from the cache was paid for earlier in this step: its first record."""

@@ -72,6 +72,8 @@ def spans(record: Any) -> Iterator[Span]:
     if _is_span(record):
         yield _span(record)
         return
+    if not recognises(record):
+        raise BadTrace(f"no spans in it, found {kind(record)}")
     for span in path_value(record, "data.spans") or ():  # type: ignore[attr-defined]
         yield _span(span)
     of_resources = record.get("resourceSpans", record.get("resource_spans", [record]))

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +41,13 @@ class Reply:
 class ScriptedJudgeServer:
     """Answers requests with the replies of a script, in order; the last one repeats. Use as a context manager."""
 
-    def __init__(self, *script: Reply) -> None:
+    def __init__(self, *script: Reply, answer: Callable[[str], str] | None = None) -> None:
+        """
+        Args:
+            script: the replies, in order.
+            answer: writes their text from the first message instead.
+        """
+        self.answer = answer
         self.script = list(script) or [Reply()]
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
@@ -83,6 +90,8 @@ class ScriptedJudgeServer:
             reply = Reply("broken inside", 500)
         await asyncio.sleep(reply.delay)
         self.in_flight -= 1
+        if self.answer is not None and reply.status == 200:
+            reply = replace(reply, text=self.answer(body["messages"][0]["content"]))
         if reply.raw is not None:
             return Response(reply.raw, reply.status, reply.headers)
         if reply.status != 200:

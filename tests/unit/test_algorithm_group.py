@@ -349,7 +349,7 @@ def test_a_step_token_that_was_not_sampled_is_refused() -> None:
         training_sample(played, member, credit=True)
 
 
-@pytest.mark.parametrize("module", ["reward", "advantage", "credit"])
+@pytest.mark.parametrize("module", ["reward", "advantage", "credit", "closed_form"])
 def test_the_examples_in_the_docstrings_run(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"draco_ray.algorithm.{module}"))
     assert results.failed == 0

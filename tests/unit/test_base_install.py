@@ -22,7 +22,17 @@ from tests.conftest import REPOSITORY
 from tests.support.base_install import LEFT_OUT, in_base_install
 from tests.support.small_run import small_run
 
-BASE = ("algorithm", "judging", "runs", "lab.runs", "lab.report", "lab.analysis", "lab.planning", "sandbox.rule_judge")
+BASE = (
+    "algorithm",
+    "judging",
+    "runs",
+    "lab.runs",
+    "lab.report",
+    "lab.analysis",
+    "lab.planning",
+    "sandbox.rule_judge",
+    "traces",
+)
 """Packages that work in the base install, but for these modules of theirs:"""
 ACTORS = ("judging.limiter_actor", "judging.pool", "judging.worker", "runs.store_actor")
 IN_APPWORLD = ("lab.analysis.attribution.execute",)
@@ -74,6 +84,7 @@ def test_commands_need_an_extra_or_not(tmp_path: Path) -> None:
         "prompts render score": 0,
         "plan qwen3.6-27b": 0,
         f"runs show {run}": 0,
+        f"judge {REPOSITORY / 'tests/support/traces/tau2.json'} --judge rules --out {tmp_path / 'judged'}": 0,
         f"report {run} --out {tmp_path / 'report.html'}": 0,
         "train sandbox": "ray",
         "train --resume .": "ray",

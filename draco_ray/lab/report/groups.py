@@ -155,6 +155,7 @@ def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
         before, after = _around(row["text"], row["action"])
         turn: Row = {
             "step": row["step"],
+            "role": row["role"] or "assistant",
             "before": lines.add(before),
             "action": lines.add(row["action"]),
             "after": lines.add(after),

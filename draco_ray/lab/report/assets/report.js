@@ -225,7 +225,7 @@ function pushStrip(rollout, here, share) {
     const tall = gap ? 0 : Math.round(((turn.push || 0) / largest) * 46);
     const bar = el("i." + barKind(turn));
     bar.style.height = Math.max(tall, 2) + "px";
-    const title = gap ? "closing turn, no step" : `step ${turn.step}: ${percent(turn.push)} of the push, Q ${fixed(turn.quality)}, ${turn.tokens} tokens${turn.cited ? "" : ", not cited"}`;
+    const title = gap ? (turn.role === "assistant" ? "a turn without a step" : turn.role) : `step ${turn.step}: ${percent(turn.push)} of the push, Q ${fixed(turn.quality)}, ${turn.tokens} tokens${turn.cited ? "" : ", not cited"}`;
     return el("a.column", { href: here("t" + (order + 1)), title, role: "listitem", "data-step": turn.step }, bar, el("span", {}, gap ? "·" : turn.step));
   });
   return el("figure.push", {}, legend, el("div.strip", { role: "list", "aria-label": "share of the push by step" }, columns));
@@ -235,7 +235,7 @@ const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advanta
 
 function turnCard(turn, order, text, here, share) {
   const gap = turn.step === null;
-  const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? `Turn ${order + 1}` : `Step ${turn.step}`));
+  const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? (turn.role === "assistant" ? `Turn ${order + 1}` : turn.role) : `Step ${turn.step}`));
   if (gap) head.append(el("span.muted", {}, " no code: in no step"));
   else if (share) {
     const bar = el("i." + barKind(turn));

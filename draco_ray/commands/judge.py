@@ -1,0 +1,239 @@
+"""What `draco judge` prints and does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
+from draco_ray.judging.costs import cost_table, phase_costs
+from draco_ray.judging.pricing import known_price
+from draco_ray.lab.analysis.judges import RULES, RuleComplete
+from draco_ray.lab.report.page import write_report
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.traces.estimate import PhaseEstimate, estimate
+from draco_ray.traces.keeping import LINES, JudgingRun, Totals
+from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan, trace_judge
+from draco_ray.traces.load import Groups, load_traces
+
+BELOW, PARTIAL = 3, 4
+"""Exit codes: the mean reward is below ``--fail-under``; some traces could not be read or judged."""
+SAY_SECONDS = 15.0
+"""Between two lines of progress where nobody watches."""
+SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The command's arguments."""
+
+    paths: Sequence[Path]
+    judge: str
+    out: Path | None
+    format: str
+    group_by: str | None
+    mapping: Path | None
+    rubric: str | None
+    budget: float | None
+    fail_under: float | None
+    api_base: str | None
+    api_key_env: str | None
+    context: int | None
+    config: DracoConfig
+    dry_run: bool
+
+
+def run(wanted: Wanted, console: Console) -> int:
+    """Judge traces, or say what would be judged; returns the exit code.
+
+    Raises:
+        TraceError: nothing is a trace.
+        ConfigError: what is asked for cannot be used.
+        JudgeUnavailable: the judge answers nothing, or the budget is spent.
+    """
+    if wanted.out is None and not wanted.dry_run:
+        raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
+    # What is wrong with the arguments is said before anything long is read.
+    settled = plan(
+        wanted.judge,
+        config=wanted.config,
+        budget=wanted.budget,
+        api_base=wanted.api_base,
+        api_key_env=wanted.api_key_env,
+        rubric=wanted.rubric,
+        context=wanted.context,
+        out=wanted.out,
+    )
+    groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
+    for line in _understood(groups, settled):
+        console.print(line, markup=False)
+    guessed = estimate(
+        groups,
+        settled.config,
+        settled.prompts,
+        settled.room,
+        known_price(settled.config.judge, wanted.judge),
+        own=settled.rubric is None,
+    )
+    console.print(_estimated(guessed, wanted.judge), markup=False)
+    if wanted.dry_run or wanted.out is None:
+        _show_one(groups, settled, console)
+        return PARTIAL if groups.problems else 0
+    kept = JudgingRun.open(wanted.out, settled.config, groups)
+    calls = sum(each.calls for each in guessed.values())
+    totals = _judge(kept, settled, wanted, calls, console)
+    _summary(kept, totals, console)
+    return _exit_code(groups, totals, wanted.fail_under, console)
+
+
+def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console: Console) -> Totals:
+    done = len(settled_before := [*kept.results()])
+    if done:
+        console.print(f"{done} groups are judged already, going on with {len(kept.pending())}")
+    del settled_before
+    meter = Meter(RuleComplete()) if wanted.judge == RULES else open_judge(settled)
+    began = time.monotonic()
+    try:
+        asyncio.run(_with_progress(kept, settled, meter, calls, console))
+    except (JudgeUnavailable, StoreError) as error:
+        with contextlib.suppress(OSError, StoreError):
+            kept.finish(time.monotonic() - began)
+        more = "a larger --budget" if isinstance(error, BudgetSpent) else "the same command"
+        raise type(error)(f"{error}; what is judged is in {kept.path}, {more} goes on there") from None
+    return kept.finish(time.monotonic() - began)
+
+
+async def _with_progress(kept: JudgingRun, settled: Plan, meter: Meter, calls: int, console: Console) -> None:
+    saying = asyncio.create_task(_say(kept, meter, calls, console))
+    try:
+        await judge_run(settled, meter, kept)
+    finally:
+        saying.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await saying
+
+
+async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> None:
+    """A line that moves where somebody watches, else a line now and then."""
+    began, total = time.monotonic(), len(kept.pending())
+    if console.is_terminal:
+        with console.status("") as status:
+            while True:
+                status.update(progress_line(meter, calls, time.monotonic() - began, total))
+                await asyncio.sleep(0.5)
+    while True:
+        await asyncio.sleep(SAY_SECONDS)
+        console.print(progress_line(meter, calls, time.monotonic() - began, total), markup=False)
+
+
+def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
+    """Calls so far and expected, what they cost, what is waited for, and about how long it will take."""
+    asked = meter.done - meter.replayed
+    left = max(calls - meter.done, 0)
+    pace = "" if not asked else f", about {_duration(seconds * left / asked)} left"
+    waiting = f", {meter.under_way} under way, the oldest for {meter.oldest:.0f}s" if meter.under_way else ""
+    failed = f", {meter.failed} failed" if meter.failed else ""
+    kept = f" ({meter.replayed} kept from before)" if meter.replayed else ""
+    return (
+        f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {groups} groups in {_duration(seconds)}, "
+        f"${meter.dollars:.4f} so far{waiting}{failed}{pace}"
+    )
+
+
+def _understood(groups: Groups, settled: Plan) -> list[str]:
+    summaries = [each for group in groups for each in group.summaries]
+    formats = Counter(each.format for each in summaries)
+    single = sum(len(group) == 1 for group in groups)
+    sizes = Counter(len(group) for group in groups if len(group) > 1)
+    steps = sum(each.steps for each in summaries)
+    lines = [
+        f"{len(summaries)} traces ({', '.join(f'{name} {count}' for name, count in formats.items())}), {steps} steps, "
+        f"in {len(groups)} groups"
+    ]
+    if sizes:
+        lines.append(
+            f"  judged together: {', '.join(f'{count} of {size} traces' for size, count in sorted(sizes.items()))}"
+        )
+    if single:
+        lines.append(
+            f"  {single} single traces: rubric, verdicts and step qualities, but no dropout and no advantage; "
+            "--group-by says which belong to one task"
+        )
+    long = [each for each in summaries if each.characters + each.prompt_characters > settled.room.alone]
+    if long:
+        lines.append(
+            f"  {len(long)} traces are longer than the {settled.room.alone:,} characters that fit beside the rest of a "
+            "prompt: first outputs, then turns, then the prompt are cut to one length, no step is left out"
+        )
+    if not settled.context_known and settled.config.judge.model != RULES:
+        lines.append(
+            f"  how much {settled.config.judge.model} reads is not known: {settled.context_tokens:,} tokens are "
+            "assumed, --context says otherwise"
+        )
+    noted = [f"  {each.source}: {note}" for each in summaries for note in each.notes]
+    lines += noted[:SHOWN_PROBLEMS]
+    if len(noted) > SHOWN_PROBLEMS:
+        lines.append(f"  and {len(noted) - SHOWN_PROBLEMS} more such lines")
+    if groups.problems:
+        lines.append(f"{len(groups.problems)} could not be read, the first of them: {groups.problems[0]}")
+    return lines
+
+
+def _estimated(phases: Mapping[str, PhaseEstimate], judge: str) -> str:
+    total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
+    money = "no price of it is known" if total.dollars is None else f"about ${total.dollars:.2f}"
+    parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
+    return (
+        f"judge {judge}: about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
+        f"{total.output_tokens:,} out, {money} before the provider's prompt cache"
+    )
+
+
+def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
+    try:
+        trace, text = trace_judge(settled, RuleComplete()).prompt_of(groups[0])
+    except ValueError as error:
+        console.print(f"{error}", markup=False)
+        return
+    console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n", markup=False)
+    console.print(text, markup=False)
+
+
+def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
+    calls = [call for step in read_calls(kept.directory).values() for call in step]
+    console.print(cost_table(phase_costs(calls)), markup=False)
+    page = kept.path / "report.html"
+    write_report(kept.directory, page)
+    mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else math.nan
+    failed = f", {totals.failed} without a reward" if totals.failed else ""
+    console.print(
+        f"{totals.traces} traces in {totals.judged} groups judged, mean reward {mean:+.3f}{failed}: "
+        f"{kept.path / LINES}, {page}",
+        markup=False,
+    )
+
+
+def _exit_code(groups: Groups, totals: Totals, fail_under: float | None, console: Console) -> int:
+    for line in totals.errors[:SHOWN_PROBLEMS]:
+        console.print(f"no reward: {line}", markup=False)
+    if fail_under is not None:
+        mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else -math.inf
+        if mean < fail_under:
+            console.print(f"mean reward {mean:+.3f} is below --fail-under {fail_under:g}")
+            return BELOW
+    return PARTIAL if groups.problems or totals.failed else 0
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

@@ -1,0 +1,89 @@
+"""What judging will cost, before it is paid for: a guess from the traces' length, calls and tokens by phase.
+
+Input is counted at `CHARACTERS_PER_TOKEN`; replies at what judges have written for AppWorld's tasks (`REPLY_TOKENS`,
+and `CRITERION_TOKENS` for each criterion that a call is about), with `CRITERIA` of them in a rubric. Prompt caching is
+not counted, asking again neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draco_ray.config.schema import DracoConfig, Price
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.judging.pricing import price_of
+from draco_ray.judging.prompts import Prompts
+from draco_ray.traces.judging import MOST_IN_UNION, Room
+from draco_ray.traces.model import Summary, TraceGroup
+
+CHARACTERS_PER_TOKEN = 4
+CRITERIA = 10
+CRITERION_TOKENS = 150
+REPLY_TOKENS = {Stage1.name: 2000, Stage2.name: 800, Union.name: 2000, Score.name: 100, Credit.name: 100}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEstimate:
+    """Of one phase, over all groups."""
+
+    calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    dollars: float | None = None
+    """None where no price is known."""
+
+    def __add__(self, other: PhaseEstimate) -> PhaseEstimate:
+        known = self.dollars is not None and other.dollars is not None
+        return PhaseEstimate(
+            calls=self.calls + other.calls,
+            input_tokens=self.input_tokens + other.input_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            dollars=(self.dollars or 0.0) + (other.dollars or 0.0) if known else None,
+        )
+
+
+def estimate(
+    groups: Sequence[TraceGroup], config: DracoConfig, prompts: Prompts, room: Room, price: Price | None, *, own: bool
+) -> dict[str, PhaseEstimate]:
+    """Calls, tokens and dollars of judging ``groups``, by phase.
+
+    Args:
+        own: whether the judge writes the rubric.
+    """
+    found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
+
+    def add(phase: str, characters: int, reply: int, calls: int = 1) -> None:
+        tokens = (len(prompts.templates[phase]) + characters) // CHARACTERS_PER_TOKEN
+        dollars = None if price is None else calls * price_of(price, tokens, 0, reply)
+        found[phase] += PhaseEstimate(
+            calls=calls, input_tokens=calls * tokens, output_tokens=calls * reply, dollars=dollars
+        )
+
+    rubric = CRITERIA * CRITERION_TOKENS * CHARACTERS_PER_TOKEN
+    verdicts = CRITERIA * CRITERION_TOKENS
+    for group in groups:
+        lengths = [min(_read(each), room.alone) for each in group.summaries]
+        if own:
+            prompt = group.summaries[0].prompt_characters
+            add(Stage1.name, prompt, REPLY_TOKENS[Stage1.name])
+            for length in lengths:
+                add(Stage2.name, length + rubric, REPLY_TOKENS[Stage2.name])
+            if len(group) > 1:
+                shown = min(sum(lengths[:MOST_IN_UNION]), room.together)
+                add(Union.name, shown + (1 + len(group)) * rubric // 2, REPLY_TOKENS[Union.name])
+        for length in lengths:
+            votes = config.judge.score_votes
+            add(Score.name, length + rubric, REPLY_TOKENS[Score.name] + verdicts, calls=votes)
+            add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
+    return found
+
+
+def _read(summary: Summary) -> int:
+    """Characters of a prompt about a trace, its own prompt twice."""
+    return summary.characters + summary.prompt_characters

@@ -1,0 +1,343 @@
+"""The judge over groups of traces: the phases of `draco_ray.judging.judge.Judge`, without Ray and without a policy.
+
+A group of two or more goes the way of a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
+then dropout, reward, advantage and step credit. A single trace has nothing to be compared with: its rubric is what
+stage1 and stage2 propose, all of it counts, and it has a reward and step qualities but no advantage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from draco_ray.algorithm.group import Uncalled, group_advantages
+from draco_ray.algorithm.reward import mixed_verdicts
+from draco_ray.algorithm.rules import NoDropout, find_rule
+from draco_ray.config.schema import DracoConfig
+from draco_ray.judging.complete import Complete
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.judging.prompts import Prompts
+from draco_ray.records import (
+    Attribution,
+    Criterion,
+    GroupAdvantages,
+    JudgeCall,
+    Judged,
+    RolloutAdvantage,
+    ScoredCriterion,
+    Trajectory,
+)
+from draco_ray.traces.model import Trace, TraceGroup
+from draco_ray.traces.trajectory import LENGTHS, as_trajectory, environment_facts, fit
+
+CHARACTERS_PER_TOKEN = 3
+"""Fewer than any tokenizer of a judge takes of English, code and JSON."""
+MOST_IN_UNION = 16
+"""Traces of a group that the union prompt shows; all are scored."""
+CRITERION_CHARACTERS = 800
+DEFAULT_CONTEXT = 128_000
+"""Tokens, of a judge whose context nobody knows."""
+LEAST_ROOM = 4_000
+SINGLE = "a single trace: no dropout, no advantage"
+
+Phases = dict[tuple[str, int | None], Judged[Any]]
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Characters of a trace that a judge's prompt has place for."""
+
+    alone: int
+    """In a prompt about one trace."""
+    together: int
+    """In the union, of all traces of a group."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupJudgement:
+    """What became of a group: the records that a run directory keeps."""
+
+    index: int
+    """Of the group among all."""
+    group: TraceGroup
+    traces: tuple[Trace, ...]
+    """As they were read, whole."""
+    trajectories: tuple[Trajectory, ...]
+    """As the judge saw them."""
+    left_out: tuple[int, ...]
+    """Characters cut from each."""
+    rubric: tuple[Criterion, ...] = ()
+    phases: Phases = field(default_factory=dict)
+    """Phase and rollout (None: the group's) -> what came of it."""
+    advantages: GroupAdvantages | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    """Rollout -> why it has no verdicts."""
+    reason: str | None = None
+    """Why the group has no rewards."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is nothing to compare it with."""
+        return len(self.traces) == 1
+
+    @property
+    def calls(self) -> list[JudgeCall]:
+        """Every call that was made for it."""
+        return [call for judged in self.phases.values() for call in judged.calls]
+
+    def verdicts(self, rollout: int) -> tuple[ScoredCriterion, ...] | None:
+        """The scoring verdicts on a rollout; None where there are none."""
+        judged = self.phases.get((Score.name, rollout))
+        return None if judged is None or not judged.ok else judged.value
+
+    def attributions(self, rollout: int) -> tuple[Attribution, ...] | None:
+        """The credit call's; None where there was none, or it failed."""
+        judged = self.phases.get((Credit.name, rollout))
+        return None if judged is None or not judged.ok else judged.value
+
+    def share(self, rollout: int) -> RolloutAdvantage | None:
+        """Its reward, advantage and step advantages."""
+        members = () if self.advantages is None else self.advantages.rollouts
+        return next((member for member in members if member.rollout == rollout), None)
+
+
+def room_of(context_tokens: int, config: DracoConfig, prompts: Prompts) -> Room:
+    """What a judge of this context has place for beside instructions, rubric, its own verdicts and its reply."""
+    template = max(map(len, prompts.templates.values()))
+    judge = config.judge
+    tokens = context_tokens - judge.max_tokens
+    characters = CHARACTERS_PER_TOKEN * tokens - template
+    rubric = CRITERION_CHARACTERS * judge.max_union_criteria
+    # A refused reply is quoted when the judge is asked again.
+    alone = characters - 2 * rubric - 20_000 * judge.reasks
+    proposals = CRITERION_CHARACTERS * judge.max_stage1_criteria
+    return Room(alone=max(alone, LEAST_ROOM), together=max(characters - rubric - 2 * proposals, LEAST_ROOM))
+
+
+class TraceJudge:
+    """Judges groups of traces with one judge model."""
+
+    def __init__(
+        self,
+        complete: Complete,
+        prompts: Prompts,
+        config: DracoConfig,
+        room: Room,
+        static: Sequence[Criterion] | None = None,
+    ) -> None:
+        """
+        Args:
+            complete: who answers.
+            prompts: the prompt set.
+            config: ``judge`` and ``algorithm``.
+            room: what the judge can read.
+            static: a rubric to use instead of the judge's own.
+        """
+        self._complete, self._prompts, self._config, self._room = complete, prompts, config, room
+        self._static = None if static is None else tuple(static)
+        self._rule = find_rule(config.algorithm.rule)
+
+    async def judge(self, index: int, group: TraceGroup) -> GroupJudgement:
+        """Take one group from its traces to its step advantages.
+
+        Raises:
+            JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more.
+        """
+        traces = await asyncio.to_thread(lambda: group.traces)
+        state = await asyncio.to_thread(self._prepare, index, group, traces)
+        if not state.trajectories:
+            return state
+        judge = self._judge_of(traces)
+        if self._static is not None:
+            state.rubric = self._static
+        elif not await self._write_rubric(judge, state):
+            return state
+        if not state.rubric:
+            state.reason = "no criterion tells its traces apart" if not state.single else "no criterion was proposed"
+            return state
+        await self._score(judge, state)
+        return state
+
+    def prompt_of(self, group: TraceGroup) -> tuple[Trace, str]:
+        """The first trace of a group as the judge sees it, steps numbered.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        from draco_ray.judging import render
+
+        trace = group.traces[0]
+        fitted = fit(trace, self._room.alone)
+        if fitted is None:
+            raise ValueError(f"{trace.trace_id}: {self._too_long(trace)}")
+        code = self._prompts.code(group.task_id)
+        return trace, render.agent_trajectory(as_trajectory(fitted.trace, group.task_id, 0), code)
+
+    def _judge_of(self, traces: Sequence[Trace]) -> Judge:
+        """The judge, told of the world of these traces."""
+        prompts: Any = self._prompts
+        if getattr(prompts, "facts", None) == "":
+            prompts = replace(prompts, facts=environment_facts(traces))
+        return Judge(self._complete, prompts, self._config.judge)
+
+    def _prepare(self, index: int, group: TraceGroup, traces: tuple[Trace, ...]) -> GroupJudgement:
+        state = GroupJudgement(index=index, group=group, traces=traces, trajectories=(), left_out=(0,) * len(traces))
+        played, left_out = [], []
+        for rollout, trace in enumerate(traces):
+            fitted = fit(trace, self._room.alone)
+            left_out.append(0 if fitted is None else fitted.left_out)
+            if fitted is None:
+                state.errors[rollout] = self._too_long(trace)
+            else:
+                played.append(as_trajectory(fitted.trace, group.task_id, rollout))
+        state.trajectories, state.left_out = tuple(played), tuple(left_out)
+        if not played:
+            state.reason = "none of its traces can be judged"
+        return state
+
+    def _too_long(self, trace: Trace) -> str:
+        return (
+            f"its {len(trace.turns)} turns do not fit into what the judge reads ({self._room.alone:,} characters) even "
+            f"with every text cut to {LENGTHS[-1]}; take a judge with a longer context (--context)"
+        )
+
+    async def _write_rubric(self, judge: Judge, state: GroupJudgement) -> bool:
+        """stage1 ──► stage2 ×G ──► union; says whether there is a rubric."""
+        context = CallContext(group=state.group.task_id, task_id=state.group.task_id)
+        prompt = state.trajectories[0].prompt
+        stage1 = state.phases[Stage1.name, None] = await judge.ask(Stage1(prompt), context)
+        proposals = [stage1]
+
+        async def stage2(trajectory: Trajectory) -> Judged[Any]:
+            judged = await judge.ask(Stage2(trajectory, stage1.value or ()), _context(trajectory))
+            state.phases[Stage2.name, trajectory.rollout] = judged
+            return judged
+
+        proposals += await together(stage2(each) for each in state.trajectories)
+        if not any(each.ok for each in proposals):
+            state.reason = f"no rubric: {stage1.error}"
+            return False
+        candidates = [criterion for each in proposals for criterion in each.value or ()]
+        if len(state.trajectories) == 1:
+            limit = self._config.judge.max_union_criteria
+            state.rubric = tuple(candidates[:limit])
+            return True
+        shown = await asyncio.to_thread(self._shown_together, state)
+        union = state.phases[Union.name, None] = await judge.ask(Union(prompt, candidates, shown), context)
+        if not union.ok:
+            state.reason = f"no rubric: {union.error}"
+            return False
+        state.rubric = union.value or ()
+        return True
+
+    def _shown_together(self, state: GroupJudgement) -> list[Trajectory]:
+        """The group as the union prompt shows it: each trace with an equal part of the room."""
+        shown = state.trajectories[:MOST_IN_UNION]
+        if len(shown) < len(state.trajectories):
+            of = len(state.trajectories)
+            state.notes.append(f"the merge of its rubric saw the first {MOST_IN_UNION} of {of} traces")
+        found, cut = [], 0
+        prompt = sum(len(message.content) for message in shown[0].prompt)
+        for each in shown:
+            # The prompt that they share is shown once.
+            trace = replace(state.traces[each.rollout], prompt=())
+            fitted = fit(trace, max(self._room.together - prompt, 0) // len(shown))
+            if fitted is not None:
+                found.append(as_trajectory(fitted.trace, each.group, each.rollout))
+                cut += fitted.left_out
+        if cut:
+            state.notes.append(f"the merge of its rubric saw its traces without {cut:,} characters")
+        return found or list(shown[:1])
+
+    async def _score(self, judge: Judge, state: GroupJudgement) -> None:
+        """score ×G ──► credit ×G ──► advantages."""
+
+        async def score(trajectory: Trajectory) -> None:
+            judged = await judge.ask(Score(trajectory, state.rubric), _context(trajectory))
+            state.phases[Score.name, trajectory.rollout] = judged
+            if judged.error is not None:
+                state.errors[trajectory.rollout] = judged.error
+
+        await together(score(each) for each in state.trajectories)
+        scored = [each for each in state.trajectories if state.verdicts(each.rollout) is not None]
+        if not scored or (len(scored) < 2 and not state.single):
+            state.reason = f"{len(scored)} of {len(state.traces)} traces could be scored"
+            return
+        rule = NoDropout() if state.single else self._rule
+        verdict_GK = np.array(
+            [[int(score.verdict) for score in state.verdicts(each.rollout) or ()] for each in scored], dtype=np.int8
+        )
+        surviving_K = rule.surviving(verdict_GK)
+        mixed_G = mixed_verdicts(verdict_GK, surviving_K)
+        rewards = rule.rewards(verdict_GK, surviving_K)
+        matters = rule.cites and bool(surviving_K.any()) and (state.single or bool(np.ptp(rewards) > 0))
+        asked = [int(index) for index in np.flatnonzero(surviving_K)]
+
+        async def credit(trajectory: Trajectory, mixed: bool) -> Sequence[Attribution] | Uncalled | None:
+            if not matters:
+                return ()
+            if self._config.algorithm.skip_inert_credit_calls and not mixed and not state.single:
+                return Uncalled.UNANIMOUS
+            scores = state.verdicts(trajectory.rollout) or ()
+            judged = await judge.ask(Credit(trajectory, state.rubric, scores, asked), _context(trajectory))
+            state.phases[Credit.name, trajectory.rollout] = judged
+            return judged.value if judged.ok else None
+
+        attributions = await together(credit(each, bool(m)) for each, m in zip(scored, mixed_G, strict=True))
+        state.advantages = group_advantages(
+            state.group.task_id,
+            verdict_GK,
+            attributions,
+            [each.tokens_M for each in scored],
+            [each.rollout for each in scored],
+            rule=rule,
+            std_epsilon=self._config.algorithm.std_epsilon,
+        )
+
+
+async def judge_groups(
+    judge: TraceJudge,
+    groups: Iterable[tuple[int, TraceGroup]],
+    keep: Callable[[GroupJudgement], Awaitable[None]],
+    *,
+    at_once: int,
+) -> None:
+    """Judge many groups, so many at one time, and hand on each as soon as it is done.
+
+    Raises:
+        JudgeUnavailable: see `TraceJudge.judge`; the groups under way are ended, those handed on stay.
+    """
+    waiting = iter(groups)
+
+    async def work() -> None:
+        for index, group in waiting:
+            await keep(await judge.judge(index, group))
+
+    await together(work() for _ in range(at_once))
+
+
+async def together(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Like `asyncio.gather`, but the first error cancels the rest, and is raised once they have ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _context(trajectory: Trajectory) -> CallContext:
+    return CallContext(group=trajectory.group, task_id=trajectory.task_id, rollout=trajectory.rollout)

@@ -1,0 +1,255 @@
+"""The run directory that judging traces leaves, and going on in it.
+
+::
+
+    config.yaml, run.json, tables/, judge_cache/, metrics.jsonl    as of a training run
+    traces.jsonl        one line a trace: where it is from, and which group and rollout it became
+    judged/000012.json  a finished group
+    judged.jsonl        one line a trace: reward, advantage, verdicts with evidence, steps
+    report.html         the page
+
+So many groups (`GROUPS_A_STEP`) stand where a training step stands. A group is kept once it is done; the same command
+again goes on with those that are not, and asks nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.origin import private
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError, StoreError
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory, read_text, write_private
+from draco_ray.runs.store import RunStore
+from draco_ray.traces.judging import GroupJudgement
+from draco_ray.traces.model import TraceGroup
+from draco_ray.traces.results import GROUP, JudgedGroup, json_lines, judged_group
+
+GROUPS_A_STEP = 32
+INDEX = "traces.jsonl"
+JUDGED = "judged"
+LINES = "judged.jsonl"
+SETTING = "traces"
+CHANGEABLE = ("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds")
+"""Of the judge's keys: those with which a run may be continued otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over judged groups."""
+
+    traces: int
+    judged: int
+    rewards: tuple[float, ...]
+    failed: int
+    """Traces without a reward."""
+    errors: tuple[str, ...]
+    """Why, a line each."""
+
+
+class JudgingRun:
+    """A run directory in which groups of traces are judged."""
+
+    def __init__(self, directory: RunDirectory, groups: Sequence[TraceGroup]) -> None:
+        self.directory = directory
+        self._groups = groups
+        self._store = RunStore(directory)
+        self._booked: set[str] = set(directory.table("judge_calls", columns=["call_id"]).column("call_id").to_pylist())
+
+    @classmethod
+    def open(cls, path: Path, config: DracoConfig, groups: Sequence[TraceGroup]) -> JudgingRun:
+        """A new run directory, or one in which the same was begun.
+
+        Raises:
+            ConfigError: other traces or another judge were judged there.
+        """
+        index = "".join(json.dumps(line) + "\n" for line in _index(groups))
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            if path.exists():
+                path.rmdir()
+            directory = RunDirectory.create(path, dump_config(config))
+            write_private(path / INDEX, index)
+            return cls(directory, groups)
+        directory = RunDirectory.open(path)
+        if not (path / INDEX).is_file():
+            if directory.steps():
+                raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
+            write_private(path / INDEX, index)
+        if read_text(path / INDEX) != index:
+            raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
+        if (changed := _changed(load_config(str(path)), config)) is not None:
+            raise ConfigError(f"--out {path}: {changed} was another there; name a new one, or ask for the same")
+        directory.write_config(dump_config(config))
+        return cls(directory, groups)
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory.path
+
+    def pending(self) -> list[tuple[int, TraceGroup]]:
+        """Groups that are not done, those that failed included, with their places among all."""
+        return [
+            (index, group)
+            for index, group in enumerate(self._groups)
+            if (done := self.judged(index)) is None or done.error is not None or any(r.error for r in done.rollouts)
+        ]
+
+    def judged(self, index: int) -> JudgedGroup | None:
+        """The result of a group; None where it is not done."""
+        path = self._result(index)
+        return GROUP.validate_json(path.read_bytes()) if path.is_file() else None
+
+    def keep(self, state: GroupJudgement) -> JudgedGroup:
+        """Write down everything about a group that is done.
+
+        Raises:
+            StoreError: the disk is full, say.
+        """
+        result = judged_group(state)
+        try:
+            self._write_tables(state)
+            path = self._result(state.index)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            # Last: a group that has this file has everything.
+            write_private(path, GROUP.dump_json(result).decode())
+        except OSError as error:
+            raise StoreError(
+                f"{self.path}: cannot be written: {error.strerror or error}; make room there and give the same command"
+            ) from None
+        return result
+
+    def finish(self, seconds: float) -> Totals:
+        """Gather what is done: tables a step, metrics, ``judged.jsonl``."""
+        traces = judged = failed = 0
+        rewards: list[float] = []
+        errors: list[str] = []
+        lines = self.path / f"{LINES}.tmp"
+        with open(lines, "w", encoding="utf-8", opener=private) as file:
+            for begin in range(0, len(self._groups), GROUPS_A_STEP):
+                step = begin // GROUPS_A_STEP + 1
+                members = range(begin, min(begin + GROUPS_A_STEP, len(self._groups)))
+                results = [each for each in map(self.judged, members) if each is not None]
+                for group in results:
+                    judged += 1
+                    for line in json_lines(group):
+                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                        traces += 1
+                        if line["reward"] is None:
+                            failed += 1
+                            errors.append(f"{line['trace_id']} ({line['source']}): {line['error']}")
+                        rewards += [] if line["reward"] is None else [line["reward"]]
+                whole = len(results) == len(members) and not any(
+                    group.error or any(trace.error for trace in group.rollouts) for group in results
+                )
+                # A step that was gathered before is as it was.
+                if results and self.directory.part("groups", step, "any").parent.is_dir():
+                    metrics = _metrics(step, results, seconds * len(results) / max(len(self._groups), 1))
+                    if whole:
+                        self._store.finish_step(step, metrics)
+                    else:
+                        self._store.write_metrics(step, metrics)
+        lines.replace(self.path / LINES)
+        return Totals(traces, judged, tuple(rewards), failed, tuple(errors))
+
+    def results(self) -> Iterator[JudgedGroup]:
+        """Every group that is done, in order."""
+        for index in range(len(self._groups)):
+            if (group := self.judged(index)) is not None:
+                yield group
+
+    def _result(self, index: int) -> Path:
+        return self.path / JUDGED / f"{index:06d}.json"
+
+    def _write_tables(self, state: GroupJudgement) -> None:
+        step, key, task_id = state.index // GROUPS_A_STEP + 1, f"{state.index:06d}", state.group.task_id
+        write = self._store.write
+        played = state.trajectories
+        write("trajectories", step, key, [row for each in played for row in rows.trajectory_rows(step, each)])
+        write("steps", step, key, [row for each in played for row in rows.step_rows(step, each)])
+        write("criteria", step, key, rows.criterion_rows(step, task_id, state.rubric, state.advantages))
+        recorded: dict[str, list[rows.Row]] = {"proposals": [], "verdicts": [], "citations": []}
+        for (phase, rollout), judged in state.phases.items():
+            made = PHASES[phase].rows(step, task_id, rollout, judged.value) if judged.value is not None else None
+            if made is not None:
+                recorded[made[0]] += made[1]
+        for table, made_rows in recorded.items():
+            write(table, step, key, made_rows)
+        if state.advantages is not None:
+            tokens: dict[int, Sequence[int]] = {each.rollout: [int(n) for n in each.tokens_M] for each in played}
+            write("advantages", step, key, rows.advantage_rows(step, task_id, state.advantages, tokens))
+        calls = [rows.as_paid(call, self._booked) for call in state.calls]
+        known = {call.call_id for call in calls}
+        # A group that is judged again keeps what its earlier calls cost.
+        earlier = [row for row in self._store.part("judge_calls", step, key) if row["call_id"] not in known]
+        write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
+        write("groups", step, key, [_group_row(step, state)])
+
+
+def _group_row(step: int, state: GroupJudgement) -> rows.Row:
+    scored = [each for each in state.trajectories if state.verdicts(each.rollout) is not None]
+    failed = sum(phase == Credit.name and not judged.ok for (phase, _), judged in state.phases.items())
+    return {
+        "training_step": step,
+        "task_id": state.group.task_id,
+        "state": "failed" if state.reason else "credited",
+        "rollouts": len(state.trajectories),
+        "lost": len(state.traces) - len(state.trajectories),
+        "unscored": len(state.trajectories) - len(scored),
+        "credit_failures": failed,
+        "reason": state.reason,
+    }
+
+
+def _index(groups: Sequence[TraceGroup]) -> Iterable[dict[str, Any]]:
+    for number, group in enumerate(groups):
+        for rollout, each in enumerate(group.summaries):
+            yield {
+                "training_step": number // GROUPS_A_STEP + 1,
+                "task_id": group.task_id,
+                "rollout": rollout,
+                "trace_id": each.trace_id,
+                "format": each.format,
+                "source": each.source,
+                "turns": each.turns,
+                "steps": each.steps,
+                "characters": each.characters,
+                "outcome": each.outcome,
+            }
+
+
+def _changed(before: DracoConfig, now: DracoConfig) -> str | None:
+    """A key that decides what is asked and differs."""
+    for section in ("judge", "algorithm"):
+        old: Mapping[str, Any] = getattr(before, section).model_dump(mode="json")
+        new: Mapping[str, Any] = getattr(now, section).model_dump(mode="json")
+        for key in new:
+            if key not in CHANGEABLE and old.get(key) != new[key]:
+                return f"{section}.{key}"
+    return None
+
+
+def _metrics(step: int, groups: Sequence[JudgedGroup], seconds: float) -> dict[str, Any]:
+    traces = [trace for group in groups for trace in group.rollouts]
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    verdicts = [each.verdict for trace in traces for each in trace.verdicts if each.verdict != "NOT_APPLICABLE"]
+    spreads = [{trace.reward for trace in group.rollouts if trace.reward is not None} for group in groups]
+    return {
+        "step": step,
+        "reward": math.fsum(rewards) / len(rewards) if rewards else None,
+        "pass_rate": verdicts.count("PASS") / len(verdicts) if verdicts else None,
+        "groups": len(groups),
+        "groups_with_signal": sum(len(spread) > 1 for spread in spreads),
+        "rollouts": len(traces),
+        "judge_dollars": math.fsum(group.dollars for group in groups),
+        "seconds": seconds,
+    }

@@ -1,0 +1,284 @@
+"""`judge` and `judge_sync`: groups of traces in, rewards and step advantages out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from draco_ray.config.schema import DracoConfig, JudgeLimits, RunConfig
+from draco_ray.errors import ConfigError
+from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.limiter import Limiter, WaitingLine
+from draco_ray.judging.model_limits import model_limit
+from draco_ray.judging.outage import Outage
+from draco_ray.judging.pricing import check_budget
+from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
+from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.records import Criterion
+from draco_ray.traces.judging import DEFAULT_CONTEXT, GroupJudgement, Room, TraceJudge, judge_groups, room_of
+from draco_ray.traces.keeping import SETTING, JudgingRun
+from draco_ray.traces.model import TraceGroup
+from draco_ray.traces.results import JudgedGroup, judged_group
+
+STATIC = "static"
+"""For ``rubric``: the one that ships."""
+GROUPS_AT_ONCE = 8
+"""In memory and under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How traces are to be judged."""
+
+    config: DracoConfig
+    prompts: Prompts
+    room: Room
+    context_tokens: int
+    context_known: bool
+    """Whether the judge's context is known, or a guess."""
+    rubric: tuple[Criterion, ...] | None
+
+
+def plan(
+    model: str,
+    *,
+    config: DracoConfig | None = None,
+    budget: float | None = None,
+    api_base: str | None = None,
+    api_key_env: str | None = None,
+    rubric: str | Path | None = None,
+    context: int | None = None,
+    out: Path | None = None,
+) -> Plan:
+    """Settle how traces are judged; the arguments are those of `judge`.
+
+    Raises:
+        ConfigError: a budget without a known price, or a rubric or prompt set that cannot be used.
+    """
+    base = config or DracoConfig()
+    provider = model.partition("/")[0] if "/" in model else "openai"
+    same = config is not None and base.judge.model == model
+    judge = base.judge.model_copy(
+        update={
+            "model": model,
+            "api_base": api_base or (base.judge.api_base if same else None),
+            "api_key_env": api_key_env or (base.judge.api_key_env if same else f"{provider.upper()}_API_KEY"),
+            "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),
+            "cache": None if out is None else (out / "judge_cache").resolve(),
+        }
+    )
+    check_budget(judge, model)
+    of_run = base.model_copy(
+        update={"judge": judge, "setting": SETTING, "run": RunConfig(root=base.run.root, trackers=())}
+    )
+    of_run = of_run.model_copy(update={"model": base.model.model_copy(update={"path": "traces"})})
+    if rubric is not None:
+        static = base.algorithm.static_rubric if str(rubric) == STATIC else Path(rubric).resolve()
+        algorithm = base.algorithm.model_copy(update={"rubric": "static", "static_rubric": static})
+        of_run = of_run.model_copy(update={"algorithm": algorithm})
+    known = model_limit(model, "max_input_tokens")
+    tokens = context or known or DEFAULT_CONTEXT
+    if tokens <= judge.max_tokens:
+        raise ConfigError(f"--context {tokens}: a reply alone may take judge.max_tokens={judge.max_tokens}; give more")
+    prompts = load_prompts(judge.prompts)
+    return Plan(
+        config=of_run,
+        prompts=prompts,
+        room=room_of(tokens, of_run, prompts),
+        context_tokens=tokens,
+        context_known=bool(context or known),
+        rubric=load_static_rubric(of_run.algorithm.static_rubric) if of_run.algorithm.rubric == "static" else None,
+    )
+
+
+def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:
+    if not math.isfinite(budget) or budget < 0:
+        raise ConfigError(f"budget {budget:g}: expected dollars, 0 or more")
+    return limits.model_copy(update={"dollars": budget})
+
+
+class Meter:
+    """A `Complete` that counts what passes through it."""
+
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+        self.done = self.replayed = self.failed = 0
+        self.dollars = self.estimated = 0.0
+        self._begun: dict[int, float] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def under_way(self) -> int:
+        """Calls without an answer yet."""
+        return len(self._begun)
+
+    @property
+    def oldest(self) -> float:
+        """Seconds for which the oldest of them has been waited for."""
+        return time.monotonic() - min(self._begun.values(), default=time.monotonic())
+
+    async def __call__(self, request: Request) -> Completion:
+        """See `Complete`."""
+        number = next(self._numbers)
+        self._begun[number] = time.monotonic()
+        try:
+            completion = await self._complete(request)
+        finally:
+            del self._begun[number]
+        self.done += 1
+        self.replayed += completion.requests == 0
+        self.failed += completion.error is not None
+        self.dollars += completion.dollars
+        return completion
+
+    async def forget(self, request: Request) -> None:
+        """See `Complete`."""
+        await self._complete.forget(request)
+
+    async def check(self) -> None:
+        """See `Complete`."""
+        await self._complete.check()
+
+
+def open_judge(settled: Plan) -> Meter:
+    """The judge model over LiteLLM, within its limits and budget; what earlier processes have spent counts.
+
+    Raises:
+        StoreError: replies cannot be kept.
+    """
+    from draco_ray.judging.client import LiteLLMClient
+
+    judge = settled.config.judge
+    book = None if judge.cache is None else read_book(judge.cache)
+    outage = Outage(
+        max_seconds=judge.max_outage_seconds,
+        max_backoff_seconds=judge.max_backoff_seconds,
+        who=f"judge {judge.model} at {judge.api_base or 'its provider'}",
+    )
+    limiter = Limiter(
+        judge.limits,
+        spent=0.0 if book is None else math.fsum(book.settled.values()),
+        under_way=None if book is None else book.under_way,
+        outage=outage,
+    )
+    cache = None if judge.cache is None else ReplyCache(judge.cache)
+    return Meter(LiteLLMClient(judge, cache, leases=WaitingLine(limiter)))
+
+
+def trace_judge(settled: Plan, complete: Complete) -> TraceJudge:
+    """What judges by a plan."""
+    key = evidence_key(settled.config.judge.cache)
+    prompts = load_prompts(settled.config.judge.prompts, key)
+    return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric)
+
+
+async def judge_run(settled: Plan, complete: Complete, run: JudgingRun) -> None:
+    """Judge what is not done yet in a run directory.
+
+    Raises:
+        JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more.
+        StoreError: it cannot be written.
+    """
+    pending = run.pending()
+    if not pending:
+        return
+    await complete.check()
+
+    async def keep(state: GroupJudgement) -> None:
+        writing = asyncio.create_task(asyncio.to_thread(run.keep, state))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # What is done is kept, whatever ends the others.
+            await writing
+            raise
+
+    await judge_groups(trace_judge(settled, complete), pending, keep, at_once=GROUPS_AT_ONCE)
+
+
+async def judge(
+    groups: Sequence[TraceGroup],
+    model: str,
+    *,
+    budget: float | None = None,
+    rubric: str | Path | None = None,
+    out: str | Path | None = None,
+    api_base: str | None = None,
+    api_key_env: str | None = None,
+    context: int | None = None,
+    config: DracoConfig | None = None,
+    complete: Callable[[Request], Awaitable[Completion]] | Complete | None = None,
+) -> list[JudgedGroup]:
+    """Judge traces: rubric, verdicts with evidence, the steps responsible, rewards and step advantages.
+
+    Args:
+        groups: of `draco_ray.load_traces`.
+        model: LiteLLM's name of the judge, such as ``openai/gpt-5.4``.
+        budget: dollars that are not exceeded; judging stops before.
+        rubric: a YAML file of criteria, or ``static`` for the one that ships, instead of one that the judge writes.
+        out: run directory in which everything is kept. The same call again goes on there and pays for nothing twice.
+        api_base: an endpoint of one's own.
+        api_key_env: variable that holds the key; unless told ``<PROVIDER>_API_KEY``.
+        context: tokens that the judge reads; unless told LiteLLM's figure, else `DEFAULT_CONTEXT`.
+        config: prompts, prices, limits and the advantage rule; unless told the defaults.
+        complete: answers in place of LiteLLM.
+
+    Returns: one a group, in their order; ``error`` says why a group or a trace has no reward.
+
+    Raises:
+        ConfigError: what is asked for cannot be used.
+        JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more. What was judged is in
+            ``out`` then.
+    """
+    folder = None if out is None else Path(out)
+    settled = plan(
+        model,
+        config=config,
+        budget=budget,
+        api_base=api_base,
+        api_key_env=api_key_env,
+        rubric=rubric,
+        context=context,
+        out=folder,
+    )
+    run = None if folder is None else JudgingRun.open(folder, settled.config, groups)
+    answering: Complete = complete or open_judge(settled)  # type: ignore[assignment]
+    if run is not None:
+        began = time.monotonic()
+        try:
+            await judge_run(settled, answering, run)
+        finally:
+            run.finish(time.monotonic() - began)
+        return [*run.results()]
+    found: dict[int, JudgedGroup] = {}
+
+    async def keep(state: GroupJudgement) -> None:
+        found[state.index] = judged_group(state)
+
+    await judge_groups(trace_judge(settled, answering), enumerate(groups), keep, at_once=GROUPS_AT_ONCE)
+    return [found[index] for index in range(len(groups))]
+
+
+def judge_sync(groups: Sequence[TraceGroup], model: str, **options: object) -> list[JudgedGroup]:
+    """`judge`, for code that is not asynchronous, a notebook's included; its arguments and errors are the same."""
+
+    def run() -> list[JudgedGroup]:
+        return asyncio.run(judge(groups, model, **options))  # type: ignore[arg-type]
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    # A notebook has a loop of its own in this thread.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run).result()
+
+
+__all__ = ["Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan", "trace_judge"]

@@ -1,0 +1,180 @@
+"""What judging a group of traces gives, for a program and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from draco_ray.records import Attribution, Criterion, ScoredCriterion, Verdict
+from draco_ray.traces.judging import SINGLE, GroupJudgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedVerdict:
+    """A criterion's verdict on one trace."""
+
+    criterion: int
+    """Index into the rubric."""
+    title: str
+    verdict: str
+    """``PASS``, ``FAIL`` or ``NOT_APPLICABLE``: the scoring call's."""
+    evidence: str
+    justification: str
+    counts: bool
+    """Whether it survived dropout; of a single trace every criterion does."""
+    steps: tuple[int, ...] = ()
+    """1-based steps that the credit call holds responsible; empty as well where it was not asked."""
+    credited_verdict: str | None = None
+    """The credit call's verdict, which step quality is made of; None where it was not asked."""
+    explanation: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedStep:
+    """One step, and its part."""
+
+    step: int
+    """1-based, as the judge numbers them."""
+    action: str
+    tokens: int
+    """n_j: as the trace counts them, or by its length."""
+    quality: float | None
+    """Q_j in [0, 1]; None where no step is cited."""
+    advantage: float | None
+    """a_j, what every token of the step receives; None of a single trace."""
+    cited: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedTrace:
+    """One trace of a group."""
+
+    task_id: str
+    trace_id: str
+    rollout: int
+    """Its place in the group."""
+    source: str
+    format: str
+    reward: float | None
+    """R_i in [-1, 1]; None where it could not be scored."""
+    advantage: float | None
+    """A_i; None of a single trace, and where there is no reward."""
+    verdicts: tuple[JudgedVerdict, ...]
+    steps: tuple[JudgedStep, ...]
+    error: str | None = None
+    """Why there is no reward."""
+    notes: tuple[str, ...] = ()
+    left_out: int = 0
+    """Characters that the judge did not see of it."""
+    tokens_counted: bool = False
+    """Whether the tokens of steps are the trace's own count."""
+    fallback: str = ""
+    """Why its advantage is spread evenly over its steps (`draco_ray.records.CreditFallback`); ``none``: it is not."""
+    outcome: float | None = None
+    """A score that the trace came with. No judge saw it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedGroup:
+    """The traces of one task, judged together."""
+
+    task_id: str
+    rubric: tuple[Criterion, ...]
+    survived: tuple[bool, ...]
+    """Of each criterion: whether some trace failed it, so that it counts; empty where there are no rewards."""
+    rollouts: tuple[JudgedTrace, ...]
+    dollars: float
+    error: str | None = None
+    """Why it has no rewards."""
+    notes: tuple[str, ...] = ()
+
+
+GROUP = TypeAdapter(JudgedGroup)
+
+
+def judged_group(state: GroupJudgement) -> JudgedGroup:
+    """The result of a group, from the records it left."""
+    survived = () if state.advantages is None else tuple(map(bool, state.advantages.surviving_K))
+    notes = [*state.notes, *([SINGLE] if state.single else [])]
+    return JudgedGroup(
+        task_id=state.group.task_id,
+        rubric=state.rubric,
+        survived=survived,
+        rollouts=tuple(_trace(state, rollout, survived) for rollout in range(len(state.traces))),
+        dollars=math.fsum(call.dollars for call in state.calls),
+        error=state.reason,
+        notes=tuple(notes),
+    )
+
+
+def json_lines(group: JudgedGroup) -> Iterator[dict[str, Any]]:
+    """``judged.jsonl``'s lines of a group, one a trace."""
+    for trace in group.rollouts:
+        line = asdict(trace)
+        line["error"] = trace.error or (group.error if trace.reward is None else None)
+        line["notes"] = [*group.notes, *trace.notes]
+        yield line
+
+
+def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> JudgedTrace:
+    trace, share = state.traces[rollout], state.share(rollout)
+    scores = state.verdicts(rollout) or ()
+    cited = {each.criterion: each for each in state.attributions(rollout) or ()}
+    notes = list(trace.notes)
+    if state.left_out[rollout]:
+        notes.append(f"the judge saw it without {state.left_out[rollout]:,} characters")
+    credit = state.phases.get(("credit", rollout))
+    if credit is not None and not credit.ok:
+        notes.append(f"no step credit: {credit.error}")
+    advantage = None if share is None or state.single else share.advantage
+    return JudgedTrace(
+        task_id=state.group.task_id,
+        trace_id=trace.trace_id,
+        rollout=rollout,
+        source=trace.source,
+        format=trace.format,
+        reward=None if share is None else share.reward,
+        advantage=advantage,
+        verdicts=tuple(_verdict(state, index, score, cited.get(index), survived) for index, score in enumerate(scores)),
+        steps=tuple(_steps(state, rollout)),
+        error=state.errors.get(rollout),
+        notes=tuple(notes),
+        left_out=state.left_out[rollout],
+        tokens_counted=trace.tokens_counted,
+        fallback="" if share is None else share.fallback.value,
+        outcome=trace.outcome,
+    )
+
+
+def _verdict(
+    state: GroupJudgement, index: int, score: ScoredCriterion, cited: Attribution | None, survived: Sequence[bool]
+) -> JudgedVerdict:
+    return JudgedVerdict(
+        criterion=index,
+        title=state.rubric[index].title,
+        verdict=Verdict(score.verdict).name,
+        evidence=score.evidence,
+        justification=score.justification,
+        counts=survived[index] if survived else False,
+        steps=() if cited is None else cited.steps,
+        credited_verdict=None if cited is None else cited.verdict.name,
+        explanation="" if cited is None else cited.explanation,
+    )
+
+
+def _steps(state: GroupJudgement, rollout: int) -> Iterator[JudgedStep]:
+    trace, share = state.traces[rollout], state.share(rollout)
+    for index, turn in enumerate(trace.steps):
+        quality = float("nan") if share is None else float(share.quality_M[index])
+        yield JudgedStep(
+            step=index + 1,
+            action=turn.action or "",
+            tokens=trace.tokens(turn),
+            quality=None if math.isnan(quality) else quality,
+            advantage=None if share is None or state.single else float(share.step_advantage_M[index]),
+            cited=share is not None and bool(share.cited_M[index]),
+        )

@@ -1,0 +1,172 @@
+"""A trace as the judge takes it: a `Trajectory`, cut where a judge could not read it all, and the facts of its world.
+
+The rule of cutting, which every result states: first what came back, then what was said and done, then the prompt is
+shortened, all of a trace's texts to one length, the longest of `LENGTHS` with which it fits; head and tail stay, and a
+line between them says how much is left out. No step is ever left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from draco_ray.records import GAP, EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.traces.messages import AGENT
+from draco_ray.traces.model import Trace, TraceTurn
+
+LENGTHS = (50_000, 20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100)
+"""Characters of one text, tried in turn."""
+HEADINGS = 120
+"""Characters that a turn takes beside its texts."""
+UNKNOWN_TOKEN = -1
+"""Stands where a trace's tokens are counted but not known."""
+MOST_TOOLS = 40
+"""Named in the facts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A trace that a judge can read."""
+
+    trace: Trace
+    left_out: int = 0
+    """Characters."""
+
+
+def fit(trace: Trace, room: int) -> Fitted | None:
+    """Shorten a trace to ``room`` characters, by the module's rule; None where it does not fit even so."""
+    shorter: tuple[Callable[[Trace, int], Trace], ...] = (_shorter_observations, _shorter_turns, _shorter_prompt)
+    found = trace
+    if _size(found) <= room:
+        return Fitted(trace)
+    for shorten in shorter:
+        before = found
+        for length in LENGTHS:
+            found = shorten(before, length)
+            if _size(found) <= room:
+                return Fitted(found, trace.characters - found.characters)
+    return None
+
+
+def _size(trace: Trace) -> int:
+    """Characters it takes; prompts of a judge may show its own prompt twice."""
+    prompt = sum(len(message.content) for message in trace.prompt)
+    return trace.characters + prompt + HEADINGS * (len(trace.turns) + 2 * len(trace.prompt))
+
+
+def _shorter_observations(trace: Trace, length: int) -> Trace:
+    turns = (replace(turn, observation=turn.observation and cut(turn.observation, length)) for turn in trace.turns)
+    return replace(trace, turns=tuple(turns))
+
+
+def _shorter_turns(trace: Trace, length: int) -> Trace:
+    return replace(trace, turns=tuple(_shorter_turn(turn, length) for turn in trace.turns))
+
+
+def _shorter_turn(turn: TraceTurn, length: int) -> TraceTurn:
+    if turn.action is None:
+        return replace(turn, text=cut(turn.text, length))
+    before, after = turn.text.removesuffix(turn.action), ""
+    if before == turn.text:
+        before, _, after = turn.text.partition(turn.action)
+    action = cut(turn.action, length)
+    return replace(turn, text=f"{cut(before, length)}{action}{cut(after, length)}", action=action)
+
+
+def _shorter_prompt(trace: Trace, length: int) -> Trace:
+    return replace(
+        trace, prompt=tuple(Message(role=each.role, content=cut(each.content, length)) for each in trace.prompt)
+    )
+
+
+def cut(text: str, length: int) -> str:
+    """Head and tail of a text that is longer than ``length``, and how much is left out between them.
+
+    >>> cut("a" * 300, 100).count("a")
+    102
+    """
+    if len(text) <= length + 60:
+        return text
+    head = length * 2 // 3
+    return f"{text[:head]}\n[... {len(text) - length:,} characters left out ...]\n{text[len(text) - (length - head) :]}"
+
+
+def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
+    """A trace as the judge and the advantage rule take it.
+
+    Its tokens are those its agent sampled, as many as the trace counts or its length suggests, all of them unknown.
+    """
+    counts = [trace.tokens(turn) for turn in trace.turns]
+    ends = list(itertools.accumulate(counts))
+    steps = itertools.count()
+    step_of = [next(steps) if turn.action is not None else GAP for turn in trace.turns]
+    total = sum(counts)
+    return Trajectory(
+        task_id=trace.task_id,
+        group=group,
+        rollout=rollout,
+        attempt=0,
+        policy_version=0,
+        prompt=trace.prompt,
+        turns=tuple(
+            Turn(
+                text=turn.text,
+                action=turn.action,
+                observation=turn.observation,
+                role=turn.role,
+                first_token=end - count,
+                last_token=end,
+            )
+            for turn, count, end in zip(trace.turns, counts, ends, strict=True)
+        ),
+        token_ids_T=np.full(total, UNKNOWN_TOKEN, dtype=np.int32),
+        sampled_T=np.ones(total, dtype=np.bool_),
+        logprob_T=np.zeros(total, dtype=np.float32),
+        step_T=np.repeat(np.array(step_of, dtype=np.int32), counts),
+        prompt_length=0,
+        ended=trace.ended,
+        started_at=0.0,
+        ended_at=0.0,
+    )
+
+
+def environment_facts(traces: Sequence[Trace]) -> str:
+    """What the judge has to know of these agents' world, from what is seen in their traces.
+
+    Only words of our own and names of tools; what the agents were told stands with their prompt.
+    """
+    turns = [turn for trace in traces for turn in trace.turns]
+    steps = [turn for turn in turns if turn.action is not None]
+    called = sorted({name for turn in steps for name in _called(turn.action or "")})
+    facts = []
+    if called:
+        more = f" and {len(called) - MOST_TOOLS} more" if len(called) > MOST_TOOLS else ""
+        facts.append(
+            "The agent acts by calling tools: a step is a turn with at least one call, several calls in a turn are "
+            "made together, and what the environment answered follows. Tools seen here: "
+            f"{', '.join(called[:MOST_TOOLS])}{more}."
+        )
+    elif steps:
+        facts.append("The agent acts by code that is run: a step is a turn with code, and its output follows.")
+    else:
+        facts.append("The agent only speaks here: no turn of these runs acts on anything.")
+    others = sorted({turn.role for turn in turns if turn.role != AGENT})
+    if "user" in others:
+        facts.append("It talks with a user: a turn without a step is said to the user, who may answer.")
+    if rest := [role for role in others if role not in ("user", "tool")]:
+        facts.append(f"Turns under another name ({', '.join(rest[:10])}) are not the agent's own.")
+    if any(trace.ended is EpisodeEnd.UNSTATED for trace in traces):
+        facts.append("Where a run ends with `unstated`, nothing is known of why it ended.")
+    if called:
+        facts.append('Headings say "code" for what is called, and "(no code)" of a turn in which nothing is.')
+    facts.append("Text in brackets such as [image: image/png, 12 kB] stands for what is no text and cannot be shown.")
+    return "\n".join(f"- {fact}" for fact in facts)
+
+
+def _called(action: str) -> list[str]:
+    """Names of the tools that an action calls."""
+    return re.findall(r"^([A-Za-z_][\w.:-]{0,79})\((?=[{\"\[]|$|\n)", action, re.MULTILINE)

@@ -1,0 +1,363 @@
+"""Groups of traces through the judge's phases: rewards, verdicts, step advantages, and the run directory they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draco_ray.commands.report import write as write_report
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.lab.analysis.recorded import recorded_groups
+from draco_ray.lab.analysis.rules import replay_rules
+from draco_ray.records import EpisodeEnd, Message
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import step_trajectories
+from draco_ray.traces import judging
+from draco_ray.traces.library import judge, judge_sync, plan
+from draco_ray.traces.load import load_traces
+from draco_ray.traces.model import Trace, TraceTurn
+from draco_ray.traces.trajectory import LENGTHS, as_trajectory, cut, environment_facts, fit
+from tests.support import canned_judge
+from tests.unit.test_traces_load import FILES, written
+
+MODEL = "openai/a-judge"
+
+
+class Canned:
+    """A `Complete` that answers with `canned_judge`, and by phase with something else."""
+
+    def __init__(self, **instead: Callable[[str], str | Exception]) -> None:
+        self.instead = instead
+        self.asked: list[Request] = []
+
+    async def __call__(self, request: Request) -> Completion:
+        self.asked.append(request)
+        prompt = request.messages[0].content
+        text = self.instead.get(str(request.phase), canned_judge.answer)(prompt)
+        if isinstance(text, Exception):
+            raise text
+        return Completion(
+            text=text,
+            finish_reason="stop",
+            model=MODEL,
+            input_tokens=100,
+            cached_tokens=40,
+            output_tokens=10,
+            dollars=0.01,
+            started_at=1.0,
+            seconds=0.1,
+            requests=1,
+            call_id=str(len(self.asked)),
+        )
+
+    async def forget(self, request: Request) -> None:
+        pass
+
+    async def check(self) -> None:
+        pass
+
+    def phases(self) -> list[str]:
+        return [str(request.phase) for request in self.asked]
+
+
+def test_a_group_is_judged_as_the_method_says() -> None:
+    canned = Canned()
+    (group,) = judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=canned)
+    assert [criterion.title for criterion in group.rubric] == [
+        "Books the cheapest flight",
+        "Searches before it answers",
+    ]
+    # Nobody fails the second: it drops out. So R is +1 and -1, A is 1/sqrt(2) and its opposite.
+    assert group.survived == (True, False)
+    assert [trace.reward for trace in group.rollouts] == [1.0, -1.0]
+    assert [trace.advantage for trace in group.rollouts] == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-5)
+    for trace in group.rollouts:
+        assert [(step.step, step.cited) for step in trace.steps] == [(1, False), (2, True)]
+        # The whole advantage, N A, on all steps (property P1).
+        tokens = np.array([step.tokens for step in trace.steps])
+        assert trace.advantage is not None
+        pushed = sum(step.tokens * (step.advantage or 0.0) for step in trace.steps)
+        assert pushed == pytest.approx(trace.advantage * tokens.sum())
+        assert trace.verdicts[0].steps == (2,)
+        assert trace.verdicts[0].evidence == "as it says"
+    assert canned.phases() == ["stage1", *["stage2"] * 2, "union", *["score"] * 2, *["credit"] * 2]
+    assert group.dollars == pytest.approx(0.08)
+
+
+def test_a_single_trace_has_a_rubric_verdicts_and_citations_but_no_advantage() -> None:
+    canned = Canned()
+    (group, _) = judge_sync(load_traces(FILES / "openai_chat.jsonl", group_by="none"), MODEL, complete=canned)
+    (trace,) = group.rollouts
+    assert group.notes == ("a single trace: no dropout, no advantage",)
+    assert group.survived == (True, True)
+    assert (trace.reward, trace.advantage) == (1.0, None)
+    assert [step.advantage for step in trace.steps] == [None, None]
+    assert [step.quality for step in trace.steps] == [1.0, 1.0]
+    assert [each.verdict for each in trace.verdicts] == ["PASS", "PASS"]
+    assert trace.verdicts[0].steps == (2,)
+    # Nothing to merge: the union, which keeps what some run fails, is not asked.
+    assert canned.phases().count("union") == 0
+    assert [each.title for each in group.rubric] == ["Books the cheapest flight", "Searches before it answers"]
+
+
+def test_a_rubric_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"- {json.dumps(canned_judge.CHEAPEST)}", encoding="utf-8")
+    canned = Canned()
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    (group,) = judge_sync(groups, MODEL, rubric=tmp_path / "mine.yaml", complete=canned)
+    assert [criterion.source for criterion in group.rubric] == ["static"]
+    assert set(canned.phases()) == {"score", "credit"}
+    (static,) = judge_sync(groups, MODEL, rubric="static", complete=Canned(score=lambda p: "no"))
+    assert len(static.rubric) > 5
+    assert static.error == "0 of 2 traces could be scored"
+
+
+def test_what_fails_is_said_and_is_no_verdict() -> None:
+    broken = Canned(score=lambda prompt: "no" if "booked UA1" in prompt else canned_judge.answer(prompt))
+    (group,) = judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=broken)
+    assert group.error == "1 of 2 traces could be scored"
+    assert [trace.reward for trace in group.rollouts] == [None, None]
+    assert "the reply" in (group.rollouts[1].error or "") or "array" in (group.rollouts[1].error or "")
+    assert group.rollouts[0].verdicts
+    (uncredited,) = judge_sync(
+        load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=Canned(credit=lambda prompt: "no")
+    )
+    assert [trace.fallback for trace in uncredited.rollouts] == ["credit_call_failed"] * 2
+    assert uncredited.rollouts[0].notes[0].startswith("no step credit: credit of jfk-sfo")
+    assert [step.advantage for step in uncredited.rollouts[0].steps] == [uncredited.rollouts[0].advantage] * 2
+    (unwritten,) = judge_sync(
+        load_traces(FILES / "openai_chat.jsonl"),
+        MODEL,
+        complete=Canned(stage1=lambda prompt: "no", stage2=lambda prompt: "no"),
+    )
+    assert (unwritten.error or "").startswith("no rubric: stage1 of jfk-sfo failed")
+
+
+def test_traces_that_say_little_are_judged(tmp_path: Path) -> None:
+    """One turn, no tool, no task: nothing to cite, and no credit call."""
+    file = written(tmp_path / "a.jsonl", {"messages": [{"role": "assistant", "content": "The answer is DL9."}]})
+    canned = Canned()
+    (group,) = judge_sync(load_traces(file), MODEL, complete=canned)
+    assert group.rollouts[0].reward == 1.0
+    assert group.rollouts[0].steps == ()
+    assert group.rollouts[0].notes == ("it does not say what the agent was asked",)
+    assert "credit" not in canned.phases()
+
+
+def test_the_run_directory_is_one_like_any_other(tmp_path: Path) -> None:
+    out = tmp_path / "judged"
+    groups = load_traces([FILES / "openai_chat.jsonl", FILES / "tau2.json"])
+    found = judge_sync(groups, MODEL, out=out, complete=Canned())
+    run = RunDirectory.open(out)
+    assert run.path.stat().st_mode & 0o077 == 0
+    assert [group.name for group in recorded_groups(run)] == ["step1/jfk-sfo", "step1/task_001"]
+    recorded = {group.task_id: group for group in recorded_groups(run)}
+    for group in found:
+        assert recorded[group.task_id].reward_G.tolist() == [trace.reward for trace in group.rollouts]
+        for trace, steps in zip(group.rollouts, recorded[group.task_id].step_advantage_GM, strict=True):
+            assert steps.tolist() == pytest.approx([step.advantage for step in trace.steps])
+    roles = [turn.role for turn in step_trajectories(run, 1)["jfk-sfo"][0].turns]
+    assert roles == ["assistant", "assistant", "user", "assistant", "assistant"]
+    assert {row["rule"]: row["advantage_shift"] for row in replay_rules(run).to_pylist()}["draco"] == 0.0
+    write_report([out], figures=False, tables=False, out=None)
+    assert (out / "report.html").stat().st_size > 10_000
+    (line,) = run.metrics()
+    assert (line["groups"], line["rollouts"], line["judge_dollars"]) == (2, 4, pytest.approx(0.16))
+    lines = [json.loads(text) for text in (out / "judged.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(each["task_id"], each["trace_id"], each["reward"]) for each in lines][:2] == [
+        ("jfk-sfo", "run-1", 1.0),
+        ("jfk-sfo", "run-2", -1.0),
+    ]
+    assert lines[0]["steps"][1]["advantage"] == found[0].rollouts[0].steps[1].advantage
+    # What a trace was scored with elsewhere stands beside the reward, and no judge has seen it.
+    assert [each["outcome"] for each in lines][2:] == [1.0, 0.0]
+
+
+def test_a_judge_that_fails_in_the_middle_is_gone_on_with(tmp_path: Path) -> None:
+    out = tmp_path / "judged"
+    groups = load_traces([FILES / "openai_chat.jsonl", FILES / "anthropic.jsonl"], group_by="id")
+    unavailable = Canned(credit=lambda prompt: JudgeUnavailable("gone"))
+    unavailable.instead["credit"] = lambda p: canned_judge.answer(p) if "booked DL9" in p else JudgeUnavailable("gone")
+    with pytest.raises(JudgeUnavailable):
+        judge_sync(groups, MODEL, out=out, complete=unavailable)
+    done = [json.loads(text) for text in (out / "judged.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert 0 < len(done) + 1 <= 4
+    again = Canned()
+    found = judge_sync(groups, MODEL, out=out, complete=again)
+    assert [group.error for group in found] == [None] * 4
+    assert len(again.asked) == 4 * (4 - len(done))
+    third = Canned()
+    assert judge_sync(groups, MODEL, out=out, complete=third) == found
+    assert not third.asked
+
+
+def test_another_judging_is_not_mixed_in(tmp_path: Path) -> None:
+    out = tmp_path / "judged"
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    judge_sync(groups, MODEL, out=out, complete=Canned())
+    with pytest.raises(ConfigError, match="other traces were judged there"):
+        judge_sync(load_traces(FILES / "tau2.json"), MODEL, out=out, complete=Canned())
+    with pytest.raises(ConfigError, match=r"judge\.model was another there"):
+        judge_sync(groups, "openai/other", out=out, complete=Canned())
+    with pytest.raises(ConfigError, match=r"algorithm\.rubric was another there"):
+        judge_sync(groups, MODEL, rubric="static", out=out, complete=Canned())
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not a run directory"):
+        judge_sync(groups, MODEL, out=tmp_path / "file", complete=Canned())
+    # A larger budget goes on.
+    config = DracoConfig().judge.model_copy(update={"prices": {"a-judge": DracoConfig().judge.prices["gpt-5.4"]}})
+    assert judge_sync(
+        groups, MODEL, out=tmp_path / "two", complete=Canned(), config=DracoConfig(judge=config), budget=1
+    )
+    assert judge_sync(
+        groups, MODEL, out=tmp_path / "two", complete=Canned(), config=DracoConfig(judge=config), budget=2
+    )
+
+
+def test_a_budget_needs_a_price_and_is_dollars() -> None:
+    with pytest.raises(ConfigError, match=r"no price of openai/a-judge is known"):
+        plan(MODEL, budget=1.0)
+    with pytest.raises(ConfigError, match=r"budget -1: expected dollars"):
+        plan("openai/gpt-5.4", budget=-1.0)
+    with pytest.raises(ConfigError, match="a reply alone may take"):
+        plan("openai/gpt-5.4", context=2000)
+    assert issubclass(BudgetSpent, JudgeUnavailable)
+
+
+def long_trace(**lengths: int) -> Trace:
+    """Ten steps, with an observation, something said and a prompt of these lengths."""
+    said = "s" * lengths.get("said", 10)
+    action = "run({})"
+    return Trace(
+        trace_id="long",
+        task_id="t",
+        prompt=(Message(role="user", content="p" * lengths.get("prompt", 10)),),
+        turns=tuple(
+            TraceTurn(
+                role="assistant",
+                text=f"{said}\n\n{action}",
+                action=action,
+                observation="o" * lengths.get("observation", 10),
+            )
+            for _ in range(10)
+        ),
+        format="openai-chat",
+        source="x",
+        ended=EpisodeEnd.FINISHED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut_parts"),
+    [
+        ({"observation": 9000}, {"o"}),
+        ({"observation": 9000, "said": 9000}, {"o", "s"}),
+        ({"prompt": 90_000}, {"o", "s", "p"}),
+    ],
+)
+def test_what_is_too_long_is_cut_by_the_rule_and_said(lengths: dict[str, int], cut_parts: set[str]) -> None:
+    trace = long_trace(**lengths)
+    fitted = fit(trace, 30_000)
+    assert fitted is not None
+    assert fitted.left_out == trace.characters - fitted.trace.characters > 0
+    assert fitted.trace.characters <= 30_000
+    assert [step.action for step in fitted.trace.steps] == [step.action for step in trace.steps]
+    texts = {
+        "o": fitted.trace.turns[0].observation or "",
+        "s": fitted.trace.turns[0].text,
+        "p": fitted.trace.prompt[0].content,
+    }
+    shortened = {name for name, text in texts.items() if "characters left out ...]" in text}
+    assert shortened <= cut_parts
+    assert shortened
+    assert fit(trace, 1_000_000) == fitted.__class__(trace)
+
+
+def test_no_step_is_left_out_and_what_cannot_fit_is_said() -> None:
+    trace = replace(long_trace(), turns=long_trace().turns * 1000)
+    assert fit(trace, 30_000) is None
+    longest = cut("x" * 10_000, LENGTHS[-1])
+    assert len(longest) < LENGTHS[-1] + 60
+    small = judging.Room(alone=30_000, together=30_000)
+
+    async def run() -> judging.GroupJudgement:
+        settled = plan("openai/gpt-5.4")
+        canned = Canned()
+        made = judging.TraceJudge(canned, settled.prompts, settled.config, small)
+        group = load_traces(FILES / "openai_chat.jsonl")[0]
+        return await made.judge(0, replace(group, summaries=group.summaries[:1], read=lambda: [trace]))
+
+    state = asyncio.run(run())
+    assert state.reason == "none of its traces can be judged"
+    assert "do not fit into what the judge reads (30,000 characters)" in state.errors[0]
+
+
+async def test_the_judge_sees_less_of_each_where_it_sees_them_together() -> None:
+    canned = Canned()
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    long = [replace(each, turns=(*each.turns, *long_trace(observation=30_000).turns)) for each in groups[0].traces]
+    group = replace(groups[0], read=lambda: long)
+    (found,) = await judge([group], MODEL, complete=canned, context=100_000)
+    assert any("the merge of its rubric saw its traces without" in note for note in found.notes)
+    union = next(each.messages[0].content for each in canned.asked if each.phase == "union")
+    score = next(each.messages[0].content for each in canned.asked if each.phase == "score")
+    assert "characters left out ...]" in union
+    assert len(union) < 3 * 100_000
+    assert len(score) < 3 * 100_000
+
+
+def test_the_facts_are_of_what_is_seen() -> None:
+    facts = environment_facts(load_traces(FILES / "openai_chat.jsonl")[0].traces)
+    assert "Tools seen here: book, search_flights." in facts
+    assert "It talks with a user" in facts
+    assert "complete_task" not in facts
+    assert "The agent acts by code" in environment_facts(
+        load_traces(FILES / "own_format.jsonl", mapping=FILES / "own_format.yaml")[0].traces
+    )
+    assert "sub-agent checker" in environment_facts(load_traces(FILES / "otlp.jsonl")[0].traces)
+
+
+def test_tokens_are_the_traces_own_where_it_counts_them() -> None:
+    trace = load_traces(FILES / "openai_chat.jsonl")[0].traces[0]
+    trajectory = as_trajectory(trace, "g", 0)
+    assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.steps]
+    assert (trajectory.token_ids_T == -1).all()
+    counted = replace(trace, turns=tuple(replace(t, tokens=7 if t.role == "assistant" else None) for t in trace.turns))
+    assert as_trajectory(counted, "g", 0).tokens_M.tolist() == [7, 7]
+    assert len(as_trajectory(counted, "g", 0).token_ids_T) == 28
+
+
+async def test_many_groups_are_not_all_in_memory_at_once(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {
+            "id": str(n),
+            "messages": [{"role": "user", "content": f"task {n}"}, {"role": "assistant", "content": "is DL9"}],
+        }
+        for n in range(40)
+    ]
+    groups = load_traces(written(tmp_path / "many.jsonl", *records))
+    alive = most = 0
+
+    class Counted(Canned):
+        async def __call__(self, request: Request) -> Completion:
+            nonlocal alive, most
+            alive += request.phase == "stage1"
+            most = max(most, alive)
+            await asyncio.sleep(0)
+            alive -= request.phase == "score"
+            return await super().__call__(request)
+
+    found = await judge(groups, MODEL, out=tmp_path / "out", complete=Counted())
+    assert len(found) == 40
+    assert most <= 8
+    # Two batches stand where training steps stand.
+    assert [line["step"] for line in RunDirectory.open(tmp_path / "out").metrics()] == [1, 2]
