@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from draco_ray.lab.report.page import write_report
+from draco_ray.records import Criterion
+from tests.support import small_run as small_run_module
 from tests.support.browser import NAMES, Browser, find_browser
 from tests.support.small_run import HOSTILE, PROMPT, TASKS, small_run
 
 PROGRAM = find_browser()
+DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -29,27 +35,27 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def _started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def started_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert PROGRAM is not None
     with Browser(PROGRAM, tmp_path_factory.mktemp("browser")) as browser:
         yield browser
 
 
 @pytest.fixture
-def browser(_started: Browser, page: str) -> Iterator[Browser]:
+def browser(started_browser: Browser, page: str) -> Iterator[Browser]:
     """The report, opened afresh; afterwards nothing was complained about, loaded or run."""
-    _started.goto("about:blank")
-    _started.console.clear()
-    _started.requests.clear()
-    _started.goto(page)
-    _started.wait("document.body?.dataset.ready === '#overview'")
-    yield _started
-    assert _started.run("typeof window.hacked") == "undefined"
-    assert _started.run("document.querySelectorAll('img, iframe, object').length") == 0
-    text = _started.run("document.body.textContent")
+    started_browser.goto("about:blank")
+    started_browser.console.clear()
+    started_browser.requests.clear()
+    started_browser.goto(page)
+    started_browser.wait("document.body?.dataset.ready === '#overview'")
+    yield started_browser
+    assert started_browser.run("typeof window.hacked") == "undefined"
+    assert started_browser.run("document.querySelectorAll('img, iframe, object').length") == 0
+    text = started_browser.run("document.body.textContent")
     assert not [word for word in ("[object", "NaN", "undefined,") if word in text]
-    assert _started.console == []
-    assert {url.split("#")[0] for url in _started.requests} == {page}
+    assert started_browser.console == []
+    assert {url.split("#")[0] for url in started_browser.requests} == {page}
 
 
 def at(browser: Browser, place: str) -> None:
@@ -208,6 +214,62 @@ def test_search_reaches_the_task_and_every_prompt(browser: Browser, words: str, 
     browser.click(f".hits a[href='{links[0]}']")
     at(browser, links[0])
     assert browser.run("document.querySelector('.view:not([hidden]) .target').id") == links[0].rsplit("/", 1)[1]
+
+
+ADVERSARIAL = {
+    "end of script": "</script><script>window.hacked = 3</script></title></textarea></pre></svg>",
+    "comment": "<!-- <script> -->]]><![CDATA[<?php ?>",
+    "line separators": "a\u2028b\u2029c\x85d\x0be\x00f",
+    "direction": "pass\u202esliaf\u202c \u2067x\u2069 \u2066y",
+    "prototype": "__proto__",
+    "constructor": "constructor",
+    "one word": "w" * 5000,
+    "one wide word": "\u5b57" * 3000,
+    "longer in lower case": "\u0130" * 40 + "needle" + "\u0130" * 40,
+    "half a character": "\ud83d".encode("utf-8", "replace").decode() + "\U0001f600" * 20,
+    "attribute": "\" onmouseover='window.hacked = 4' x=\"",
+}
+"""What a judge or a policy may write where a title, a reason or a message is expected."""
+
+
+@pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_whatever_a_title_or_a_message_holds_is_shown_as_text(
+    started_browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def titled(task: str) -> list[Criterion]:
+        return [replace(each, title=f"{number} {text}", source=text) for number, each in enumerate(rubric(task))]
+
+    rubric = small_run_module.rubric
+    monkeypatch.setattr(small_run_module, "rubric", titled)
+    monkeypatch.setattr(small_run_module, "HOSTILE", text)
+    monkeypatch.setattr(small_run_module, "TASKS", (TASKS[0], "__proto__"))
+    monkeypatch.setattr(small_run_module, "CODE", text)
+    path = tmp_path / "report.html"
+    write_report(small_run(tmp_path / "run"), path)
+    started_browser.console.clear()
+    started_browser.goto("about:blank")
+    started_browser.goto(path.as_uri())
+    started_browser.wait("document.body?.dataset.ready === '#overview'")
+    wanted = DIRECTION.sub(lambda found: f"\u27e8U+{ord(found[0]):X}\u27e9", text)
+    for place in ("#overview", "#groups", "#group/1/__proto__", "#rollout/1/__proto__/0", "#rollout/1/__proto__/0/c1"):
+        started_browser.goto(path.as_uri() + place)
+        at(started_browser, place)
+        # Nothing is as wide as its longest word, and nothing that the text says has happened.
+        assert started_browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), (
+            place
+        )
+        assert started_browser.run("typeof window.hacked") == "undefined"
+        assert not DIRECTION.search(started_browser.run("document.body.innerText")), place
+    assert texts(started_browser, "#c1 span:nth-child(2)")[0].startswith(f"0 {wanted}")
+    assert wanted in texts(started_browser, "#why")[0]
+    found = text.split()[0][:40] if text[0] != "\u0130" else "NEEDLE"
+    started_browser.type("#query", found)
+    started_browser.enter()
+    started_browser.wait("document.getElementById('found-state')?.textContent.endsWith('found.')")
+    marked = texts(started_browser, ".hits mark")
+    assert marked
+    assert {mark.lower() for mark in marked} == {DIRECTION.sub(lambda c: f"\u27e8U+{ord(c[0]):X}\u27e9", found).lower()}
+    assert started_browser.console == []
 
 
 @pytest.mark.parametrize("place", ["#group/9/nothing", "#rollout/1/aaa1111_1/99", "#rollout/%E0%A4%A", "#%00"])

@@ -103,6 +103,13 @@ def test_colours_and_numbers() -> None:
 
 def test_text_is_cut_to_fit() -> None:
     assert shortened("short", 8, 100) == "short"
+    words = "a word or two more"
+    assert shortened(words, 8, text_width(words, 8) + 1e-9) == words
+    for width in range(10, 60, 7):
+        fitting = max(n for n in range(len(words)) if text_width(words[:n] + "…", 8) <= width)
+        assert shortened(words, 8, width) == words[:fitting].rstrip() + "…"
+    # By work that grows with what is shown: a title may be as long as its author likes.
+    assert len(shortened("w" * 10_000_000, 8, 60)) < 20
     cut = shortened("a rather long criterion title", 8, 60)
     assert cut.endswith("…")
     assert text_width(cut, 8) <= 60

@@ -6,6 +6,7 @@ The PDF is vector graphics set in Helvetica, which every viewer has: no font is 
 from __future__ import annotations
 
 import io
+import re
 import zlib
 
 from markupsafe import Markup, escape
@@ -25,13 +26,22 @@ _WIDTHS = [
     *(556, 556, 333, 500, 278, 556, 500, 722, 500, 500, 500, 334, 260, 334, 584),
 ]
 _OTHER_WIDTH = 556
+_DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """``text`` with the characters spelled out that change the direction of what follows them on a page.
+
+    >>> visible("a\u202eb")
+    'a⟨U+202E⟩b'
+    """
+    return _DIRECTION.sub(lambda found: f"⟨U+{ord(found[0]):X}⟩", text)
 
 
 def to_svg(drawing: Drawing) -> Markup:
     """An ``<svg>`` element; colours by role are CSS variables of the page, so that it follows light and dark."""
-    parts = [
-        f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{escape(drawing.title)}">'
-    ]
+    title = escape(visible(drawing.title))
+    parts = [f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">']
     parts += [_svg_shape(shape) for shape in drawing.shapes]
     return Markup("".join(parts) + "</svg>")
 
@@ -106,11 +116,14 @@ def text_width(string: str, size: float) -> float:
 
 def shortened(string: str, size: float, width: float) -> str:
     """The text, cut with an ellipsis to fit ``width`` points."""
-    if text_width(string, size) <= width:
-        return string
-    while string and text_width(string + "…", size) > width:
-        string = string[:-1]
-    return string.rstrip() + "…"
+    room, fitting = width - text_width("…", size), 0
+    for place, character in enumerate(string):
+        room -= text_width(character, size)
+        if room >= 0:
+            fitting = place + 1
+        elif room + text_width("…", size) < 0:
+            return string[:fitting].rstrip() + "…"
+    return string
 
 
 def _svg_shape(shape: Shape) -> str:
@@ -127,11 +140,11 @@ def _svg_shape(shape: Shape) -> str:
             return f'<circle {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "circle")}'
         case Text():
             place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
-            return f'<text {place} fill="{_svg(shape.color)}">{escape(shape.string)}</text>'
+            return f'<text {place} fill="{_svg(shape.color)}">{escape(visible(shape.string))}</text>'
 
 
 def _svg_hint(hint: str, element: str) -> str:
-    return f"><title>{escape(hint)}</title></{element}>" if hint else "/>"
+    return f"><title>{escape(visible(hint))}</title></{element}>" if hint else "/>"
 
 
 def _svg(color: str) -> str:

@@ -25,6 +25,11 @@ async function open(place) {
 
 // ---- elements
 
+// Characters that change the direction of what follows, beyond their own text even, are spelled out.
+const DIRECTION = /[\u202a-\u202e\u2066-\u2069]/g;
+const visible = (text) => text.replace(DIRECTION, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase()}⟩`);
+const SHOWN = ["title", "aria-label"];
+
 function el(tag, attributes, ...children) {
   const [name, ...classes] = tag.split(".");
   const node = document.createElement(name || "div");
@@ -32,9 +37,10 @@ function el(tag, attributes, ...children) {
   for (const [key, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else node.setAttribute(key, value === true ? "" : value);
+    else node.setAttribute(key, value === true ? "" : SHOWN.includes(key) ? visible(value) : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  const there = children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+  node.append(...there.map((child) => (typeof child === "string" ? visible(child) : child)));
   return node;
 }
 
@@ -291,7 +297,8 @@ const reader = (data) => (numbers) => (numbers ? numbers.map((number) => data.li
 // ---- search through every message
 
 async function foundView(query, mine) {
-  const wanted = query.toLocaleLowerCase();
+  // On the text itself: a lower-case letter can be longer than its capital, and places would shift.
+  const wanted = new RegExp(query.replace(/[\\^$.*+?()[\]{}|\/]/g, "\\$&"), "iu");
   const list = el("ul.hits"), state = el("p.muted", { id: "found-state" });
   const box = document.getElementById("found");
   box.replaceChildren(el("h1", {}, "Messages with “", query, "”"), state, list);
@@ -301,7 +308,7 @@ async function foundView(query, mine) {
     if (mine !== ticket) return;
     const group = index.groups[place];
     const lines = new Set();
-    data.lines.forEach((line, number) => { if (line.toLocaleLowerCase().includes(wanted)) lines.add(number); });
+    data.lines.forEach((line, number) => { if (wanted.test(line)) lines.add(number); });
     const note = (link, where, numbers) => {
       const line = (numbers || []).find((number) => lines.has(number));
       if (line === undefined || hits >= 300) return;
@@ -328,9 +335,9 @@ async function foundView(query, mine) {
 }
 
 function snippet(line, wanted) {
-  const at = Math.max(0, line.toLocaleLowerCase().indexOf(wanted));
-  const from = Math.max(0, at - 60);
-  return el("p", {}, from ? "…" : "", line.slice(from, at), el("mark", {}, line.slice(at, at + wanted.length)), line.slice(at + wanted.length, at + 160));
+  const { index: at, 0: hit } = wanted.exec(line);
+  const from = Math.max(0, at - 60), end = at + hit.length;
+  return el("p", {}, from ? "…" : "", line.slice(from, at), el("mark", {}, hit), line.slice(end, end + 160));
 }
 
 // ---- where we are
@@ -386,7 +393,9 @@ async function start() {
   query.disabled = false;
   document.getElementById("search").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (query.value.trim()) location.hash = "found/" + encodeURIComponent(query.value.trim());
+    // Half of a character, of a careless paste, cannot be part of an address.
+    const wanted = query.value.trim().replace(/\p{Cs}/gu, "\ufffd");
+    if (wanted) location.hash = "found/" + encodeURIComponent(wanted);
   });
   window.addEventListener("hashchange", route);
   await route();
