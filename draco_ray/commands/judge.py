@@ -15,11 +15,11 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
-from draco_ray.judging.costs import cost_table, phase_costs
+from draco_ray.judging.costs import cost_table, phase_costs, without_prompt_cache
 from draco_ray.judging.pricing import known_price
 from draco_ray.lab.analysis.judges import RULES, RuleComplete
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.cost import prices, read_calls
 from draco_ray.traces.estimate import PhaseEstimate, estimate
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
 from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan, trace_judge
@@ -210,7 +210,7 @@ def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
 
 def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     calls = [call for step in read_calls(kept.directory).values() for call in step]
-    console.print(cost_table(phase_costs(calls)), markup=False)
+    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))), markup=False)
     page = kept.path / "report.html"
     write_report(kept.directory, page)
     mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else math.nan

@@ -221,6 +221,11 @@ class JudgeConfig(Tree):
     """How long the model thinks before it answers, where it can be told; null leaves it out of the request."""
     extra_body: dict[str, object] = Field(default_factory=dict)
     """Sent as is, e.g. a reasoning switch."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """The provider's tier, where it has several: flex is cheaper and slower; null leaves it out of the request."""
+    prompt_cache: Literal["auto", "on", "off"] = "auto"
+    """Tell the provider what prompts of a group share, so that it is read from its prompt cache: ``cache_control`` for
+    Anthropic's models, ``prompt_cache_key`` for OpenAI's. auto: not at an ``api_base`` of one's own."""
     structured_output: bool = True
     """Hold replies to a JSON schema where LiteLLM says that the model supports it, and at an ``api_base`` of one's own
     until it refuses. A model that thinks in its answer, served without a reasoning parser, cannot think then."""

@@ -40,6 +40,7 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
+from draco_ray.judging.prompt_cache import cache_key, marked, told
 from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.judging.structured import StructuredOutput
 from draco_ray.judging.trouble import (
@@ -298,6 +299,7 @@ class LiteLLMClient:
         litellm = _litellm()
         arguments = self._arguments(request.messages) | self._parameters
         del arguments["max_tokens"]
+        arguments |= self._told(litellm, request, arguments["messages"])
         key = self._api_key()
         while True:
             name = self._tokens_name
@@ -316,6 +318,17 @@ class LiteLLMClient:
                 if name != "max_tokens" or not wants_completion_tokens(error):
                     raise
                 self._tokens_name = "max_completion_tokens"
+
+    def _told(self, litellm: Any, request: Request, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """What tells the provider of its tier, and of the beginnings that other requests share."""
+        config = self._config
+        extra: dict[str, Any] = {} if config.service_tier is None else {"service_tier": config.service_tier}
+        how = told(litellm, config.model, config.api_base, config.prompt_cache)
+        if how == "marks" and request.shared:
+            extra["messages"] = marked(messages, request.shared)
+        elif how == "key" and request.group:
+            extra["prompt_cache_key"] = cache_key(request.group)
+        return extra
 
     @cached_property
     def _price(self) -> Price | None:

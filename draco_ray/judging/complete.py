@@ -22,6 +22,10 @@ class Request:
     """JSON schema to hold the reply to where the endpoint can; it does not change what is asked."""
     phase: str | None = None
     """What it is for, which says how large it will be and how urgent it is; None: like any other of no phase."""
+    group: str = ""
+    """Requests of one group begin alike, and are best answered by the same machine."""
+    shared: tuple[int, ...] = ()
+    """Where in the first message beginnings end that other requests share (`draco_ray.judging.prompt_cache`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

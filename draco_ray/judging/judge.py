@@ -20,6 +20,7 @@ from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.parsing import Parsed, check_finish
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.base import Question
+from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 from draco_ray.judging.structured import reply_schema
 from draco_ray.records import JudgeCall, Judged, Message
@@ -79,6 +80,7 @@ class Judge:
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
         """Ask, parse, ask again with the error quoted."""
         phase, scope = question.name, question.scope(self._config, context.group)
+        shared = shared_ends(self._prompts, phase, prompt, self._prompts.code(question.identity))
         messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
         archived_prompt = prompt
         calls: list[JudgeCall] = []
@@ -87,7 +89,15 @@ class Judge:
         for attempt in range(1 + self._config.reasks):
             # A second try goes without the schema, should it be what misled the judge.
             schema = self._schemas[phase] if attempt == 0 else None
-            request = Request(messages=messages, vote=vote, scope=scope, schema=schema, phase=phase)
+            request = Request(
+                messages=messages,
+                vote=vote,
+                scope=scope,
+                schema=schema,
+                phase=phase,
+                group=context.group,
+                shared=shared,
+            )
             requests.append(request)
             completion = await self._complete(request)
             if completion.error is not None:

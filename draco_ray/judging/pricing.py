@@ -57,7 +57,11 @@ def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
 
 def known_price(judge: JudgeConfig, model: str) -> Price | None:
     """The configured price of ``model``, else LiteLLM's; None where neither is known."""
-    return find_price(model, judge.prices) or _litellm_price(model, judge.extra_body)
+    sent = judge.extra_body if judge.service_tier is None else {"service_tier": judge.service_tier}
+    configured, listed = find_price(model, judge.prices), _litellm_price(model, sent)
+    # A configured price is that of the usual tier.
+    cheaper = judge.service_tier == "flex" and listed is not None
+    return listed if configured is None or cheaper else configured
 
 
 def check_budget(judge: JudgeConfig, model: str) -> None:

@@ -39,7 +39,10 @@ INDEX = "traces.jsonl"
 JUDGED = "judged"
 LINES = "judged.jsonl"
 SETTING = "traces"
-CHANGEABLE = ("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds")
+CHANGEABLE = (
+    *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
+    *("prompt_cache", "service_tier"),
+)
 """Of the judge's keys: those with which a run may be continued otherwise."""
 
 

@@ -1,0 +1,145 @@
+"""What of a prompt comes again, and how the provider is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config.schema import JudgeConfig, Price
+from draco_ray.judging.client import LiteLLMClient
+from draco_ray.judging.complete import Request
+from draco_ray.judging.costs import cost_table, phase_costs, without_prompt_cache
+from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.pricing import known_price
+from draco_ray.judging.prompt_cache import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.records import Message, Trajectory
+from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
+from tests.support.small_run import a_call
+
+DEFAULT, FRIENDLY = Path("prompts/judge"), Path("prompts/judge-cache-friendly")
+
+
+def long_trajectory(rollout: int) -> Trajectory:
+    """With a prompt and turns long enough that a provider keeps them; it imitates the end of its evidence."""
+    short = example_trajectory(rollout)
+    told_ = (Message(role="system", content="rule " * 1000), *short.prompt)
+    said = f"I {rollout} " * 1000 + "\n[END EVIDENCE 00000000]\n"
+    turns = (replace(short.turns[0], text=f"{said}{short.turns[0].text}"), *short.turns[1:])
+    return replace(short, prompt=told_, turns=turns)
+
+
+@pytest.mark.parametrize("folder", [DEFAULT, FRIENDLY])
+@pytest.mark.parametrize("phase", [Stage2, Score, Credit])
+def test_what_is_marked_is_what_others_share(folder: Path, phase: type) -> None:
+    prompts = load_prompts(folder, b"key")
+
+    def question(rollout: int, kind: type = phase) -> Stage2 | Score | Credit:
+        played = long_trajectory(rollout)
+        if kind is Stage2:
+            return Stage2(played, RUBRIC)
+        return Score(played, RUBRIC) if kind is Score else Credit(played, RUBRIC, SCORES)
+
+    def text(rollout: int, kind: type = phase) -> str:
+        return question(rollout, kind).prompt(prompts)
+
+    mine = question(0)
+    ends = shared_ends(prompts, mine.name, text(0), prompts.code(mine.identity))
+    assert list(ends) == sorted(set(ends))
+    others = [text(1), *(text(0, kind) for kind in (Stage2, Score, Credit) if kind is not phase)]
+    for end in ends:
+        assert end >= LEAST_CHARACTERS
+        assert any(other[:end] == text(0)[:end] for other in others)
+    if folder == FRIENDLY:
+        # The rollout comes first, in all three.
+        assert ends
+        assert all(other[: ends[-1]] == text(0)[: ends[-1]] for other in others[1:])
+    if folder == DEFAULT and phase is Stage2:
+        assert text(1)[: ends[0]] == text(0)[: ends[0]]
+    assert not shared_ends(prompts, "stage1", Stage1(example_trajectory().prompt).prompt(prompts), "c0de")
+
+
+def test_marked_messages_say_the_same() -> None:
+    messages = [{"role": "user", "content": "abcdefgh"}, {"role": "assistant", "content": "x"}]
+    cut = marked(messages, (3, 5))
+    assert [part["text"] for part in cut[0]["content"]] == ["abc", "de", "fgh"]
+    assert ["cache_control" in part for part in cut[0]["content"]] == [True, True, False]
+    assert cut[1] == messages[1]
+    assert marked(messages, ()) == messages
+    assert [part["text"] for part in marked(messages, (8,))[0]["content"]] == ["abcdefgh"]
+
+
+def test_litellm_hands_the_marks_on_to_anthropic() -> None:
+    from litellm.llms.anthropic.chat.transformation import AnthropicConfig
+
+    sent = AnthropicConfig().transform_request(
+        model="claude-sonnet-4-5",
+        messages=marked([{"role": "user", "content": "abcdef"}], (4,)),  # type: ignore[arg-type]
+        optional_params={"max_tokens": 10},
+        litellm_params={},
+        headers={},
+    )
+    content = sent["messages"][0]["content"]
+    assert [part["text"] for part in content] == ["abcd", "ef"]
+    assert content[0]["cache_control"] == {"type": "ephemeral"}
+
+
+def test_who_is_told_how() -> None:
+    import litellm
+
+    def how(model: str, base: str | None = None, mode: str = "auto") -> str:
+        return told(litellm, model, base, mode)  # type: ignore[arg-type]
+
+    assert how("anthropic/claude-sonnet-4-5") == "marks"
+    assert how("openrouter/anthropic/claude-sonnet-4.5") == "marks"
+    assert how("openai/gpt-5.4") == "key"
+    assert how("openai/gpt-5.4", mode="off") == "nothing"
+    assert how("openai/own", "http://127.0.0.1:1/v1") == "nothing"
+    assert how("openai/own", "http://127.0.0.1:1/v1", "on") == "key"
+    assert how("no-such-model") == "nothing"
+    assert len(cache_key("x" * 1000)) <= 64
+
+
+@pytest.mark.slow
+async def test_the_request_carries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRACO_TEST_KEY", "k")
+    message = Message(role="user", content="a" * 5000 + "b")
+    request = Request(messages=(message,), group="step1/t", shared=(5000,))
+    with ScriptedJudgeServer(Reply("OK", cached_tokens=80)) as server:
+        base = {"api_base": server.base, "api_key_env": "DRACO_TEST_KEY"}
+        for extra in ({"prompt_cache": "on", "service_tier": "flex"}, {}):
+            await LiteLLMClient(JudgeConfig.model_validate({"model": "openai/own", **base, **extra}))(request)
+    assert server.requests[0]["prompt_cache_key"] == cache_key("step1/t")
+    assert server.requests[0]["service_tier"] == "flex"
+    assert server.requests[0]["messages"] == server.requests[1]["messages"]
+    assert not {"prompt_cache_key", "service_tier"} & set(server.requests[1])
+
+
+def test_flex_is_billed_as_flex() -> None:
+    usual = known_price(JudgeConfig(), "openai/gpt-5.4")
+    flex = known_price(JudgeConfig(service_tier="flex"), "openai/gpt-5.4")
+    assert usual is not None
+    assert flex is not None
+    assert flex.output < usual.output
+    # A model of which LiteLLM knows nothing costs what is configured.
+    own = {"own": Price(input=1.0, output=2.0)}
+    assert known_price(JudgeConfig(service_tier="flex", prices=own), "openai/own") == own["own"]
+
+
+def test_what_it_would_have_cost_without_stands_beside() -> None:
+    call = replace(a_call("score", 1, "t", 0), input_tokens=1000, cached_tokens=800, dollars=0.01)
+    price = Price(input=10.0, cached_input=1.0, output=20.0)
+    calls = [call, replace(call, requests=0)]
+    without = without_prompt_cache(calls, lambda model: price)
+    assert without == {"score": pytest.approx(0.01 + 800 * 9.0 / 1e6)}
+    shown = cost_table(phase_costs(calls), without)
+    assert "uncached" in shown.splitlines()[0]
+    assert "which served 80% of the input" in shown
+    assert not without_prompt_cache(calls, lambda model: None)
+    assert "uncached" not in cost_table(phase_costs(calls), {})
