@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any
 
@@ -75,54 +76,44 @@ class PolicyEngineActor:
         self, token_ids: list[int], max_tokens: int, seed: int | None, temperature: float | None
     ) -> Sample:
         """See `draco_ray.engine.vllm_engine.VllmEngine.sample`."""
-        await self._serving.wait()
-        try:
+        async with self._alive():
             return await self._engine.sample(token_ids, max_tokens=max_tokens, seed=seed, temperature=temperature)
-        except EngineError:
-            self._end_if_dead()
-            raise
 
     async def load(self, update: WeightUpdate) -> float:
         """Switch new requests to the weights of ``update``; returns seconds."""
-        await self._serving.wait()
-        try:
+        async with self._alive():
             return await self._engine.load(update)
-        except EngineError:
-            self._end_if_dead()
-            raise
 
     async def logprobs(self, token_ids: list[int], adapter: bool) -> list[float]:
         """Log-probs of ``token_ids[1:]``, with or without the adapter."""
-        await self._serving.wait()
-        try:
+        async with self._alive():
             return await self._engine.logprobs(token_ids, adapter=adapter)
-        except EngineError:
-            self._end_if_dead()
-            raise
 
     async def sleep(self) -> None:
         """Give the GPU away once nothing is under way; calls that come wait for `wake`."""
-        await self._serving.wait()
-        try:
+        async with self._alive():
             await self._engine.sleep()
-        except EngineError:
-            self._end_if_dead()
-            raise
 
     async def wake(self) -> None:
         """Take the GPU back and serve."""
-        await self._serving.wait()
-        try:
+        async with self._alive():
             await self._engine.wake()
-        except EngineError:
-            self._end_if_dead()
-            raise
 
     async def stop(self) -> None:
         """End the engine's processes."""
         if self._core_watch is not None:
             self._core_watch.cancel()
         await self._engine.stop()
+
+    @asynccontextmanager
+    async def _alive(self) -> AsyncIterator[None]:
+        """A call of the engine: begins once it serves, and ends this process where it left the engine dead."""
+        await self._serving.wait()
+        try:
+            yield
+        except EngineError:
+            self._end_if_dead()
+            raise
 
     async def _end_with_core(self) -> None:
         while True:
@@ -180,7 +171,7 @@ class EngineFleet:
             EngineError: the model cannot be loaded.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        # Who does not wait for it learns of the loss from their own calls.
+        # Its error counts as read even if nobody waits for it: calls to a lost engine raise one of their own.
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         try:
             await asyncio.gather(*(engine.start.remote(None) for engine in self.engines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -15,12 +14,12 @@ from draco_ray.records import (
     Criterion,
     Evaluation,
     GroupAdvantages,
-    JudgeCall,
     Judged,
     Trajectory,
 )
 from draco_ray.rollout.worker import summarise
 from draco_ray.runs import rows
+from draco_ray.runs.bills import Bills
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.rows import Row
@@ -48,7 +47,7 @@ class RunStoreActor:
             requests_name: begins the numbers of the judge requests that this run has paid for.
         """
         self._store = RunStore(RunDirectory(path))
-        self._requests_name = requests_name
+        self._bills = Bills(self._store, requests_name)
         self._failure: str | None = None
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
@@ -60,8 +59,7 @@ class RunStoreActor:
     def judged(self, step: int, task_id: str, rollout: int | None, phase: RecordedPhase, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its value where that has a table."""
         key = f"{task_id}-{phase.name}" if rollout is None else f"{task_id}-{phase.name}-{rollout}"
-        calls = rows.call_rows(step, map(self._as_paid, judged.calls))
-        self._write("judge_calls", step, key, self._with_what_was_paid(step, key, calls))
+        self._write("judge_calls", step, key, self._bills.rows(step, key, judged.calls))
         if judged.value is not None and (made := phase.rows(step, task_id, rollout, judged.value)) is not None:
             table, value_rows = made
             self._write(table, step, key, value_rows)
@@ -136,23 +134,6 @@ class RunStoreActor:
         path = self._store.directory.path
         self._failure = f"run directory {path} cannot be written: {error.strerror or error}; make room there"
         raise StoreError(self._failure) from None
-
-    @cached_property
-    def _booked(self) -> set[str]:
-        """Calls in the archive."""
-        ids = self._store.directory.table("judge_calls", columns=["call_id"]).column("call_id")
-        return set(ids.to_pylist())
-
-    def _as_paid(self, call: JudgeCall) -> JudgeCall:
-        """``call``; a replay as the call that paid for its reply, where a kill kept that one from the archive."""
-        return rows.as_paid(call, self._booked, self._requests_name)
-
-    def _with_what_was_paid(self, step: int, key: str, calls: Sequence[Row]) -> list[Row]:
-        """``calls``, where a reply from the cache was paid for earlier in this step: its first record."""
-        if all(call["requests"] for call in calls):
-            return list(calls)
-        paid = {(call["prompt"], call["reply"]): call for call in self._store.part("judge_calls", step, key)}
-        return [call if call["requests"] else paid.get((call["prompt"], call["reply"]), call) for call in calls]
 
 
 def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
