@@ -3,10 +3,10 @@
 LiteLLM translates between providers, names the errors and knows prices. Its own retries, rate limits and cache are off:
 they ignore Retry-After for some providers, reject instead of queueing, and forget ``extra_body``.
 
-What becomes of an error is told in `draco_ray.judging.outage`, which every request's end is reported to; which error
-is which, in `draco_ray.judging.trouble`. In a pool (``leases``) with ``max_outage_seconds`` a call's requests count
-towards ``max_attempts`` only if the judge has answered somebody since; otherwise it is the judge that fails, and the
-call waits.
+Requests are made in `draco_ray.judging.endpoint`; `draco_ray.judging.call` counts those of a call. Every request's end
+is reported to `draco_ray.judging.outage`, which says what becomes of an error; `draco_ray.judging.trouble` says which
+error is which. In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only
+if the judge has answered somebody since; otherwise the judge is down for everybody, and the call waits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +23,11 @@ from weakref import WeakValueDictionary
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.call import Call
 from draco_ray.judging.complete import Completion, Request, reply_of
+from draco_ray.judging.endpoint import Endpoint
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS, Verdict
+from draco_ray.judging.outage import Verdict
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     Most,
@@ -40,17 +40,12 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
-from draco_ray.judging.prompt_cache import cache_key, marked, told
 from draco_ray.judging.reply_cache import ReplyCache, request_key
-from draco_ray.judging.structured import StructuredOutput
 from draco_ray.judging.trouble import (
     advice,
     classify,
-    headers_of,
     possibly_billed,
-    retry_after_seconds,
     unconnected,
-    wants_completion_tokens,
 )
 from draco_ray.records import Message, Paid
 
@@ -64,57 +59,6 @@ QUESTION_SECONDS = 60.0
 """Time a reply to it may take."""
 
 Sleep = Callable[[float], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call and its requests so far."""
-
-    request: Request
-    asked: Asked
-    most: Most
-    max_tokens: int
-    key: str | None
-    attempts: int
-    patient: bool
-    timeout: float
-    """Seconds that one request may take."""
-    started_at: float
-    clock: float
-    requests: int = 0
-    own: int = 0
-    """Times that it failed while the judge answered others."""
-    unexplained: int = 0
-    """Requests that failed, with no answer to anybody since."""
-    answers: int = 0
-    outages: int = 0
-    """Of the pool, at the last lease."""
-    number: str = ""
-    """Of the latest request."""
-    guessed: float = 0.0
-    """Dollars of requests that may have been billed without a reply."""
-    error: BaseException | None = None
-
-    def note_failure(self, error: BaseException, billed: float) -> None:
-        self.error, self.guessed = error, self.guessed + billed
-        if self.patient:
-            self.unexplained += 1
-        else:
-            self.own += 1
-
-    def note_grant(self, grant: Grant) -> None:
-        if grant.outages > self.outages:
-            # The judge's, not this call's.
-            self.unexplained = 0
-        elif grant.answers > self.answers:
-            # Several in a row, and then somebody was answered: the judge may have been away for a moment.
-            self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
-        self.answers, self.outages = grant.answers, grant.outages
-
-    @property
-    def spent(self) -> bool:
-        """Whether it has failed often enough."""
-        return self.own >= self.attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +93,7 @@ class LiteLLMClient:
             role: what the model is here, for messages.
             settings: where model and endpoint were named, for messages.
         """
-        self._role, self._settings = role, settings
+        self._endpoint = Endpoint(config, role, settings)
         self._patient = leases is not None and config.max_outage_seconds > 0
         self._leases: Leases = leases or WaitingLine(Limiter(JudgeLimits()))
         self._config = config
@@ -157,8 +101,6 @@ class LiteLLMClient:
         self._under_way: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
-        self._structured = StructuredOutput(config)
-        self._tokens_name = "max_tokens"
         self._warned = False
 
     async def __call__(self, request: Request) -> Completion:
@@ -197,15 +139,15 @@ class LiteLLMClient:
         call.attempts, call.patient = min(CHECK_ATTEMPTS, self._config.max_attempts), False
         completion = await self._ask(call)
         if completion.error is not None:
-            raise JudgeUnavailable(f"{self._who()}: {completion.error}")
+            raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
         if not completion.usage_known and self._config.limits.dollars is not None:
             raise JudgeUnavailable(
-                f"{self._who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so what is "
-                f"left of judge.limits.dollars={self._config.limits.dollars:g} would be a guess; let the endpoint "
-                "report it, or set judge.limits.dollars=null"
+                f"{self._endpoint.who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so "
+                f"what is left of judge.limits.dollars={self._config.limits.dollars:g} would be a guess; let the "
+                "endpoint report it, or set judge.limits.dollars=null"
             )
 
-    async def _ask(self, call: _Call) -> Completion:
+    async def _ask(self, call: Call) -> Completion:
         while True:
             grant = await self._leases.lease(call.asked)
             call.note_grant(grant)
@@ -220,15 +162,17 @@ class LiteLLMClient:
                 return result
             assert call.error is not None
             if result is Verdict.STOP:
-                raise self._refused(call.error)
+                raise self._endpoint.refused(call.error)
             if result is Verdict.FAIL or call.spent:
                 if unconnected(call.error) and not call.patient:
-                    reason = self._one_line(call.error)
-                    raise JudgeUnavailable(f"{self._who()}: unreachable after {call.requests} attempts: {reason}")
+                    reason = self._endpoint.one_line(call.error)
+                    raise JudgeUnavailable(
+                        f"{self._endpoint.who()}: unreachable after {call.requests} attempts: {reason}"
+                    )
                 return self._failed(call, call.error)
             await self._wait(call)
 
-    async def _send(self, call: _Call, grant: Grant) -> Completion | Verdict:
+    async def _send(self, call: Call, grant: Grant) -> Completion | Verdict:
         """One request: its reply, or what becomes of the call."""
         import openai
 
@@ -242,7 +186,7 @@ class LiteLLMClient:
         try:
             # LiteLLM's timeout is per read on some transports; this one is the wall clock.
             async with asyncio.timeout(call.timeout):
-                response = await self._complete(call.request, call.max_tokens, call.timeout)
+                response = await self._endpoint.complete(call.request, call.max_tokens, call.timeout)
         # OpenAIError is the base of every error LiteLLM raises for a provider.
         except (openai.OpenAIError, TimeoutError) as error:
             billed = possibly_billed(error)
@@ -281,7 +225,7 @@ class LiteLLMClient:
         call = self._call(QUESTION, QUESTION_TOKENS)
         call.timeout = min(call.timeout, QUESTION_SECONDS)
         if await self._send(call, grant) is Verdict.STOP and call.error is not None:
-            raise self._refused(call.error)
+            raise self._endpoint.refused(call.error)
 
     def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
         """A request without a reply; one that may be billed counts with the most that it may cost."""
@@ -291,102 +235,17 @@ class LiteLLMClient:
             dollars=most.dollars if billed else 0.0,
             estimated=True,
             trouble=classify(error),
-            reason=self._one_line(error),
-            hint=self._hint(error),
+            reason=self._endpoint.one_line(error),
+            hint=self._endpoint.hint(error),
         )
-
-    async def _complete(self, request: Request, max_tokens: int, timeout: float) -> Any:
-        litellm = _litellm()
-        arguments = self._arguments(request.messages) | self._parameters
-        del arguments["max_tokens"]
-        arguments |= self._told(litellm, request, arguments["messages"])
-        key = self._api_key()
-        while True:
-            name = self._tokens_name
-            try:
-                return await self._structured.complete(
-                    litellm,
-                    request.schema,
-                    **arguments,
-                    **{name: max_tokens},
-                    api_key=key,
-                    timeout=timeout,
-                    num_retries=0,
-                    max_retries=0,
-                )
-            except litellm.BadRequestError as error:
-                if name != "max_tokens" or not wants_completion_tokens(error):
-                    raise
-                self._tokens_name = "max_completion_tokens"
-
-    def _told(self, litellm: Any, request: Request, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """What tells the provider of its tier, and of the beginnings that other requests share."""
-        config = self._config
-        extra: dict[str, Any] = {} if config.service_tier is None else {"service_tier": config.service_tier}
-        how = told(litellm, config.model, config.api_base, config.prompt_cache)
-        if how == "marks" and request.shared:
-            extra["messages"] = marked(messages, request.shared)
-        elif how == "key" and request.group:
-            extra["prompt_cache_key"] = cache_key(request.group)
-        return extra
 
     @cached_property
     def _price(self) -> Price | None:
         return known_price(self._config, self._config.model)
 
-    @cached_property
-    def _parameters(self) -> dict[str, Any]:
-        """Sampling parameters, less a temperature that LiteLLM knows the model to refuse.
-
-        Raises:
-            JudgeUnavailable: it knows the model to refuse another.
-        """
-        litellm, config = _litellm(), self._config
-        wanted = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}
-        sent = {name: value for name, value in wanted.items() if value is not None}
-        try:
-            model, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
-        except litellm.BadRequestError:
-            return sent  # The request will say so.
-
-        def refused(parameters: Mapping[str, Any]) -> str | None:
-            try:
-                litellm.utils.get_optional_params(model=model, custom_llm_provider=provider, **parameters)
-            except litellm.UnsupportedParamsError as error:
-                return self._one_line(error)
-            return None
-
-        if (reason := refused(sent)) is None:
-            return sent
-        cooler = {name: value for name, value in sent.items() if name != "temperature"}
-        if "temperature" in sent and refused(cooler) is None:
-            log.warning(
-                "%s takes no temperature: judge.temperature=%g is not sent (null says the same without this line)",
-                *(self._who(), config.temperature),
-            )
-            return cooler
-        raise JudgeUnavailable(
-            f"{self._who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {reason}; set it to null "
-            "or to one that the model knows"
-        )
-
-    def _arguments(self, messages: tuple[Message, ...]) -> dict[str, Any]:
-        """What identifies and shapes the answer, as configured."""
-        config = self._config
-        arguments: dict[str, Any] = {
-            "model": config.model,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
-            "max_tokens": config.max_tokens,
-        }
-        if config.api_base is not None:
-            arguments["api_base"] = config.api_base
-        if config.extra_body:
-            arguments["extra_body"] = dict(config.extra_body)
-        return arguments
-
     def _key(self, request: Request) -> str:
         config = self._config
-        arguments = self._arguments(request.messages)
+        arguments = self._endpoint.arguments(request.messages)
         for name in ("temperature", "reasoning_effort"):
             if (value := getattr(config, name)) is not None:
                 arguments[name] = value
@@ -396,20 +255,8 @@ class LiteLLMClient:
         scope = {"scope": request.scope} if request.scope else {}
         return request_key(arguments | {"vote": request.vote} | scope)
 
-    def _api_key(self) -> str:
-        name = self._config.api_key_env
-        if key := os.environ.get(name):
-            return key
-        if self._config.api_base is not None:
-            # A server of one's own needs none, but LiteLLM insists on a value and would take another variable's.
-            return "none"
-        raise JudgeUnavailable(
-            f"{self._role} {self._config.model}: environment variable {name} holds no key; set it, or the endpoint "
-            f"({self._settings})"
-        )
-
-    def _call(self, request: Request, max_tokens: int, key: str | None = None) -> _Call:
-        self._api_key()  # Said before a lease is waited for.
+    def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
+        self._endpoint.api_key()  # Said before a lease is waited for.
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
         most = most_of(self._price, request.messages, max_tokens, sent)
         asked = Asked(
@@ -419,7 +266,7 @@ class LiteLLMClient:
             kind=request.phase or "",
             rank=urgency(request.phase),
         )
-        return _Call(
+        return Call(
             request=request,
             asked=asked,
             most=most,
@@ -440,7 +287,7 @@ class LiteLLMClient:
                 log.warning(
                     "%s: a reply says no usage that could be true (%s): such replies are booked at the most that they "
                     "may cost",
-                    *(self._who(), self._one_line(str(getattr(response, "usage", None)))),
+                    *(self._endpoint.who(), self._endpoint.one_line(str(getattr(response, "usage", None)))),
                 )
             guess = Usage(
                 input_tokens=most.input_tokens,
@@ -457,7 +304,7 @@ class LiteLLMClient:
             reported = price_of(self._price, *counts)
         return _Bill(usage=usage, dollars=reported or 0.0, estimated=False)
 
-    def _completion(self, call: _Call, response: Any, bill: _Bill) -> Completion:
+    def _completion(self, call: Call, response: Any, bill: _Bill) -> Completion:
         text, finish_reason = reply_of(response.choices[0] if response.choices else None)
         return Completion(
             text=text,
@@ -476,7 +323,7 @@ class LiteLLMClient:
             requests=call.requests,
         )
 
-    def _failed(self, call: _Call, error: BaseException) -> Completion:
+    def _failed(self, call: Call, error: BaseException) -> Completion:
         return Completion(
             text="",
             finish_reason="error",
@@ -489,58 +336,23 @@ class LiteLLMClient:
             started_at=call.started_at,
             seconds=time.perf_counter() - call.clock,
             requests=call.requests,
-            error=self._one_line(error) + advice(error),
+            error=self._endpoint.one_line(error) + advice(error),
             call_id=call.number,
         )
 
-    def _refused(self, error: BaseException) -> JudgeUnavailable:
-        name = self._config.api_key_env
-        return JudgeUnavailable(
-            f"{self._who()}: refused: {self._one_line(error)}; check {self._settings} and the key in environment "
-            f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
-        )
-
-    async def _wait(self, call: _Call) -> None:
+    async def _wait(self, call: Call) -> None:
         """Until the next request of this call; the pool's own pause comes on top."""
         error = call.error
         assert error is not None
-        hint = self._hint(error)
-        if hint is not None:
-            # A little late rather than early.
-            seconds = hint + random.uniform(0, min(1.0, 0.1 * hint))
-        else:
-            failures = call.own + call.unexplained
-            doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 30)
-            ceiling = min(self._config.max_backoff_seconds, doubled)
-            seconds = random.uniform(ceiling / 2, ceiling)
-        log.info("%s: request %d: %s; again in %.1f s", self._who(), call.requests, self._one_line(error), seconds)
+        seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
+        log.info(
+            "%s: request %d: %s; again in %.1f s",
+            self._endpoint.who(),
+            call.requests,
+            self._endpoint.one_line(error),
+            seconds,
+        )
         await self._sleep(seconds)
-
-    def _hint(self, error: BaseException) -> float | None:
-        """How long the endpoint asks us to wait; one that asks for more than a request may last is cut short."""
-        hint = retry_after_seconds(headers_of(error))
-        return None if hint is None else min(hint, self._config.request_timeout_seconds)
-
-    def _who(self) -> str:
-        return f"{self._role} {self._config.model} at {self._config.api_base or 'its provider'}"
-
-    def _one_line(self, error: BaseException | str) -> str:
-        """The error without line breaks and without the key, should a server echo it."""
-        if isinstance(error, TimeoutError):
-            return f"no answer within {self._config.request_timeout_seconds:g} s"
-        text = " ".join(str(error).split())
-        key = os.environ.get(self._config.api_key_env)
-        return (text.replace(key, "***") if key else text)[:400]
-
-
-def _litellm() -> Any:
-    """LiteLLM, imported on the first request: it takes seconds, and would fetch its price list unless told not to."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-
-    litellm.suppress_debug_info = True
-    litellm.telemetry = False
-    return litellm
 
 
 _REPLAYED = (

@@ -11,11 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.parsing import parse_criteria
+from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.lab.analysis.judges import RuleComplete
 from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
+    Reduction,
     batches,
     candidates,
     reduction_prompt,
@@ -102,6 +107,19 @@ def test_the_rule_judge_merges_across_tasks_without_naming_one() -> None:
     assert len(titles) == min(24, sum(rule.draft is not None for rule in RULES))
     for each in merged:
         assert not any(word in each.evaluator_instruction for word in ("Focus", "Old", "The task reads"))
+
+
+async def test_the_judge_is_asked_what_the_merge_says_and_archives_it_as_a_union() -> None:
+    batch = [criterion_set("a_1", 2), criterion_set("b_1", 1, "Pay Ada.")]
+    text = reduction_prompt(batch, reduction_template())
+    question = Reduction((), candidates(batch), (), text)
+    judge = Judge(RuleComplete(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
+    judged = await judge.ask(question, CallContext(group="reduction1.1", task_id="reduction1.1"))
+    (call,) = judged.calls
+    assert (call.phase, call.prompt, call.error) == ("union", text, None)
+    assert judged.value
+    # Nothing to merge needs no call.
+    assert (await judge.ask(Reduction((), [], (), text), CallContext(group="r", task_id="r"))).calls == ()
 
 
 # --- measurement ------------------------------------------------------------------------------------------------------

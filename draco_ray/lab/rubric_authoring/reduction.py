@@ -34,6 +34,11 @@ class Reduction(Union):
 
     text: str
 
+    @property
+    def identity(self) -> str:
+        """The prompt itself: no other begins like it."""
+        return self.text
+
     def prompt(self, prompts: Prompts) -> str:
         """``text``, whatever the prompt set."""
         return self.text

@@ -1,0 +1,78 @@
+"""One judge call and its requests so far: whose failures they were, how long to wait, and when to give up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from draco_ray.judging.complete import Request
+from draco_ray.judging.limiter import Asked, Grant
+from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
+from draco_ray.judging.pricing import Most
+
+
+@dataclass(slots=True)
+class Call:
+    """One call and its requests so far."""
+
+    request: Request
+    asked: Asked
+    most: Most
+    max_tokens: int
+    key: str | None
+    attempts: int
+    patient: bool
+    timeout: float
+    """Seconds that one request may take."""
+    started_at: float
+    clock: float
+    requests: int = 0
+    own: int = 0
+    """Times that it failed while the judge answered others."""
+    unexplained: int = 0
+    """Requests that failed, with no answer to anybody since."""
+    answers: int = 0
+    outages: int = 0
+    """Of the pool, at the last lease."""
+    number: str = ""
+    """Of the latest request."""
+    guessed: float = 0.0
+    """Dollars of requests that may have been billed without a reply."""
+    error: BaseException | None = None
+
+    def note_failure(self, error: BaseException, billed: float) -> None:
+        """A request failed; ``billed`` dollars may be owed for it all the same."""
+        self.error, self.guessed = error, self.guessed + billed
+        if self.patient:
+            self.unexplained += 1
+        else:
+            self.own += 1
+
+    def note_grant(self, grant: Grant) -> None:
+        """The next request may be sent; what the others have seen meanwhile says whose failures the last ones were."""
+        if grant.outages > self.outages:
+            # The judge's, not this call's.
+            self.unexplained = 0
+        elif grant.answers > self.answers:
+            # Several in a row, and then somebody was answered: the judge may have been away for a moment.
+            self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
+        self.answers, self.outages = grant.answers, grant.outages
+
+    @property
+    def spent(self) -> bool:
+        """Whether it has failed often enough."""
+        return self.own >= self.attempts
+
+    def pause_seconds(self, hint: float | None, max_backoff: float) -> float:
+        """Seconds to wait before the next request.
+
+        Args:
+            hint: what the endpoint asks for, if it does.
+            max_backoff: the most to wait without a hint.
+        """
+        if hint is not None:
+            # A little late rather than early.
+            return hint + random.uniform(0, min(1.0, 0.1 * hint))
+        doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
+        ceiling = min(max_backoff, doubled)
+        return random.uniform(ceiling / 2, ceiling)

@@ -1,0 +1,177 @@
+"""The judge's endpoint through LiteLLM: what a request says, and what its errors say. Nothing is retried here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.complete import Request
+from draco_ray.judging.prompt_cache import cache_key, marked, told
+from draco_ray.judging.structured import StructuredOutput
+from draco_ray.judging.trouble import headers_of, retry_after_seconds, wants_completion_tokens
+from draco_ray.records import Message
+
+log = logging.getLogger(__name__)
+
+
+class Endpoint:
+    """The configured model at its endpoint."""
+
+    def __init__(self, config: JudgeConfig, role: str, settings: str) -> None:
+        """Nothing is sent or imported yet; ``role`` and ``settings`` as of `draco_ray.judging.client.LiteLLMClient`."""
+        self._config, self._role, self._settings = config, role, settings
+        self._structured = StructuredOutput(config)
+        self._tokens_name = "max_tokens"
+
+    def arguments(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return what identifies and shapes the answer, as configured."""
+        config = self._config
+        arguments: dict[str, Any] = {
+            "model": config.model,
+            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "max_tokens": config.max_tokens,
+        }
+        if config.api_base is not None:
+            arguments["api_base"] = config.api_base
+        if config.extra_body:
+            arguments["extra_body"] = dict(config.extra_body)
+        return arguments
+
+    def api_key(self) -> str:
+        """Return the key that is sent.
+
+        Raises:
+            JudgeUnavailable: the variable is not set, and the endpoint is the provider's own.
+        """
+        name = self._config.api_key_env
+        if key := os.environ.get(name):
+            return key
+        if self._config.api_base is not None:
+            # A server of one's own needs none, but LiteLLM insists on a value and would take another variable's.
+            return "none"
+        raise JudgeUnavailable(
+            f"{self._role} {self._config.model}: environment variable {name} holds no key; set it, or the endpoint "
+            f"({self._settings})"
+        )
+
+    async def complete(self, request: Request, max_tokens: int, timeout: float) -> Any:
+        """Send one request and return LiteLLM's response.
+
+        Args:
+            request: what is asked.
+            max_tokens: of the reply.
+            timeout: seconds.
+
+        Raises:
+            OpenAIError: whatever went wrong, in LiteLLM's terms.
+            JudgeUnavailable: there is no key, or a parameter that the model refuses.
+        """
+        litellm = _litellm()
+        arguments = self.arguments(request.messages) | self._parameters
+        del arguments["max_tokens"]
+        arguments |= self._told(litellm, request, arguments["messages"])
+        key = self.api_key()
+        while True:
+            name = self._tokens_name
+            try:
+                return await self._structured.complete(
+                    litellm,
+                    request.schema,
+                    **arguments,
+                    **{name: max_tokens},
+                    api_key=key,
+                    timeout=timeout,
+                    num_retries=0,
+                    max_retries=0,
+                )
+            except litellm.BadRequestError as error:
+                if name != "max_tokens" or not wants_completion_tokens(error):
+                    raise
+                self._tokens_name = "max_completion_tokens"
+
+    def _told(self, litellm: Any, request: Request, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """What tells the provider of its tier, and of the beginnings that other requests share."""
+        config = self._config
+        extra: dict[str, Any] = {} if config.service_tier is None else {"service_tier": config.service_tier}
+        how = told(litellm, config.model, config.api_base, config.prompt_cache)
+        if how == "marks" and request.shared:
+            extra["messages"] = marked(messages, request.shared)
+        elif how == "key" and request.group:
+            extra["prompt_cache_key"] = cache_key(request.group)
+        return extra
+
+    @cached_property
+    def _parameters(self) -> dict[str, Any]:
+        """Sampling parameters, less a temperature that LiteLLM knows the model to refuse.
+
+        Raises:
+            JudgeUnavailable: it knows the model to refuse another.
+        """
+        litellm, config = _litellm(), self._config
+        wanted = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}
+        sent = {name: value for name, value in wanted.items() if value is not None}
+        try:
+            model, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
+        except litellm.BadRequestError:
+            return sent  # The request will say so.
+
+        def refused(parameters: Mapping[str, Any]) -> str | None:
+            try:
+                litellm.utils.get_optional_params(model=model, custom_llm_provider=provider, **parameters)
+            except litellm.UnsupportedParamsError as error:
+                return self.one_line(error)
+            return None
+
+        if (reason := refused(sent)) is None:
+            return sent
+        cooler = {name: value for name, value in sent.items() if name != "temperature"}
+        if "temperature" in sent and refused(cooler) is None:
+            log.warning(
+                "%s takes no temperature: judge.temperature=%g is not sent (null says the same without this line)",
+                *(self.who(), config.temperature),
+            )
+            return cooler
+        raise JudgeUnavailable(
+            f"{self.who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {reason}; set it to null "
+            "or to one that the model knows"
+        )
+
+    def refused(self, error: BaseException) -> JudgeUnavailable:
+        """Return the error for an endpoint that will not have us."""
+        name = self._config.api_key_env
+        return JudgeUnavailable(
+            f"{self.who()}: refused: {self.one_line(error)}; check {self._settings} and the key in environment "
+            f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
+        )
+
+    def hint(self, error: BaseException) -> float | None:
+        """Return how many seconds the endpoint asks us to wait, at most as many as a request may take."""
+        hint = retry_after_seconds(headers_of(error))
+        return None if hint is None else min(hint, self._config.request_timeout_seconds)
+
+    def who(self) -> str:
+        """Return what messages call it."""
+        return f"{self._role} {self._config.model} at {self._config.api_base or 'its provider'}"
+
+    def one_line(self, error: BaseException | str) -> str:
+        """Return the error without line breaks and without the key, should a server echo it."""
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._config.request_timeout_seconds:g} s"
+        text = " ".join(str(error).split())
+        key = os.environ.get(self._config.api_key_env)
+        return (text.replace(key, "***") if key else text)[:400]
+
+
+def _litellm() -> Any:
+    """LiteLLM, imported on the first request: it takes seconds, and would fetch its price list unless told not to."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    litellm.suppress_debug_info = True
+    litellm.telemetry = False
+    return litellm

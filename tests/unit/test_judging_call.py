@@ -1,0 +1,88 @@
+"""When a judge call gives up, and how long it waits: decided from what the pool has seen, without a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draco_ray.judging.call import Call
+from draco_ray.judging.complete import Request
+from draco_ray.judging.limiter import Asked, Grant
+from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
+from draco_ray.judging.pricing import Most
+
+
+def a_call(**changes: Any) -> Call:
+    values: dict[str, Any] = {
+        "request": Request(messages=()),
+        "asked": Asked(input_tokens=1, output_tokens=1, dollars=0.0),
+        "most": Most(input_tokens=1, output_tokens=1, dollars=0.0),
+        "max_tokens": 1,
+        "key": None,
+        "attempts": 3,
+        "patient": True,
+        "timeout": 1.0,
+        "started_at": 0.0,
+        "clock": 0.0,
+    }
+    return Call(**(values | changes))
+
+
+def seen(answers: int, outages: int = 0) -> Grant:
+    """What the pool has seen by the time of a lease."""
+    return Grant(number="1", answers=answers, outages=outages)
+
+
+def test_alone_every_failure_counts() -> None:
+    call = a_call(patient=False)
+    for _ in range(2):
+        call.note_failure(TimeoutError(), 0.0)
+        call.note_grant(seen(0))
+    assert not call.spent
+    call.note_failure(TimeoutError(), 0.0)
+    assert call.spent
+
+
+def test_while_nobody_is_answered_no_failure_counts() -> None:
+    call = a_call()
+    for _ in range(50):
+        call.note_failure(TimeoutError(), 0.0)
+        call.note_grant(seen(0))
+    assert not call.spent
+
+
+def test_failures_in_a_row_count_as_one_once_somebody_was_answered() -> None:
+    call = a_call()
+    for answered in range(1, 4):
+        assert not call.spent
+        for _ in range(4):
+            call.note_failure(TimeoutError(), 0.0)
+        call.note_grant(seen(answered))
+    assert call.spent
+
+
+def test_failures_of_an_outage_are_the_judges() -> None:
+    call = a_call()
+    for outage in range(1, 9):
+        for _ in range(4):
+            call.note_failure(TimeoutError(), 0.0)
+        call.note_grant(seen(outage, outages=outage))
+    assert call.own == 0
+    assert not call.spent
+
+
+def test_what_failed_requests_may_have_cost_adds_up() -> None:
+    call = a_call()
+    for billed in (0.5, 0.0, 0.25):
+        call.note_failure(TimeoutError(), billed)
+    assert call.guessed == pytest.approx(0.75)
+
+
+def test_waits_double_up_to_the_most_and_never_end_before_the_endpoints_own_hint() -> None:
+    call = a_call()
+    for failures in range(1, 80):
+        call.note_failure(TimeoutError(), 0.0)
+        ceiling = min(60.0, FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1))
+        assert ceiling / 2 <= call.pause_seconds(None, 60.0) <= ceiling
+        assert 7.0 <= call.pause_seconds(7.0, 60.0) <= 8.0
