@@ -117,7 +117,7 @@ async def test_the_judge_is_asked_what_the_merge_says_and_archives_it_as_a_union
     judged = await judge.ask(question, CallContext(group="reduction1.1", task_id="reduction1.1"))
     (call,) = judged.calls
     assert (call.phase, call.prompt, call.error) == ("union", text, None)
-    assert judged.value
+    assert judged.value is not None
     # Nothing to merge needs no call.
     assert (await judge.ask(Reduction((), [], (), text), CallContext(group="r", task_id="r"))).calls == ()
 
