@@ -51,7 +51,7 @@ class Call:
     def note_grant(self, grant: Grant) -> None:
         """The next request may be sent; what the others have seen meanwhile says whose failures the last ones were."""
         if grant.outages > self.outages:
-            # The judge's, not this call's.
+            # The judge was down for everybody: these failures are not this call's.
             self.unexplained = 0
         elif grant.answers > self.answers:
             # Several in a row, and then somebody was answered: the judge may have been away for a moment.
@@ -71,7 +71,7 @@ class Call:
             max_backoff: the most to wait without a hint.
         """
         if hint is not None:
-            # A little late rather than early.
+            # A little late: a request that comes early is refused again.
             return hint + random.uniform(0, min(1.0, 0.1 * hint))
         doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
         ceiling = min(max_backoff, doubled)

@@ -112,7 +112,7 @@ class LiteLLMClient:
         if self._cache is None:
             return await self._answer(request, None)
         key = self._key(request)
-        # Rollouts that are equal to the letter are judged at the same time: the later request finds the first's answer.
+        # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
         async with self._under_way.setdefault(key, asyncio.Lock()):
             if (stored := await self._cache.get(key)) is not None:
                 return _replay(stored)
@@ -173,7 +173,7 @@ class LiteLLMClient:
             await self._wait(call)
 
     async def _send(self, call: Call, grant: Grant) -> Completion | Verdict:
-        """One request: its reply, or what becomes of the call."""
+        """Send one request; returns its reply, or what becomes of the call."""
         import openai
 
         call.requests, call.number = call.requests + 1, grant.number
@@ -196,13 +196,13 @@ class LiteLLMClient:
                 await self._cache.settle(grant.number, ended.dollars)
             return await self._leases.settle(grant.number, ended)
         except BaseException:
-            # Nobody saw its end: in the book it stays open.
+            # How it ended is unknown: in the book of requests it stays open.
             self._leases.abandon(grant.number)
             raise
         bill = self._bill(response, call.most)
         completion = self._completion(call, response, bill)
         if self._cache is not None:
-            # Before anything is made of the reply: from here on no kill loses it, or what it cost.
+            # Stored before it is used: from here on no kill loses the reply, or what it cost.
             reply = None if call.key is None else (call.key, _stored(completion))
             try:
                 await self._cache.settle(grant.number, bill.dollars, reply)
@@ -221,14 +221,14 @@ class LiteLLMClient:
         return completion
 
     async def _question(self, grant: Grant) -> None:
-        """Ask whether the judge is there at all, with a lease that was meant for more."""
+        """Send the small question whether the judge answers at all, with a lease that was meant for a call."""
         call = self._call(QUESTION, QUESTION_TOKENS)
         call.timeout = min(call.timeout, QUESTION_SECONDS)
         if await self._send(call, grant) is Verdict.STOP and call.error is not None:
             raise self._endpoint.refused(call.error)
 
     def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
-        """A request without a reply; one that may be billed counts with the most that it may cost."""
+        """Account for a request without a reply; one that may be billed counts with the most that it may cost."""
         return Ended(
             tokens=most.input_tokens + most.output_tokens if billed else 0.0,
             output_tokens=most.output_tokens if billed else 0.0,
@@ -341,7 +341,7 @@ class LiteLLMClient:
         )
 
     async def _wait(self, call: Call) -> None:
-        """Until the next request of this call; the pool's own pause comes on top."""
+        """Wait until this call's next request; a pause of the whole pool comes on top."""
         error = call.error
         assert error is not None
         seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
@@ -373,7 +373,7 @@ def _stored(completion: Completion) -> dict[str, object]:
 
 
 def _replay(stored: Mapping[str, Any]) -> Completion:
-    """The stored reply, at no cost; a reply of an earlier version does not say what it cost."""
+    """Return the stored reply, at no cost; replies stored by early versions do not say what they cost."""
     paid = Paid(**{name: stored[name] for name in _PAID}) if all(name in stored for name in _PAID) else None
     replayed = {name: stored[name] for name in _REPLAYED if name in stored}
     return Completion(**replayed, paid=paid, dollars=0.0, started_at=time.time(), seconds=0.0, requests=0)

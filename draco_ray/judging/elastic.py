@@ -18,7 +18,7 @@ class Place(Generic[WorkerT]):
     def __init__(self, worker: WorkerT, number: int, now: float) -> None:
         self.worker = worker
         self.number = number
-        """Counts the workers asked for so far; none has the number of one that went."""
+        """Counts the workers asked for so far; the number of a worker that left is not used again."""
         self.up = False
         """Whether it answers. One that waits for a node, or for its restart, is not up."""
         self.calls = 0
@@ -93,7 +93,7 @@ class ElasticWorkers(Generic[WorkerT]):
         return min(max(needed, self._fewest), self._most)
 
     def adjust(self) -> tuple[list[Place[WorkerT]], list[Place[WorkerT]]]:
-        """Ask for workers that are missing, part with those that have been idle for long.
+        """Ask for workers that are missing, and let those go that have been idle for long.
 
         Returns: the places that are new, and those that left the pool, whose workers the caller ends.
         """
@@ -103,7 +103,7 @@ class ElasticWorkers(Generic[WorkerT]):
             self._full_use_at = now
         missing = wanted - len(self.places) if now >= self._grow_after else 0
         come = [self._ask() for _ in range(missing)]
-        # Those that never came first, then the youngest.
+        # Workers that never came up go first, then the youngest.
         unneeded = sorted(self.places, key=lambda place: (place.up, -place.number))
         gone = [
             place
@@ -127,7 +127,7 @@ class ElasticWorkers(Generic[WorkerT]):
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                # It was given a slot at the very moment it gave up.
+                # The slot was assigned just before the wait was cancelled: hand it back.
                 self.release(future.result())
             raise
 
@@ -159,7 +159,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._silent.discard(place)
         if place in self.places:
             self.places.remove(place)
-        # Another one would most likely fare no better at once.
+        # A new worker would most likely be lost in the same way if it were asked for at once.
         self._grow_after = self._clock() + self._idle_seconds
         if not self.places:
             while self._waiting:

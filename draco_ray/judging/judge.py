@@ -87,7 +87,7 @@ class Judge:
         requests: list[Request] = []
         error = ""
         for attempt in range(1 + self._config.reasks):
-            # A second try goes without the schema, should it be what misled the judge.
+            # The second try goes without the schema, in case the schema misled the judge.
             schema = self._schemas[phase] if attempt == 0 else None
             request = Request(
                 messages=messages,
@@ -105,7 +105,7 @@ class Judge:
                 calls.append(_call(phase, context, archived_prompt, completion, error))
                 break
             try:
-                # In a thread: what a judge writes is not to hold up the other calls.
+                # In a thread: reading a long reply must not hold up the other calls.
                 parsed = await asyncio.to_thread(
                     _read, completion, question, self._config, last=attempt == self._config.reasks
                 )

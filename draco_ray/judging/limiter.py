@@ -68,7 +68,7 @@ class Grant:
     """A lease."""
 
     number: str
-    """Unique for ever."""
+    """Unique over all runs."""
     answers: int
     """Replies that the whole pool had before it."""
     outages: int = 0
@@ -151,7 +151,7 @@ class SlidingWindow:
         over = self._sum + held + amount - self._limit
         if not self._uses:
             return 0.0
-        # What is allowed to leave early leaves early; the rest when its turn comes.
+        # A burst may leave at once; what exceeds it leaves at an even pace.
         wait = max(0.0, self._due - now - WINDOW_SECONDS * max(0.0, self._burst - amount) / self._limit)
         for use in self._uses:
             if over <= ROUNDING:
@@ -196,6 +196,7 @@ class _Share:
     """Mean of the very latest ones, which notices first that they grow."""
 
     def add(self, value: float) -> None:
+        """Take in the share that an ended request has used."""
         self.count += 1
         weight = 1.0 / min(self.count, MEMORY)
         step = value - self.mean
@@ -225,6 +226,7 @@ class _Sizes:
     output: dict[str, _Share] = field(default_factory=dict)
 
     def add(self, asked: Asked, ended: Ended) -> None:
+        """Learn from a request that has ended."""
         if asked.input_tokens > 0:
             self.input.add((ended.tokens - ended.output_tokens) / asked.input_tokens)
         if asked.output_tokens > 0:
@@ -288,7 +290,7 @@ class Limiter:
         self._booked: dict[str, float] = {}
         """Leases that were booked without an answer; one may still come."""
         self._scale = 1.0
-        """By how much the most was too little, at worst."""
+        """Largest factor by which a request exceeded the most it was expected to take."""
         self.spent = spent
         """Dollars of settled requests."""
         now = clock()
@@ -366,7 +368,7 @@ class Limiter:
                 self.outage.asked()
 
     def abandon(self, number: str) -> None:
-        """The request of a lease may be billed, and nobody will say."""
+        """Book a request whose end nobody will see: it may be billed."""
         lease = self._leases.pop(number, None)
         if lease is not None:
             self._booked[number] = self._scale * lease.asked.dollars
@@ -439,7 +441,7 @@ class WaitingLine:
             return await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                # It was given a lease at the very moment it gave up.
+                # The lease was granted just before the wait was cancelled: hand it back.
                 self.limiter.give_back(granted.result().number)
             raise
 

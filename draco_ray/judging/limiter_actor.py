@@ -64,8 +64,11 @@ class LimiterActor:
 
 
 class JudgeLimiterActor(LimiterActor):
-    """A run's. What it has paid for is in the book of its requests: neither a resumed run nor a new process starts from
-    nothing. Calls of a run's archive that are not in the book were made by a version that kept none."""
+    """The limiter of a run.
+
+    It starts from what the run has paid for, which is in the book of its requests, so that neither a resumed run nor a
+    new process starts from zero. Archived calls that are not in the book are older than the book.
+    """
 
     def __init__(self, config: JudgeConfig, run: Path) -> None:
         directory = RunDirectory(run)
@@ -149,7 +152,7 @@ def start_limiter(
         "name": _actor_name(run_name),
         "num_cpus": 0,
         "scheduling_strategy": beside_the_driver(),
-        # Everybody who waits holds a place.
+        # Each call that waits for a lease occupies one of these.
         "max_concurrency": 10_000,
         "max_restarts": -1,
         "max_task_retries": -1,

@@ -173,7 +173,7 @@ class Outage:
             self._rounds = max(self._rounds + 1, ROUNDS_TO_ASK if trouble is Trouble.TIMED_OUT else 0)
             self._paused_at = now
         if hint is not None:
-            # A little late rather than early.
+            # A little late: a request that comes early is refused again.
             self._paused_until = max(self._paused_until, now + hint + random.uniform(0, min(1.0, 0.1 * hint)))
         elif new:
             ceiling = min(self._max_backoff_seconds, FIRST_BACKOFF_SECONDS * 2.0 ** min(self._rounds - 1, 30))
@@ -192,7 +192,7 @@ class Outage:
         if self._since is not None and self._announced:
             log.warning("%s answers again after %s: judging goes on", self._who, span(now - self._since))
         self._announced = False
-        # What a rate limit asked for holds although somebody was answered.
+        # A wait that a rate limit asked for holds, even though somebody was answered since.
         if self._rounds >= ROUNDS_TO_ASK:
             self._paused_until = min(self._paused_until, now)
         self._since, self._rounds = None, 0

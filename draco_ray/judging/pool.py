@@ -33,8 +33,8 @@ LOOK_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """After which a judge worker that does not answer gets no more calls, and those it has are made elsewhere."""
 MOST_SENDS = 4
-"""Times a judge's phase is handed to a worker. One under which so many fall silent is more likely at fault than they,
-and goes on without a value rather than to stop them all."""
+"""Times a judge's phase is handed to a worker. A phase under which so many workers fall silent is
+probably the cause: it fails, instead of silencing the rest of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class JudgePool:
 
     def open(self) -> None:
         """Ask for the fewest workers and the union; needs a running event loop, and returns at once."""
-        # First, so that where slots are short the first step's calls have a worker: the union's can go there as well.
+        # Workers before the union: where slots are short, the union's calls can go to a worker, but not the reverse.
         self._adjust()
         self._union = Place(self._start("RubricUnion"), -1, 0.0)
         self._watching[self._union] = asyncio.create_task(self._watch(self._union))
@@ -173,13 +173,13 @@ class JudgePool:
             self._workers.release(place)
 
     async def _finish(self, place: Place[Any], summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary | None:
-        """The phase's summary; None where its worker was given up on."""
+        """Wait for the phase's summary; None if its worker was given up on."""
         answer = asyncio.ensure_future(_answer(summary))
         given_up = asyncio.ensure_future(place.given_up.wait())
         try:
             await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            # The phase itself goes on, and holds its slot.
+            # The actor goes on with the phase, and its slot stays taken until it ends.
             task = asyncio.create_task(self._release_after(place, answer))
             self._abandoned.add(task)
             task.add_done_callback(self._abandoned.discard)
@@ -195,7 +195,7 @@ class JudgePool:
 
     async def _release_after(self, place: Place[Any], answer: asyncio.Future[PhaseSummary]) -> None:
         await asyncio.wait({answer})
-        # Nobody asks for its error any more.
+        # Read, so that asyncio does not report an error that nobody awaits.
         _ = answer.cancelled() or answer.exception()
         self._release(place)
 

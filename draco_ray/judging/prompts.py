@@ -68,7 +68,7 @@ def evidence_key(folder: Path | None) -> bytes:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # Whole or not at all, and the first of several judge workers decides.
+            # Linked into place, so that it appears whole and the first of several judge workers wins.
             draft = folder / f"{KEY_FILE}.{new}"
             draft.write_text(new, encoding="ascii")
             with contextlib.suppress(FileExistsError):

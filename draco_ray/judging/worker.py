@@ -88,9 +88,9 @@ def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, ru
             name=f"{name}@{run_name}",
             num_cpus=0,
             resources={"judge": 1},
-            # Beside the calls it answers there are those whose worker was thought lost, and questions whether it is up.
+            # More than it answers at once: calls that it was given up on still run, and `up` must always get through.
             max_concurrency=4 * config.concurrency_per_worker,
-            # A phase repeated by a new process takes the replies that had come from the durable cache.
+            # A new process repeats the phase, and takes replies that had come already from the durable cache.
             max_restarts=-1,
             max_task_retries=3,
         ).remote(config, policy, leases)

@@ -124,7 +124,7 @@ class Policy:
         both, since PEFT and vLLM pass over names that they do not look for."""
         tensors = self.adapter(0).tensors
         engines = {engine_tensor_name(name, self._architectures): values for name, values in tensors.items()}
-        # Copies: the file format knows no tensor of two names.
+        # Copies, since safetensors refuses two names for the same memory.
         return {name: torch.from_numpy(values.copy()) for name, values in (tensors | engines).items()}
 
     def load_adapter(self, tensors: dict[str, Tensor], source: str) -> None:

@@ -75,7 +75,7 @@ class RayLoraLearner:
         trainer = ray.remote(fit).options(
             name=f"LearnerTrainer@{self._run.name}",
             num_cpus=0,
-            # Where it is, Ray Train's controller is as well.
+            # Ray Train's controller runs on the same node as this task.
             scheduling_strategy=beside_the_driver(),
             max_retries=0,
         )
@@ -126,7 +126,7 @@ class RayLoraLearner:
         return await self._feed.submit.remote(command)
 
     async def _watch_fit(self) -> None:
-        """When the loop ends for good, nobody must go on waiting for it."""
+        """Wait for the loop's end, and fail every call that still waits for an answer."""
         message = "the learner has stopped"
         try:
             await self._fit

@@ -8,7 +8,7 @@ from draco_ray.records import TrainingSample
 
 
 class Shares:
-    """Every worker's waiting samples. All workers keep the same account and so take the same decisions, unasked.
+    """Every worker's waiting samples. All workers keep the same account, and so decide alike without asking each other.
 
     Where the base is sharded a pass through the model takes all workers, and one that has nothing to do wastes its
     turn. So only as many micro-batches are taken as every worker has; the others wait for samples that come later.

@@ -74,7 +74,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
         try:
             answer = worker.execute(command)
         except (DracoError, ValueError, OSError) as error:
-            # The caller's to solve: started anew, the worker would only fail again.
+            # Answered rather than raised: a worker started anew would fail at the same command again.
             answer = Failed(message=str(error))
         ray.get(given.feed.answer.remote(rank, position, (answer,)))
         if isinstance(command, Stop):

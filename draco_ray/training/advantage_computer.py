@@ -156,7 +156,7 @@ def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
         num_cpus=0,
         scheduling_strategy=beside_the_driver(),
         max_concurrency=64,
-        # It holds nothing: a new process answers the same.
+        # It holds no state: a new process answers the same.
         max_restarts=-1,
         max_task_retries=3,
     ).remote(config)

@@ -25,7 +25,7 @@ class Batch:
     """Each ends with a reference to the group's samples, or None."""
 
     async def cancel(self) -> None:
-        """End what is not done; errors that follow from the one that is reported are no news."""
+        """Cancel what is not done. Errors that follow are dropped: the caller reports the first one."""
         for task in self.work:
             task.cancel()
         await asyncio.gather(*self.work, return_exceptions=True)
@@ -50,7 +50,7 @@ class RecordedRollouts:
         self._group_size, self._staleness, self._console = group_size, staleness, console
 
     async def take_over(self, groups: Sequence[Group]) -> None:
-        """Hand the pool those of a step's groups."""
+        """Hand the pool the recorded rollouts of a step's groups."""
         step = groups[0].step
         if step not in self._steps:
             return
@@ -90,7 +90,7 @@ class Batches:
         return self._ahead is not None
 
     async def take(self, step: int) -> Batch:
-        """The step's groups, on their way since now or since `run_ahead`."""
+        """Return the step's groups; those that `run_ahead` began are taken over, others begin now."""
         batch, self._ahead = self._ahead or await self._begin(step), None
         return batch
 

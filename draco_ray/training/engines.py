@@ -84,7 +84,7 @@ class WeightSync:
         Raises:
             CanaryFailed: an engine serves other weights.
         """
-        # A step without any signal leaves new weights without effect, and that is no fault of the engine.
+        # A step without any signal leaves the weights as they were: then no effect can be asked for.
         self._moved = self._moved or updated
         await self.publish(version)
         if probe is None:
@@ -109,7 +109,7 @@ class WeightSync:
         """
         for _ in range(PUBLISH_ATTEMPTS):
             try:
-                # An object of the driver's: the worker that made them may die, or its node be taken away.
+                # Copied into an object that the driver owns: one owned by the worker is lost when the worker dies.
                 update = ray.put(await (await self._learner.weights(version)))
                 await self._fleet.load(update)
             except ray.exceptions.ObjectLostError:
@@ -130,7 +130,7 @@ async def engines_asleep(
         yield
         return
     if after:
-        # What failed is reported by who takes the results.
+        # Errors are left to the caller, who awaits the same tasks.
         await asyncio.wait(after)
     await fleet.sleep()
     yield

@@ -1,4 +1,4 @@
-"""What watches a run from its driver: metrics, trackers and a log line for whatever changes."""
+"""Observing a run from its driver: metrics, trackers and a log line for whatever changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLE_SECONDS = 2.0
 
 
 class RunObserver:
-    """Told of groups and steps, it records them; what goes wrong while recording never stops the run."""
+    """Records groups and steps; an error while recording never stops the run."""
 
     def __init__(self, config: DracoConfig, run: Path) -> None:
         """Needs a connected Ray.

@@ -85,7 +85,7 @@ def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
         shape = model_shape(model_path, cached_config(model_path))
         return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
     except ConfigError:
-        # Whether it can be trained is the learner's to say.
+        # The learner refuses models that it cannot train; here only the size matters.
         return 0
 
 
@@ -99,7 +99,7 @@ def cached_config(model_path: str) -> Path | None:
     try:
         cached = try_to_load_from_cache(model_path, "config.json")
     except HFValidationError:
-        # A folder that is missing: the engine's to say.
+        # The engine refuses a folder that is missing.
         return None
     return Path(cached) if isinstance(cached, str) else None
 

@@ -67,7 +67,7 @@ class StepProgress:
 
     def stop(self) -> None:
         """End the step's bar."""
-        # Forgotten first: an interrupt may come between any two lines, and then this runs again.
+        # Cleared first: after an interrupt between any two lines this runs a second time.
         task, self._task = self._task, None
         if task is not None:
             self._progress.remove_task(task)

@@ -130,7 +130,7 @@ def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
     older = run.schema_version < SCHEMA_VERSION
     for folder in (run.tables / name for name in TABLES):
         gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
-        # What was paid for stays on the books, whatever becomes of the rollouts.
+        # Judge calls stay recorded, since they were paid for, whatever becomes of the rollouts.
         keep = folder.name == "judge_calls" or (reuse and folder.name in KEPT)
         if not keep:
             shutil.rmtree(parts, ignore_errors=True)

@@ -86,7 +86,7 @@ def resume(
     with sole_driver(run):
         check_disk(config, run.path)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
-        # A rollout carries no verdict of AppWorld's; where that is the reward it is played again, with the same seed.
+        # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
             console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")

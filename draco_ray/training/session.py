@@ -162,7 +162,7 @@ def stopped_plainly(run: RunDirectory, console: Console, *, resumable: bool = Fa
 def plain_error(error: BaseException) -> DracoError | None:
     """The one line behind an error of a remote part; None where there is none, which is a defect of this program."""
     while isinstance(error, ray.exceptions.RayTaskError):
-        # An error that passed through several actors is wrapped as often.
+        # Each actor that an error passes through wraps it once more.
         if error.cause is None or error.cause is error:
             return None
         error = error.cause
@@ -414,7 +414,7 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner) -> None:
 
 
 async def _drain_within_budget(actors: Actors, judge: JudgeConfig, kind: Any, error: Any, trace: Any) -> None:
-    """Where the budget is spent: the rest of what was asked within it is on its way."""
+    """When the budget is spent, wait for the replies to requests that were sent within it: they are paid for."""
     if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
         await actors.judges.drain(judge.request_timeout_seconds)
 

@@ -67,7 +67,7 @@ async def streamed_update(
     await update()
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
-        # Awaited before the update: an actor's calls may overtake each other.
+        # Awaited before the update: calls to an asynchronous actor may be carried out in another order.
         await gather_or_cancel(ask(learner.accumulate, samples) for samples in minibatch if samples is not None)
         await update()
     return result
