@@ -27,7 +27,6 @@ class RolloutSummary:
     steps: int
     prompt_tokens: int
     sampled_tokens: int
-    total_tokens: int
     seconds_generating: float
     seconds_executing: float
     started_at: float

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
 
 class LoraLearner:
-    """GRPO on a LoRA adapter (DESIGN section 5, "GRPO as in verl").
+    """GRPO on a LoRA adapter, as in verl (docs/method.md).
 
     A training step is: for each minibatch, `accumulate` its samples in any number of calls, then `step`. Samples of a
     later minibatch need their `old_logprobs` taken before the first `step`. Gradients are sums over tokens until `step`

@@ -102,7 +102,7 @@ class _RunLogHandler(logging.FileHandler):
     """A file handler that `stop_run_log` recognises."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore errors of writing: on a full disk each line would be a traceback, and the run store reports the disk."""
+        """Ignore errors of writing: on a full disk each line would be a traceback, and the run store reports it."""
 
 
 class JsonFormatter(logging.Formatter):

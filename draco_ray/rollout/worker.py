@@ -97,10 +97,6 @@ class RolloutWorkerActor:
         # The trajectory knows when it was played; the slot was held from before its world opened until it was closed.
         return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluation
 
-    async def pids(self) -> list[int]:
-        """Process ids of the live AppWorld servers."""
-        return [slot.pid for slot in self._slots if slot.pid is not None]
-
     async def stop(self) -> None:
         """End the AppWorld servers."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
@@ -153,7 +149,6 @@ def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSumm
         steps=0,
         prompt_tokens=0,
         sampled_tokens=0,
-        total_tokens=0,
         seconds_generating=0.0,
         seconds_executing=0.0,
         started_at=started,
@@ -174,7 +169,6 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         steps=len(trajectory.steps),
         prompt_tokens=trajectory.prompt_length,
         sampled_tokens=int(trajectory.sampled_T.sum()),
-        total_tokens=len(trajectory.token_ids_T),
         seconds_generating=sum(turn.seconds_generating for turn in trajectory.turns),
         seconds_executing=sum(turn.seconds_executing for turn in trajectory.turns),
         started_at=trajectory.started_at,

@@ -21,7 +21,6 @@ def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeE
         steps=3,
         prompt_tokens=10,
         sampled_tokens=20,
-        total_tokens=50,
         seconds_generating=1.0,
         seconds_executing=0.5,
         started_at=start,

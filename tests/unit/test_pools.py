@@ -91,7 +91,6 @@ class Worker:
                 steps=1,
                 prompt_tokens=1,
                 sampled_tokens=1,
-                total_tokens=2,
                 seconds_generating=0.0,
                 seconds_executing=0.0,
                 started_at=0.0,
