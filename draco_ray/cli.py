@@ -317,6 +317,9 @@ def judge(
         bool,
         typer.Option("--dry-run", help="Say what was understood and what it will cost; ask nothing."),
     ] = False,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="The provider's batch API: half the price, up to a day for each phase.")
+    ] = False,
     api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
@@ -352,6 +355,7 @@ def judge(
             api_key_env=api_key_env,
             context=context,
             config=load_config(config, override or []),
+            batch=batch,
             dry_run=dry_run,
         ),
         Console(highlight=False, soft_wrap=True, width=120),

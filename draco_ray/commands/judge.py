@@ -15,6 +15,7 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
+from draco_ray.judging.batch import DISCOUNT
 from draco_ray.judging.costs import cost_table, phase_costs, without_prompt_cache
 from draco_ray.judging.pricing import known_price
 from draco_ray.lab.analysis.judges import RULES, RuleComplete
@@ -49,6 +50,7 @@ class Wanted:
     api_key_env: str | None
     context: int | None
     config: DracoConfig
+    batch: bool
     dry_run: bool
 
 
@@ -72,6 +74,7 @@ def run(wanted: Wanted, console: Console) -> int:
         rubric=wanted.rubric,
         context=wanted.context,
         out=wanted.out,
+        batch=wanted.batch,
     )
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
     for line in _understood(groups, settled):
@@ -84,7 +87,7 @@ def run(wanted: Wanted, console: Console) -> int:
         known_price(settled.config.judge, wanted.judge),
         own=settled.rubric is None,
     )
-    console.print(_estimated(guessed, wanted.judge), markup=False)
+    console.print(_estimated(guessed, wanted.judge, batch=wanted.batch), markup=False)
     if wanted.dry_run or wanted.out is None:
         _show_one(groups, settled, console)
         return PARTIAL if groups.problems else 0
@@ -188,13 +191,14 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
     return lines
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], judge: str) -> str:
+def _estimated(phases: Mapping[str, PhaseEstimate], judge: str, *, batch: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
-    money = "no price of it is known" if total.dollars is None else f"about ${total.dollars:.2f}"
+    share = DISCOUNT if batch else 1.0
+    money = "no price of it is known" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
     return (
         f"judge {judge}: about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
-        f"{total.output_tokens:,} out, {money} before the provider's prompt cache"
+        f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
     )
 
 

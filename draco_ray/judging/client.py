@@ -279,6 +279,10 @@ class LiteLLMClient:
             clock=time.perf_counter(),
         )
 
+    def _configured_price(self) -> bool:
+        """Whether our price holds, and not the figure that LiteLLM has of a reply."""
+        return find_price(self._config.model, self._config.prices) is not None
+
     def _bill(self, response: Any, most: Most) -> _Bill:
         usage = read_usage(response, most)
         if usage is None:
@@ -297,8 +301,7 @@ class LiteLLMClient:
                 reasoning_tokens=0,
             )
             return _Bill(usage=guess, dollars=most.dollars, estimated=True)
-        configured = find_price(self._config.model, self._config.prices) is not None
-        reported = None if configured else reported_cost(response)
+        reported = None if self._configured_price() else reported_cost(response)
         if reported is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
             reported = price_of(self._price, *counts)

@@ -31,6 +31,8 @@ STATIC = "static"
 """For ``rubric``: the one that ships."""
 GROUPS_AT_ONCE = 8
 """In memory and under way."""
+GROUPS_IN_BATCH = 500
+"""The same where each phase takes a batch's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,13 @@ class Plan:
     context_known: bool
     """Whether the judge's context is known, or a guess."""
     rubric: tuple[Criterion, ...] | None
+    batch: bool = False
+    """Whether the provider's batch API is asked."""
+
+    @property
+    def at_once(self) -> int:
+        """Groups in memory and under way."""
+        return GROUPS_IN_BATCH if self.batch else GROUPS_AT_ONCE
 
 
 def plan(
@@ -56,6 +65,7 @@ def plan(
     rubric: str | Path | None = None,
     context: int | None = None,
     out: Path | None = None,
+    batch: bool = False,
 ) -> Plan:
     """Settle how traces are judged; the arguments are those of `judge`.
 
@@ -95,6 +105,7 @@ def plan(
         context_tokens=tokens,
         context_known=bool(context or known),
         rubric=load_static_rubric(of_run.algorithm.static_rubric) if of_run.algorithm.rubric == "static" else None,
+        batch=batch,
     )
 
 
@@ -169,6 +180,10 @@ def open_judge(settled: Plan) -> Meter:
         outage=outage,
     )
     cache = None if judge.cache is None else ReplyCache(judge.cache)
+    if settled.batch:
+        from draco_ray.judging.batch import BatchClient
+
+        return Meter(BatchClient(judge, cache, WaitingLine(limiter)))
     return Meter(LiteLLMClient(judge, cache, leases=WaitingLine(limiter)))
 
 
@@ -200,7 +215,7 @@ async def judge_run(settled: Plan, complete: Complete, run: JudgingRun) -> None:
             await writing
             raise
 
-    await judge_groups(trace_judge(settled, complete), pending, keep, at_once=GROUPS_AT_ONCE)
+    await judge_groups(trace_judge(settled, complete), pending, keep, at_once=settled.at_once)
 
 
 async def judge(
@@ -214,6 +229,7 @@ async def judge(
     api_key_env: str | None = None,
     context: int | None = None,
     config: DracoConfig | None = None,
+    batch: bool = False,
     complete: Callable[[Request], Awaitable[Completion]] | Complete | None = None,
 ) -> list[JudgedGroup]:
     """Judge traces: rubric, verdicts with evidence, the steps responsible, rewards and step advantages.
@@ -228,6 +244,7 @@ async def judge(
         api_key_env: variable that holds the key; unless told ``<PROVIDER>_API_KEY``.
         context: tokens that the judge reads; unless told LiteLLM's figure, else `DEFAULT_CONTEXT`.
         config: prompts, prices, limits and the advantage rule; unless told the defaults.
+        batch: ask the provider's batch API: half the price, and up to a day for each of five phases.
         complete: answers in place of LiteLLM.
 
     Returns: one a group, in their order; ``error`` says why a group or a trace has no reward.
@@ -247,6 +264,7 @@ async def judge(
         rubric=rubric,
         context=context,
         out=folder,
+        batch=batch,
     )
     run = None if folder is None else JudgingRun.open(folder, settled.config, groups)
     answering: Complete = complete or open_judge(settled)  # type: ignore[assignment]
@@ -262,7 +280,12 @@ async def judge(
     async def keep(state: GroupJudgement) -> None:
         found[state.index] = judged_group(state)
 
-    await judge_groups(trace_judge(settled, answering), enumerate(groups), keep, at_once=GROUPS_AT_ONCE)
+    await judge_groups(
+        trace_judge(settled, answering),
+        enumerate(groups),
+        keep,
+        at_once=settled.at_once,
+    )
     return [found[index] for index in range(len(groups))]
 
 
