@@ -245,7 +245,7 @@ def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Upd
 
     def recorded(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         """TRL's seam for rollouts that it did not sample itself; the update begins when it returns."""
-        answer = {
+        answer: dict[str, list[Any]] = {
             "prompt_ids": [rollout.token_ids[:PROMPT_TOKENS] for rollout in rollouts],
             "completion_ids": [rollout.token_ids[PROMPT_TOKENS:] for rollout in rollouts],
             "logprobs": [[0.0] * (len(rollout.token_ids) - PROMPT_TOKENS) for rollout in rollouts],

@@ -102,7 +102,7 @@ CELLS = {
 
 def scripts(family: Family, tokenizer: Any, chat: ChatTokens) -> tuple[Script, ...]:
     """Every fault at every length; no two begin with the same turn."""
-    made = []
+    made: list[Script] = []
     for length in LENGTHS:
         for faults in FAULTS:
             thoughts = [THOUGHT] * length

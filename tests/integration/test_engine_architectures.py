@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +91,7 @@ def plain_peft_logprobs(model: Path, checkpoint: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("architecture", [qwen2, qwen3_5])
 async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linear_layers(
-    architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("torchvision") is None:
         # Also for the engine core: a spawned process gets this one's sys.path.

@@ -42,9 +42,12 @@ def torchvision(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lock = (REPOSITORY / "requirements" / "gpu.lock").read_text(encoding="utf-8")
     (pinned,) = re.findall(r"^torchvision==(?:.*\\\n)*.*\n", lock, re.MULTILINE)
     (folder / "requirements.txt").write_text(pinned)
-    arguments = ["--no-deps", "--require-hashes", "--target", folder / "site", "-r", folder / "requirements.txt"]
+    arguments = ["--no-deps", "--require-hashes", "--target", str(folder / "site")]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "install", "--quiet", *arguments, "-r", str(folder / "requirements.txt")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return folder / "site"

@@ -65,8 +65,10 @@ def cluster_file(gcs: str) -> str:
         "gcs_address": gcs,
         "launch_multiple": True,
     }
-    lists = ("cluster_synced_files", "initialization_commands", "setup_commands", "head_setup_commands")
-    lists += ("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
+    lists = [
+        *("cluster_synced_files", "initialization_commands", "setup_commands", "head_setup_commands"),
+        *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+    ]
     return json.dumps(
         {
             "cluster_name": "judges",

@@ -27,7 +27,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.records import Verdict
+from draco_ray.records import Judged, Verdict
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer, serve
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ async def test_five_phases_through_the_real_client_without_a_second_question(pro
         credit = await judge.ask(Credit(poor, union.value, scores[0].value), WHERE)
         assert credit.value is not None
         assert {attribution.steps for attribution in credit.value} == {(1,)}
-        every = [stage1, *stage2, union, *scores, credit]
+        every: list[Judged[Any]] = [stage1, *stage2, union, *scores, credit]
         assert [(len(judged.calls), judged.notes) for judged in every] == [(1, ())] * len(every)
         counted = stats(server)
     assert counted["phases"] == {"other": 1, "stage1": 1, "stage2": 2, "union": 1, "score": 2, "credit": 1}
@@ -168,7 +168,7 @@ def test_rate_limit_says_how_long_to_wait() -> None:
 @pytest.mark.parametrize(
     ("behaviour", "words"), [({"malformed": 1.0}, "no complete JSON array"), ({"truncated": 1.0}, "cut off")]
 )
-async def test_unusable_replies_fail_the_call_after_a_second_question(behaviour: dict[str, float], words: str) -> None:
+async def test_unusable_replies_fail_the_call_after_a_second_question(behaviour: dict[str, Any], words: str) -> None:
     with JudgeServer(**behaviour) as server:
         judged = await build_judge(config(server)).ask(Score(example_trajectory(), RUBRIC), WHERE)
     assert judged.value is None
@@ -283,7 +283,7 @@ def test_a_taken_port_is_one_line() -> None:
         ({"error": 0.6, "truncated": 0.6}, "exceed"),
     ],
 )
-def test_impossible_behaviour_is_refused(behaviour: dict[str, float], words: str) -> None:
+def test_impossible_behaviour_is_refused(behaviour: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         JudgeServer(**behaviour)
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
-from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
@@ -165,7 +165,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
     for case in CASES:
         (directory / case).mkdir(exist_ok=True)
-    processes = multiprocessing.spawn(run_rank, args=(directory,), nprocs=WORKERS, join=False)
+    processes = spawn(run_rank, args=(directory,), nprocs=WORKERS, join=False)
     while not processes.join(timeout=5):
         pass
     return directory
@@ -184,8 +184,8 @@ def test_two_sharded_workers_are_one_that_is_whole(
     whole = LoraLearner(model, config, seed=0)
     alone = play(worker_of(whole, 0, 1), tmp_path)
     exact = model.dtype == "float32"
-    near = {"rtol": 1e-3, "atol": 1e-4} if exact else {"rtol": 0.05, "atol": 0.05}
-    loose = {"rel": near["rtol"], "abs": near["atol"]}
+    near: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4} if exact else {"rtol": 0.05, "atol": 0.05}
+    loose: dict[str, Any] = {"rel": near["rtol"], "abs": near["atol"]}
     first, second = (rank[case] for rank in ranks)
     # One long sample against three in two passes, of which the second waits for the update.
     assert (first["uneven"]["samples"], second["uneven"]["samples"]) == (1, 2)

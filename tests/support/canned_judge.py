@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 
-CHEAPEST = {
+CHEAPEST: dict[str, object] = {
     "title": "Books the cheapest flight",
     "description": "The flight that is booked or named costs least.",
     "evaluator_instruction": "Pass if it is DL9.",
 }
-SEARCHES = {
+SEARCHES: dict[str, object] = {
     "title": "Searches before it answers",
     "description": "A search comes first.",
     "evaluator_instruction": "Pass if it searches.",

@@ -47,7 +47,7 @@ class HoldingJudge(JudgeApp):
         self._thread.join(timeout=10)
         self._socket.close()
 
-    async def _reply(self, number: int, asked: Any) -> Response:
+    async def _reply(self, number: int, asked: Any) -> tuple[Response, str | None]:
         phase, _ = await asyncio.to_thread(answer, asked.messages[0].text)
         if phase == "score":
             limit = self.answers_before_holding

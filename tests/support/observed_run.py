@@ -24,7 +24,7 @@ from draco_ray.records import EpisodeEnd
 from draco_ray.summaries import PhaseSummary
 from draco_ray.training import observer
 from draco_ray.training.observer import RunObserver
-from tests.unit.test_training_metrics import a_phase, a_rollout
+from tests.support.summaries import a_phase, a_rollout
 
 REPORT_SECONDS = 2
 """RAY_metrics_report_interval_ms of this process; a gauge lives twice as long."""

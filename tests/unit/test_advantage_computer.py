@@ -19,11 +19,11 @@ async def _now(value: Any) -> Any:
     return value
 
 
-def scores(*verdicts: int) -> Awaitable[Any]:
+def scores(*verdicts: int) -> Any:
     return _now(Judged(value=tuple(ScoredCriterion(verdict=Verdict(verdict)) for verdict in verdicts)))
 
 
-def credit(*cited: tuple[int, int, tuple[int, ...]]) -> Awaitable[Any]:
+def credit(*cited: tuple[int, int, tuple[int, ...]]) -> Any:
     return _now(
         Judged(value=tuple(Attribution(criterion=k, verdict=Verdict(verdict), steps=at) for k, verdict, at in cited))
     )
@@ -34,19 +34,20 @@ VERDICTS = [(1, 1, 1), (0, 0, 1), (1, -1, 1), (-1, -1, 1)]
 
 
 async def test_a_rollout_that_cannot_be_credited_unevenly_needs_no_call() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig())
+    actor: Any = AdvantageComputerActor(AlgorithmConfig())
     rewards = await actor.rewards(range(4), [scores(*row) for row in VERDICTS])
     assert rewards.unanimous == (0, 1, 3)
     assert rewards.rewards == (1.0, 0.0, 0.0, -1.0)
 
-    asked = [
+    asked: Any = [
         [(0, 1, (1,)), (1, 1, (2,))],
         [(0, 0, ()), (1, 0, ())],
         [(0, 1, (1,)), (1, -1, (2,))],
         [(0, -1, (2,)), (1, -1, (2,))],
     ]
     outcomes = []
-    for skipped in ((), rewards.unanimous):
+    none: tuple[int, ...] = ()
+    for skipped in (none, rewards.unanimous):
         called = [None if rollout in skipped else credit(*asked[rollout]) for rollout in range(4)]
         played = [_now(example_trajectory(rollout)) for rollout in range(4)]
         _, advantages, _, summary = await actor.from_verdicts(
@@ -57,7 +58,7 @@ async def test_a_rollout_that_cannot_be_credited_unevenly_needs_no_call() -> Non
     np.testing.assert_allclose(outcomes[0], outcomes[1])
 
 
-def failed() -> Awaitable[Any]:
+def failed() -> Any:
     return _now(Judged(value=None, error="no JSON"))
 
 
@@ -67,7 +68,7 @@ def trajectories(number: int) -> list[Awaitable[Any]]:
 
 async def test_a_rollout_whose_scoring_failed_is_no_row_of_the_group() -> None:
     """It gives no verdict: neither a fail that keeps a criterion, nor a reward of 0 that moves the others' baseline."""
-    actor = AdvantageComputerActor(AlgorithmConfig())
+    actor: Any = AdvantageComputerActor(AlgorithmConfig())
     asked = [scores(1, -1, 1), failed(), scores(-1, -1, 0)]
     rewards = await actor.rewards([0, 2, 5], asked)
     assert rewards == RewardSummary(
@@ -110,7 +111,7 @@ async def test_as_many_scores_as_rollouts_are_asked_for() -> None:
 
 
 async def test_without_credit_all_that_was_sampled_takes_the_advantage() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(rule="grpo"))
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(rule="grpo"))
     cited = [credit((0, 1, (1,))), credit((0, -1, (2,)))]
     samples, advantages, _, summary = await actor.from_verdicts(
         "step1/example_1", range(2), trajectories(2), [scores(1), scores(-1)], cited
@@ -121,9 +122,9 @@ async def test_without_credit_all_that_was_sampled_takes_the_advantage() -> None
 
 
 async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo", std_epsilon=0.0))
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo", std_epsilon=0.0))
 
-    def evaluation(success: bool, passed: int) -> Awaitable[Any]:
+    def evaluation(success: bool, passed: int) -> Any:
         return _now(
             Evaluation(
                 task_id="example_1",
@@ -146,7 +147,7 @@ async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() ->
 
 
 async def test_every_group_draws_noise_of_its_own() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     drawn = []
     for key in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)):
         _, advantages, _, summary = await actor.from_noise("step1/example_1", range(16), trajectories(16), key)
@@ -158,7 +159,7 @@ async def test_every_group_draws_noise_of_its_own() -> None:
 
 
 async def test_the_probe_is_the_beginning_of_a_sample() -> None:
-    actor = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     samples, *_ = await actor.from_noise("step1/example_1", range(2), trajectories(2), (0, 1, 0))
     assert actor.probe(samples, 3) == samples[0].token_ids_T[:3].tolist()
     assert actor.probe([], 3) == []

@@ -126,7 +126,7 @@ async def test_sampled_log_probs_are_kept_in_place() -> None:
     trajectory, _, _ = await play([f"<code>a</code>{END}", f"Done.{END}"], ["ok"])
     for turn in trajectory.turns:
         count = turn.last_token - turn.first_token
-        expected = np.float32([-0.5 - 0.001 * index for index in range(count)])
+        expected = np.array([-0.5 - 0.001 * index for index in range(count)], dtype=np.float32)
         assert trajectory.logprob_T[turn.first_token : turn.last_token].tolist() == expected.tolist()
 
 

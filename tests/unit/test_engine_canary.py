@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draco_ray.engine.canary import judge_canary, run_canary
+from draco_ray.engine.canary import CanaryReading, judge_canary, run_canary
 from draco_ray.errors import CanaryFailed
 from draco_ray.records import FloatArray
 
 BASE = np.array([-1.0, -2.0, -3.0])
 
 
-def judge(on: FloatArray, learner: FloatArray, *, off: FloatArray = BASE, again: FloatArray = BASE, moved: bool = True):
+def judge(
+    on: FloatArray, learner: FloatArray, *, off: FloatArray = BASE, again: FloatArray = BASE, moved: bool = True
+) -> CanaryReading:
     return judge_canary("engine-0", on, off, again, learner, version=4, moved=moved, tolerance=0.05)
 
 

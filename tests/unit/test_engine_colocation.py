@@ -89,7 +89,7 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
     async def weights(version: int) -> Awaitable[None]:
         return nothing()
 
-    async def canary(scorer: str, token_ids: Any, learned: Any, **ignored: object) -> SimpleNamespace:
+    async def canary(scorer: str, token_ids: Any, learned: Any, **ignored: object) -> Any:
         seen.extend((token_ids, learned))
         return SimpleNamespace(gap_mean=0.0)
 

@@ -38,7 +38,7 @@ def app() -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
-INSERT = ["INSERT INTO notes (title, pinned) VALUES (?, ?)", ["a", 1], False]
+INSERT: Any = ["INSERT INTO notes (title, pinned) VALUES (?, ?)", ["a", 1], False]
 HONEST: list[Any] = [
     INSERT,
     ["INSERT INTO notes (title, pinned) VALUES (?, ?)", [["b", 1], ["c", None]], True],
@@ -132,8 +132,9 @@ def test_a_statement_that_does_more_is_not_carried_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = list(app.iterdump())
+    changes: Any = [INSERT, [statement, [[]] if many else [], many]]
     with pytest.raises(UnusableWorld):
-        apply_changes(app, [INSERT, [statement, [[]] if many else [], many]], [])
+        apply_changes(app, changes, [])
     # Nothing of the whole world is, once one statement of it is none.
     assert list(app.iterdump()) == before
     assert list(tmp_path.iterdir()) == []
@@ -164,16 +165,19 @@ def test_a_change_that_is_none_is_an_error(app: sqlite3.Connection, change: Any)
 
 
 def test_a_text_that_is_doubled_without_end_is_an_error(app: sqlite3.Connection) -> None:
+    doubling: Any = ["UPDATE notes SET title = title || title", [], False]
     with pytest.raises((UnusableWorld, sqlite3.Error), match="too big"):
-        apply_changes(app, [["UPDATE notes SET title = title || title", [], False]] * 40, [])
+        apply_changes(app, [doubling] * 40, [])
 
 
 def test_what_the_task_begins_with_is_not_asked(app: sqlite3.Connection) -> None:
-    own = [["CREATE TABLE more (x)", [], False], INSERT]
-    apply_changes(app, [*own, ["INSERT INTO more (x) VALUES (1)", [], False]], own)
+    own: Any = [["CREATE TABLE more (x)", [], False], INSERT]
+    theirs: Any = ["CREATE TABLE others (x)", [], False]
+    more: Any = ["INSERT INTO more (x) VALUES (1)", [], False]
+    apply_changes(app, [*own, more], own)
     assert app.execute("SELECT x FROM more").fetchall() == [(1,)]
     with pytest.raises(UnusableWorld, match="CREATE TABLE others"):
-        apply_changes(app, [INSERT, ["CREATE TABLE others (x)", [], False]], own)
+        apply_changes(app, [INSERT, theirs], own)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +90,8 @@ def test_what_does_not_belong_together_is_refused() -> None:
             summarise(apart, RUNS)
     with pytest.raises(ValueError, match="1 tasks are in one of the two only"):
         differences(summarise([[whole]], RUNS), summarise([[part]], RUNS))
-    for nothing in ([], [[]], [[[]]]):
+    nothings: list[Any] = [[], [[]], [[[]]]]
+    for nothing in nothings:
         with pytest.raises(ValueError, match="nothing was evaluated"):
             summarise(nothing, RUNS)
 

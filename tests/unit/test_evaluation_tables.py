@@ -122,8 +122,8 @@ def test_the_other_tables_say_turns_difficulty_and_cost(directories: list[str]) 
     assert per_task.mean == pytest.approx(0.25)
     for make in TABLES.values():
         for form in TableFormat:
-            for shown in Shown:
-                assert render(make(settings), form, shown).endswith("\n")
+            for spread in Shown:
+                assert render(make(settings), form, spread).endswith("\n")
 
 
 def test_text_aligns_and_says_an_outer_header_once() -> None:
@@ -443,7 +443,7 @@ def test_a_comparison_does_not_take_lost_rollouts_for_a_difference(tmp_path: Pat
 
 def test_a_generated_world_and_a_part_of_a_split_are_in_the_title_and_in_the_header(tmp_path: Path) -> None:
     whole = {f"{number // 3:07x}_{number % 3 + 1}": 1 for number in range(168)}
-    cases = (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"tasks": whole}, ""),
         ({"tasks": whole, "split_size": 168}, ""),
         ({"tasks": whole, "generated": True, "split_size": 168}, "generated world, 168 tasks"),
@@ -504,14 +504,13 @@ def test_directories_of_one_label_are_training_seeds(tmp_path: Path) -> None:
 def test_seeds_that_were_not_measured_alike_are_refused(tmp_path: Path) -> None:
     first = str(seeded(tmp_path, 1, 0.5))
     fewer = dict(list(TASKS.items())[:6])
-    for number, (changes, words) in enumerate(
-        (
-            ({"tasks": fewer}, "with other tasks"),
-            ({"world": "another"}, "with other tasks"),
-            ({"runs": 2}, "with other runs"),
-            ({"measurements": ("starter", "again")}, "with other checkpoints"),
-        )
-    ):
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"tasks": fewer}, "with other tasks"),
+        ({"world": "another"}, "with other tasks"),
+        ({"runs": 2}, "with other runs"),
+        ({"measurements": ("starter", "again")}, "with other checkpoints"),
+    )
+    for number, (changes, words) in enumerate(cases):
         other = seeded(tmp_path, 2 + number, 0.5, **changes)
         with pytest.raises(ConfigError, match=words) as refusal:
             read_settings([first, str(other)])

@@ -13,11 +13,12 @@ from draco_ray.cli import main
 from draco_ray.config.load import confirmed_keys, dotted_keys, dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import adopt_config, rewind
 from tests.support.small_run import small_run
-from tests.unit.test_runs import a_trajectory, rows
+from tests.unit.test_runs import a_trajectory
 
 NAMED = {
     "environment.appworld_python": "/tmp/evil/python",
@@ -98,7 +99,7 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
 def test_a_run_of_ones_own_is_resumed_as_it_is_also_elsewhere(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *(f"{key}={value}" for key, value in NAMED.items()))
     assert load_config(str(run)).environment.isolation == "rlimits"
-    moved = shutil.move(run, tmp_path / "elsewhere")
+    moved = Path(shutil.move(run, tmp_path / "elsewhere"))
     assert load_config(str(moved)).judge.api_base == NAMED["judge.api_base"]
     old = load_config(str(moved))
     new = load_config(str(moved), ["judge.api_base=http://127.0.0.1:8011/v1"])

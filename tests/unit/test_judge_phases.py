@@ -41,7 +41,7 @@ WHERE = CallContext(group="step1/example_1", task_id="example_1", rollout=0)
 
 
 @pytest.fixture
-def summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Phase]:
+def summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The page's phase, listed as the page says, with its template in the prompt set at ``tmp_path / "set"``."""
     blocks = dict(re.findall(r"```(\w*)\n(.*?)```", PAGE.read_text(), re.DOTALL))
     templates = re.findall(r"```\n(What did.*?)```", PAGE.read_text(), re.DOTALL)
@@ -91,7 +91,7 @@ class Script:
 
 
 async def test_the_pages_phase_is_asked_archived_counted_and_shown(
-    summary: Phase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    summary: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = json.dumps([{"sentence": "It looked."}, {"sentence": "It left."}])
     script = Script(two, json.dumps([{"sentence": "It read one page only."}]))
@@ -126,7 +126,7 @@ async def test_the_pages_phase_is_asked_archived_counted_and_shown(
     assert after_thinking(quoted) == quoted
 
 
-def test_a_prompt_set_without_the_new_template_is_refused_by_name(summary: Phase, tmp_path: Path) -> None:
+def test_a_prompt_set_without_the_new_template_is_refused_by_name(summary: Any, tmp_path: Path) -> None:
     (tmp_path / "set" / summary.template).unlink()
     with pytest.raises(Exception, match=re.escape("summary.txt cannot be read")):
         load_prompts(tmp_path / "set")
@@ -168,17 +168,14 @@ async def test_a_worker_passes_values_on_and_a_failed_phase_as_nothing() -> None
     """Without Ray: what references stand for has arrived already."""
     recorder = Recorder()
     worker: Any = SimpleNamespace(_judge=recorder)
+    ask: Any = JudgeWorkerActor.ask
     failed: Judged[tuple[Criterion, ...]] = Judged(value=None, error="failed")
     first, second = (Judged(value=(criterion,)) for criterion in RUBRIC)
     trajectory = example_trajectory()
-    await JudgeWorkerActor.ask(
-        worker, Union, WHERE, messages=PROMPT, candidates=[first, failed, second], trajectories=[trajectory]
-    )
-    await JudgeWorkerActor.ask(
-        worker, Credit, WHERE, trajectory=trajectory, rubric=first, scores=Judged(value=SCORES), criteria=(0,)
-    )
-    await JudgeWorkerActor.ask(worker, Score, WHERE, trajectory=trajectory, rubric=failed)
-    await JudgeWorkerActor.ask(worker, Stage1, WHERE, messages=PROMPT)
+    await ask(worker, Union, WHERE, messages=PROMPT, candidates=[first, failed, second], trajectories=[trajectory])
+    await ask(worker, Credit, WHERE, trajectory=trajectory, rubric=first, scores=Judged(value=SCORES), criteria=(0,))
+    await ask(worker, Score, WHERE, trajectory=trajectory, rubric=failed)
+    await ask(worker, Stage1, WHERE, messages=PROMPT)
     assert recorder.questions == [
         Union(PROMPT, list(RUBRIC), [trajectory]),
         Credit(trajectory, RUBRIC[:1], SCORES, (0,)),

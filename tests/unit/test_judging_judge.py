@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from draco_ray.records import EpisodeEnd, ScoredCriterion, Verdict
 WHERE = CallContext(group="step3/example_1", task_id="example_1", rollout=2)
 
 
-def completion(text: str, **changes: object) -> Completion:
+def completion(text: str, **changes: Any) -> Completion:
     answer = Completion(
         text=text,
         finish_reason="stop",

@@ -80,7 +80,7 @@ def test_litellm_hands_the_marks_on_to_anthropic() -> None:
 
     sent = AnthropicConfig().transform_request(
         model="claude-sonnet-4-5",
-        messages=marked([{"role": "user", "content": "abcdef"}], (4,)),  # type: ignore[arg-type]
+        messages=marked([{"role": "user", "content": "abcdef"}], (4,)),
         optional_params={"max_tokens": 10},
         litellm_params={},
         headers={},

@@ -53,7 +53,7 @@ def reply(draw: random.Random, credit: bool) -> tuple[list[dict[str, object]], s
         text = draw.choice(["seen in step two", "nothing shows it", "", "it printed: done, and went on"])
         if credit:
             steps = sorted(draw.sample(range(1, STEPS + 1), draw.randint(1, 3))) if verdict else []
-            rest = {"explanation": text, "relevant_steps": steps, "verdict": Verdict(verdict).name}
+            rest: dict[str, object] = {"explanation": text, "relevant_steps": steps, "verdict": Verdict(verdict).name}
         else:
             rest = {"evidence": text, "justification": "so", "score": verdict}
         names = list(rest)
@@ -105,7 +105,7 @@ def plain(text: str, credit: bool, begin: str) -> Answer | None:
             raws[mark[1]] = _NEXT_KEY.split(part[mark.end() : end])[0]
         title = raws.get("rubric_title", "").strip().strip(",").strip().strip('"').casefold().split()
         titled = [index for index, each in enumerate(RUBRIC) if each.title.casefold().split() == title]
-        index = plain_number(raws["rubric_index"]) if "rubric_index" in raws else (titled or [None])[0]
+        index = plain_number(raws["rubric_index"]) if "rubric_index" in raws else next(iter(titled), None)
         if "rubric_index" in raws and (index is None or (titled and titled != [index]) or index in found):
             return None
         if credit:

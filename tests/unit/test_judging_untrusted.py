@@ -22,7 +22,7 @@ from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.prompts import Prompts, load_prompts
 from draco_ray.records import Trajectory, Turn
 from draco_ray.rollout.code_block import extract_code
 from draco_ray.sandbox.rule_judge.reading import read_prompt
@@ -78,7 +78,7 @@ def rollouts(draw: st.DrawFn) -> Trajectory:
 @fuzz
 @given(rollouts(), st.sampled_from(SETS))
 def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
-    trajectory: Trajectory, prompts: object
+    trajectory: Trajectory, prompts: Prompts
 ) -> None:
     titles = [criterion.title for criterion in RUBRIC]
     steps = list(range(1, len(trajectory.steps) + 1))
@@ -102,7 +102,7 @@ def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
 
 @fuzz
 @given(st.lists(rollouts(), min_size=1, max_size=3), st.sampled_from(SETS))
-def test_a_rollout_cannot_add_to_its_group(group: list[Trajectory], prompts: object) -> None:
+def test_a_rollout_cannot_add_to_its_group(group: list[Trajectory], prompts: Prompts) -> None:
     numbered = [replace(trajectory, rollout=number) for number, trajectory in enumerate(group)]
     read = read_prompt(Union(PROMPT, RUBRIC, numbered).prompt(prompts))
     assert read is not None

@@ -64,7 +64,7 @@ CONFIG = LearnerConfig(
 )
 
 
-def make_learner(model: ModelConfig, *, seed: int = 0, **changes: object) -> LoraLearner:
+def make_learner(model: ModelConfig, *, seed: int = 0, **changes: Any) -> LoraLearner:
     """A learner whose adapter is already away from zero."""
     learner = LoraLearner(model, CONFIG.model_copy(update=changes), seed=seed)
     generator = torch.Generator().manual_seed(5)
@@ -156,7 +156,7 @@ def test_one_by_eight_eight_by_one_and_two_workers_give_the_gradient_of_the_loop
         for logprobs in make_learner(model).old_logprobs(samples)
     ]
 
-    def flat_sums(shares: Sequence[slice], **changes: object) -> torch.Tensor:
+    def flat_sums(shares: Sequence[slice], **changes: Any) -> torch.Tensor:
         """What the workers' all-reduce adds up: counts, then gradients."""
         vectors: list[torch.Tensor] = []
         for share in shares:
@@ -186,7 +186,7 @@ def test_one_by_eight_eight_by_one_and_two_workers_give_the_gradient_of_the_loop
 @pytest.mark.parametrize(
     "changes", [{"micro_batch_tokens": 1}, {"micro_batch_tokens": 100}, {"gradient_checkpointing": True}]
 )
-def test_the_gradient_does_not_depend_on_micro_batches(model: ModelConfig, changes: dict[str, object]) -> None:
+def test_the_gradient_does_not_depend_on_micro_batches(model: ModelConfig, changes: dict[str, Any]) -> None:
     whole, cut = make_learner(model), make_learner(model, **changes)
     samples = make_samples()
     expected, found = whole.accumulate(samples), cut.accumulate(samples)
@@ -317,9 +317,9 @@ def test_two_workers_update_as_one(model: ModelConfig) -> None:
     far.accumulate(samples[:2])
     far.step()
     near = make_learner(model)
+    sent = vectors[0]
     near._reduce = lambda flat: flat.add_(sent)
     near.accumulate(samples[2:])
-    sent = vectors[0]
     together, single = near.step(), alone.step()
     assert together.valid_tokens == single.valid_tokens
     assert together.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)

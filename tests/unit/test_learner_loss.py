@@ -101,6 +101,7 @@ def test_log_probs_far_apart_leave_loss_and_gradient_finite(advantage: float) ->
         )
         loss.total.backward()
         assert torch.isfinite(loss.total)
+        assert logprob.grad is not None
         assert torch.isfinite(logprob.grad).all()
 
 

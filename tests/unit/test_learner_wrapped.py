@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def trained(model: ModelConfig) -> LoraLearner:
 
 @pytest.mark.parametrize("kind", [AutoModelForCausalLM, Qwen3_5ForConditionalGeneration])
 def test_it_loads_in_plain_peft_around_the_text_model_and_around_the_wrapper(
-    kind: type, model: ModelConfig, trained: LoraLearner, tmp_path: Path
+    kind: Any, model: ModelConfig, trained: LoraLearner, tmp_path: Path
 ) -> None:
     trained.save(tmp_path / "step00001")
     base = kind.from_pretrained(model.path, dtype=torch.float32)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import ray
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import pool as judge_pool
@@ -171,9 +172,9 @@ class DeafPool(JudgePool):
 
 
 async def test_a_phase_that_silences_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_pool.ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "put", lambda value: value)
     worker = DeafWorker()
-    judgement = await DeafPool(worker).ask(Stage1, WHERE, messages=())
+    judgement: Any = await DeafPool(worker).ask(Stage1, WHERE, messages=())
     assert worker.asked.count("ask") == judge_pool.MOST_SENDS
     assert not judgement.ok
     assert judgement.judged.value is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -138,7 +139,8 @@ def test_a_criterion_is_counted_over_rollouts_and_over_tasks() -> None:
 
 
 def test_what_never_applies_or_was_never_scored_has_rates_of_zero() -> None:
-    for verdicts in ({"t_1": [[NA]]}, {}, {"t_1": []}):
+    cases: list[Any] = [{"t_1": [[NA]]}, {}, {"t_1": []}]
+    for verdicts in cases:
         (found,) = one(verdicts)
         assert (found.applicability, found.failure_rate, found.discrimination) == (0, 0, 0)
 

@@ -98,7 +98,7 @@ async def test_the_agent_loop_records_a_demonstration_as_an_episode() -> None:
         sampled = trajectory.token_ids_T[turn.first_token : turn.last_token].tolist()
         assert trajectory.sampled_T[turn.first_token : turn.last_token].all()
         assert sampled[-1] == chat.end_of_turn_id
-        assert len(sampled) <= AGENT.max_turn_tokens
+        assert len(sampled) <= (AGENT.max_turn_tokens or 0)
         assert extract_code(chat.text(sampled)) == turn.action
     assert trajectory.sampled_T.sum() == sum(turn.last_token - turn.first_token for turn in trajectory.turns)
     assert int((trajectory.token_ids_T[~trajectory.sampled_T] == chat.end_of_turn_id).sum()) == len(

@@ -70,7 +70,14 @@ def graded(**breakdown: float) -> dict[str, Any]:
 
 def infrastructure_error(task: str, trial: int, **fields: Any) -> dict[str, Any]:
     info = {"error": "bad agent", "error_type": "RuntimeError", "error_traceback": "…", "failed_after_attempts": 4}
-    cut = {"duration": 0.0, "agent_cost": None, "user_cost": None, "reward_info": None, "messages": [], "info": info}
+    cut: dict[str, Any] = {
+        "duration": 0.0,
+        "agent_cost": None,
+        "user_cost": None,
+        "reward_info": None,
+        "messages": [],
+        "info": info,
+    }
     return simulation(task, trial, termination_reason="infrastructure_error", **{**cut, **fields})
 
 

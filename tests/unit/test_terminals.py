@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from draco_ray.training.progress import StepProgress
 from tests.support.small_run import small_run
 
 
-def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The words of every command, groups included."""
     yield words
     for name, below in getattr(command, "commands", {}).items():

@@ -417,7 +417,8 @@ def test_whatever_is_put_anywhere_in_a_record_is_read_or_said(data: st.DataObjec
     name = data.draw(st.sampled_from(sorted(BY_FORMAT.values())))
     text = (FILES / name).read_text(encoding="utf-8")
     record = json.loads(text if name.endswith(".json") else text.splitlines()[0])
-    node, path = record, []
+    node: Any = record
+    path: list[Any] = []
     while isinstance(node, dict | list) and node and (not path or data.draw(st.integers(0, 5))):
         key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
         path.append((node, key))

@@ -120,7 +120,8 @@ class Run:
 
     async def canary(self, client: str, *sequences: Any, version: int, moved: bool, tolerance: float) -> CanaryReading:
         self.asked_for_effect[version] = moved
-        return CanaryReading(**dict.fromkeys((field.name for field in fields(CanaryReading)), 0.0))
+        values: dict[str, Any] = dict.fromkeys((field.name for field in fields(CanaryReading)), 0.0)
+        return CanaryReading(**values)
 
     async def _pipeline(self, group: Group) -> str:
         slot = await self._slots.acquire(group.step * MOST_GROUPS + group.index)
