@@ -304,6 +304,34 @@ def load_traces(
     return loader.groups()
 
 
+RECORD = "record"
+
+
+def place_of(trace: Trace) -> int:
+    """Which of the records of `groups_of` a trace is from."""
+    return int(trace.source.split()[1]) - 1
+
+
+def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
+    """`load_traces` for records that are in memory already, in any format that it recognises.
+
+    Raises:
+        TraceError: none of them is a trace.
+    """
+    loader = _Loader(Reading(group_by=None if group_by == NO_GROUPS else group_by), None, alone=group_by == NO_GROUPS)
+    for number, record in enumerate(records, 1):
+        where = f"{RECORD} {number}"
+        known = next((each for each in FORMATS.values() if each.recognises(record)), None)
+        if known is None:
+            loader.problem(where, f"no known format, found {_described(record)}")
+        else:
+            loader._record(Found(where, record), known)
+    loader.finish_spans()
+    if not loader.members:
+        raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")
+    return loader.groups()
+
+
 def run_traces(path: Path) -> Iterator[Trace]:
     """The rollouts of a run directory; their tokens are counted, and a group is a task of a training step."""
     from draco_ray.runs.directory import RunDirectory

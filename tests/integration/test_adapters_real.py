@@ -1,0 +1,84 @@
+"""The adapters with the real TRL, verifiers, Inspect and ART, each in an environment that has it.
+
+``make bench-learner`` makes TRL's; for the others ``python -m venv DIR && DIR/bin/pip install verifiers`` (inspect_ai,
+openpipe-art) and the variable below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draco_ray import step_advantages
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+# Its own packages come first, then those that draco-ray needs; `tests` is ours, whatever packages call theirs.
+RUN = """
+import runpy, sys, types
+sys.path.append({site!r})
+ours = types.ModuleType("tests")
+ours.__path__ = [{tests!r}]
+sys.modules["tests"] = ours
+runpy.run_module("tests.support.adapters.{script}", run_name="__main__")
+"""
+
+
+def run(script: str, variable: str, usual: str = "") -> Any:
+    """What a script prints in the environment that a variable, else a folder, names."""
+    python = Path(os.environ.get(variable) or REPOSITORY / (usual or "nowhere"))
+    if not python.is_file():
+        pytest.skip(f"{variable} names no python")
+    code = RUN.format(site=sysconfig.get_path("purelib"), tests=str(REPOSITORY / "tests"), script=script)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_real_step_of_trl_is_pushed_by_our_advantages() -> None:
+    found = run("trl_step", "DRACO_TRL_PYTHON", ".venv-bench/bin/python")
+    assert found["rewards"] == [1.0, -1.0]
+    assert found["moved"]
+    given = np.array(found["advantages"])
+    # Both runs cite their second step only, so the first has its quality: the same total for steps of 3 and 4 tokens.
+    expected = step_advantages(
+        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [3, 4]], std_epsilon=1e-4
+    )
+    for row, advantage_M in zip(given, expected, strict=True):
+        assert row[:3].tolist() == pytest.approx([advantage_M[0]] * 3, rel=1e-5)
+        assert row[5:9].tolist() == pytest.approx([advantage_M[1]] * 4, rel=1e-5)
+    assert not given[:, [3, 4, 9, 10, 11, 12]].any()
+
+
+def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
+    found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON")
+    assert found["rewards"] == [1.0, -1.0]
+    good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [3, 4]])
+    for row, advantage_M in zip(found["advantages"], (good, bad), strict=True):
+        assert row == pytest.approx([*[advantage_M[0]] * 3, *[advantage_M[1]] * 4, 0.0, 0.0])
+
+
+def test_inspects_log_holds_the_verdicts() -> None:
+    found = run("inspect_score", "DRACO_INSPECT_PYTHON")
+    assert found["status"] == "success"
+    assert {name: score["value"] for name, score in found["scores"].items()} == {"DL9": 1.0, "UA1": 0.5}
+    assert [each["verdict"] for each in found["scores"]["UA1"]["metadata"]["verdicts"]] == ["FAIL", "PASS"]
+    assert found["scores"]["DL9"]["metadata"]["verdicts"][0]["steps"] == [1]
+
+
+def test_a_group_of_art_comes_back_scored() -> None:
+    found = run("art_group", "DRACO_ART_PYTHON")
+    assert [each["reward"] for each in found] == [1.0, -1.0]
+    assert [each["before"] for each in found] == [0.25, 0.25]
+    assert found[0]["metrics"] == {"independent_reward": 0.25, "draco_score": 1.0}
+    assert len(json.loads(found[0]["metadata"]["step_advantages"])) == 2
+    assert found[1]["logs"][0] == "FAIL: Books the cheapest flight (steps 2): because"

@@ -1,0 +1,61 @@
+"""Scripts that use an adapter with its real framework, in an environment that has it; each prints JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from draco_ray.judging.complete import Completion, Request
+from tests.support import canned_judge
+
+ASK = "Find the cheapest flight from JFK to SFO and book it."
+
+
+class Canned:
+    """The canned judge, in this process."""
+
+    async def __call__(self, request: Request) -> Completion:
+        """Answer by the prompt."""
+        return Completion(
+            text=canned_judge.answer(request.messages[0].content),
+            finish_reason="stop",
+            model="canned",
+            input_tokens=1,
+            cached_tokens=0,
+            output_tokens=1,
+            dollars=0.0,
+            started_at=0.0,
+            seconds=0.0,
+            requests=1,
+        )
+
+    async def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    async def check(self) -> None:
+        """It always answers."""
+
+
+def call(name: str, number: int, **arguments: str) -> dict[str, Any]:
+    """A tool call as OpenAI's chat has it."""
+    return {
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
+
+
+def said(flight: str) -> list[dict[str, Any]]:
+    """A run that searches, books this flight and says so: two steps and a gap."""
+    return [
+        {"role": "assistant", "content": "I search.", "tool_calls": [call("search", 1, to="SFO")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "UA1 420 USD, DL9 380 USD"},
+        {"role": "assistant", "content": "", "tool_calls": [call("book", 2, flight=flight)]},
+        {"role": "tool", "tool_call_id": "call_2", "content": f"booked {flight}"},
+        {"role": "assistant", "content": f"Booked {flight}."},
+    ]
+
+
+def emit(value: Any) -> None:
+    """Print the result on the last line."""
+    print("\n" + json.dumps(value))

@@ -1,0 +1,87 @@
+"""Step credit on other trainers' tokens; what needs none of their packages."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+
+from draco_ray.adapters import tokens
+from draco_ray.adapters.art import draco_score_group
+from draco_ray.adapters.conversations import judge_conversations
+from draco_ray.adapters.tokens import advantage_matrix, sampled_runs, token_advantages
+from draco_ray.adapters.trl import StepCredit
+from draco_ray.errors import TraceError
+from tests.support.adapters import ASK, Canned, said
+
+MASK = [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1]
+ACTED = (True, True, False)
+
+
+def test_the_examples_run() -> None:
+    assert doctest.testmod(tokens).attempted > 0
+    assert doctest.testmod(tokens).failed == 0
+
+
+@pytest.mark.parametrize("advantage", [0.7, -0.7])
+@pytest.mark.parametrize("quality", [[1.0, 0.25], [0.0, 1.0], [0.5, 0.5]])
+def test_an_advantage_is_spread_over_the_tokens_of_steps_and_its_sum_is_kept(
+    advantage: float, quality: list[float]
+) -> None:
+    spread = token_advantages(advantage, quality, ACTED, MASK)
+    assert spread.shape == (13,)
+    assert not spread[np.array(MASK) == 0].any()
+    assert not spread[11:].any()
+    assert spread.sum() == pytest.approx(7 * advantage, rel=1e-6)
+    weights = quality if advantage > 0 else [1 - each for each in quality]
+    totals = [spread[begin:end].sum() for begin, end in sampled_runs(MASK)[:2]]
+    assert np.array(totals) == pytest.approx(7 * advantage * np.array(weights) / sum(weights), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("quality", "acted"),
+    [([], ()), ([None, None], ACTED), ([1.0], ACTED), ([1.0, 0.0], (True, True)), ([1.0, 0.0], (*ACTED, True))],
+)
+def test_without_steps_citations_or_the_same_turns_it_stays_uniform(
+    quality: list[float | None], acted: tuple[bool, ...]
+) -> None:
+    assert token_advantages(0.5, quality, acted, MASK).tolist() == [0.5 * each for each in MASK]
+
+
+def test_the_matrix_of_a_batch() -> None:
+    matrix = advantage_matrix([1.0, -1.0], [[1.0, 0.0], []], [ACTED, ()], [MASK, MASK])
+    assert matrix.dtype == np.float32
+    assert matrix[0, 1:4].tolist() == pytest.approx([7 / 3] * 3)
+    assert matrix[1].tolist() == [-each for each in MASK]
+    with pytest.raises(ValueError, match="1 advantages, 2 qualities"):
+        advantage_matrix([1.0], [[], []], [(), ()], [MASK, MASK])
+
+
+def test_a_reward_function_as_trl_calls_it() -> None:
+    credit = StepCredit("canned", complete=Canned())
+    rewards = credit(prompts=[ASK, ASK], completions=[said("DL9"), said("UA1")], completion_ids=[[1], [2]], step=3)
+    assert rewards == [1.0, -1.0]
+    spread = credit.advantages([0.7, -0.7], np.array([MASK, MASK]))
+    assert spread[:, 11:].tolist() == [[0.0, 0.0]] * 2
+    assert spread.sum(axis=1).tolist() == pytest.approx([4.9, -4.9], rel=1e-6)
+    # Of another number of sequences than were judged nothing is known.
+    assert credit.advantages([0.5], np.array([MASK])).tolist() == [[0.5 * each for each in MASK]]
+    # Plain text is one turn without a step.
+    plain = StepCredit("canned", complete=Canned())
+    assert plain(prompts=[ASK, ASK], completions=["It is DL9.", "It is UA1."]) == [1.0, -1.0]
+    assert plain.advantages([1.0, -1.0], np.array([MASK, MASK]))[0].tolist() == MASK
+
+
+async def test_conversations_keep_their_order_whatever_their_groups() -> None:
+    records = [
+        {"task_id": task, "messages": [{"role": "user", "content": ASK}, *said(flight)]}
+        for task, flight in (("a", "DL9"), ("b", "UA1"), ("a", "UA1"), ("b", "DL9"))
+    ]
+    records.insert(2, {"task_id": "a", "messages": [{"role": "user", "content": "no agent"}]})
+    judged = await judge_conversations(records, "canned", complete=Canned())
+    assert [each and each.trace.reward for each in judged] == [1.0, -1.0, None, -1.0, 1.0]
+    assert [each.acted for each in judged if each] == [ACTED] * 4
+    with pytest.raises(TraceError, match="no trace: record 1: no known format"):
+        await judge_conversations([{"x": 1}], "canned", complete=Canned())
+    assert draco_score_group.__doc__
