@@ -73,8 +73,8 @@ class Head:
         return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}
 
     def submit(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Submit a script of ``jobs/`` and wait for its end; the head's agent may come up later than its dashboard."""
-        command = [*RAY, "job", "submit", "--working-dir", str(REPOSITORY / "jobs"), "--", sys.executable, *words]
+        """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard."""
+        command = [*RAY, "job", "submit", "--", str(Path(sys.executable).with_name("draco")), *words]
         deadline = time.monotonic() + 120
         while True:
             done = subprocess.run(
@@ -127,7 +127,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
     # The setting whose training sees the ground truth, as its evaluation does.
-    submitted = head.submit("train.py", *words, "--setting", "outcome", "train.steps=1", "data.eval_tasks=1")
+    submitted = head.submit("train", *words, "--setting", "outcome", "train.steps=1", "data.eval_tasks=1")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "succeeded" in submitted.stdout + submitted.stderr
     assert "held-out TGC" in submitted.stdout
@@ -142,7 +142,7 @@ def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path:
 def test_evaluation(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     words = ["--policy", str(starter_model), "--config", "sandbox", "--split", "dev", "--runs", "1"]
     words += ["--out", str(tmp_path / "evaluation"), f"data.root={sandbox_root}", "data.eval_tasks=1"]
-    submitted = head.submit("evaluate.py", *words, "environment.slots=1", "environment.slots_per_worker=1")
+    submitted = head.submit("evaluate", *words, "environment.slots=1", "environment.slots_per_worker=1")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert EvaluationDirectory.open(tmp_path / "evaluation").finished() == 1
 
@@ -155,7 +155,7 @@ def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starte
         *(f"data.root={sandbox_root}", f"model.path={starter_model}", f"run.root={tmp_path}", "run.name=authored"),
         *("environment.slots=2", "environment.slots_per_worker=2"),
     ]
-    result = head.submit("static_rubric.py", *words)
+    result = head.submit("rubric", "author", *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{TASKS * ROLLOUTS} of {TASKS * ROLLOUTS} rollouts" in result.stdout
 

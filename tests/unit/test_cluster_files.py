@@ -236,8 +236,8 @@ def test_kuberay_pods_are_unprivileged_and_get_their_secrets_from_kubernetes() -
 def test_kuberay_job_runs_on_the_same_cluster_and_its_words_are_a_configuration() -> None:
     job = kuberay_job()
     assert job.rayClusterSpec == kuberay_cluster()
-    python, script, preset, *overrides = shlex.split(job.entrypoint)
-    assert (python, script) == ("python", "/app/jobs/train.py")
+    program, command, preset, *overrides = shlex.split(job.entrypoint)
+    assert (program, command) == ("draco", "train")
     config = load_config(preset, overrides)
     assert config.train.steps == 100
     for path in (config.data.root, config.run.root, Path(config.model.path)):
