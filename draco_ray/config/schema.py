@@ -201,6 +201,16 @@ class JudgeLimits(Tree):
     it may cost."""
 
 
+class OtherJudgeConfig(Tree):
+    """A judge beside the judge; all it does not say is as of that one."""
+
+    model: str
+    """LiteLLM model name, provider prefix included."""
+    api_base: str | None = None
+    api_key_env: str | None = None
+    """Environment variable that holds the key; null is ``<PROVIDER>_API_KEY``."""
+
+
 class JudgeConfig(Tree):
     """The judge: any LiteLLM model, or the policy itself."""
 
@@ -229,6 +239,12 @@ class JudgeConfig(Tree):
     structured_output: bool = True
     """Hold replies to a JSON schema where LiteLLM says that the model supports it, and at an ``api_base`` of one's own
     until it refuses. A model that thinks in its answer, served without a reasoning parser, cannot think then."""
+    jury: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
+    """Further judges that score every rollout: the verdict of most counts, the judge's own where none has most."""
+    strong: OtherJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
+    """Decides the criteria on which judge and jury differ, and is asked about no others."""
+    fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
+    """Asked in turn what the judge could not answer."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     max_stage1_criteria: int = Field(15, ge=1)

@@ -136,12 +136,16 @@ def build_judge(config: JudgeConfig, leases: Leases | None = None) -> Judge:
         ConfigError: the prompt set cannot be used.
     """
     from draco_ray.judging.client import LiteLLMClient
+    from draco_ray.judging.panel import panel_judge, with_fallbacks
     from draco_ray.judging.reply_cache import ReplyCache
 
     cache = None if config.cache is None else ReplyCache(config.cache)
-    return Judge(
-        LiteLLMClient(config, cache, leases=leases), load_prompts(config.prompts, evidence_key(config.cache)), config
-    )
+
+    def open_one(judge: JudgeConfig) -> Complete:
+        return LiteLLMClient(judge, cache, leases=leases)
+
+    prompts = load_prompts(config.prompts, evidence_key(config.cache))
+    return panel_judge(config, prompts, with_fallbacks(config, open_one), open_one)
 
 
 def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], model_path: str) -> Judge:

@@ -17,9 +17,10 @@ import numpy as np
 from draco_ray.algorithm.group import Uncalled, group_advantages
 from draco_ray.algorithm.reward import mixed_verdicts
 from draco_ray.algorithm.rules import NoDropout, find_rule
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.complete import Complete
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
@@ -135,6 +136,7 @@ class TraceJudge:
         config: DracoConfig,
         room: Room,
         static: Sequence[Criterion] | None = None,
+        open_other: Callable[[JudgeConfig], Complete] | None = None,
     ) -> None:
         """
         Args:
@@ -143,7 +145,9 @@ class TraceJudge:
             config: ``judge`` and ``algorithm``.
             room: what the judge can read.
             static: a rubric to use instead of the judge's own.
+            open_other: opens what answers for a judge of the jury; None: ``complete`` does.
         """
+        self._open_other = open_other or (lambda _: complete)
         self._complete, self._prompts, self._config, self._room = complete, prompts, config, room
         self._static = None if static is None else tuple(static)
         self._rule = find_rule(config.algorithm.rule)
@@ -189,7 +193,7 @@ class TraceJudge:
         prompts: Any = self._prompts
         if getattr(prompts, "facts", None) == "":
             prompts = replace(prompts, facts=environment_facts(traces))
-        return Judge(self._complete, prompts, self._config.judge)
+        return panel_judge(self._config.judge, prompts, self._complete, self._open_other)
 
     def _prepare(self, index: int, group: TraceGroup, traces: tuple[Trace, ...]) -> GroupJudgement:
         state = GroupJudgement(index=index, group=group, traces=traces, trajectories=(), left_out=(0,) * len(traces))

@@ -41,7 +41,7 @@ LINES = "judged.jsonl"
 SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
-    *("prompt_cache", "service_tier"),
+    *("prompt_cache", "service_tier", "fallbacks"),
 )
 """Of the judge's keys: those with which a run may be continued otherwise."""
 

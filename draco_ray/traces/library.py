@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import DracoConfig, JudgeLimits, RunConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, RunConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.outage import Outage
+from draco_ray.judging.panel import with_fallbacks
 from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
@@ -116,46 +117,71 @@ def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:
 
 
 class Meter:
-    """A `Complete` that counts what passes through it."""
+    """A `Complete` that counts what passes through it, and through the other judges beside it."""
 
-    def __init__(self, complete: Complete) -> None:
-        self._complete = complete
+    def __init__(self, complete: Complete | None = None) -> None:
+        """``complete`` answers; None: it is set later."""
+        self.complete = None if complete is None else self.over(complete)
+        self.open_other: Callable[[JudgeConfig], Complete] | None = None
+        """Opens a judge of the jury."""
         self.done = self.replayed = self.failed = 0
-        self.dollars = self.estimated = 0.0
-        self._begun: dict[int, float] = {}
-        self._numbers = itertools.count()
+        self.dollars = 0.0
+        self.begun: dict[int, float] = {}
+        self.numbers = itertools.count()
+
+    def over(self, complete: Complete) -> Complete:
+        """``complete``, counted."""
+        return _Counted(self, complete)
 
     @property
     def under_way(self) -> int:
         """Calls without an answer yet."""
-        return len(self._begun)
+        return len(self.begun)
 
     @property
     def oldest(self) -> float:
         """Seconds for which the oldest of them has been waited for."""
-        return time.monotonic() - min(self._begun.values(), default=time.monotonic())
+        return time.monotonic() - min(self.begun.values(), default=time.monotonic())
 
     async def __call__(self, request: Request) -> Completion:
         """See `Complete`."""
-        number = next(self._numbers)
-        self._begun[number] = time.monotonic()
-        try:
-            completion = await self._complete(request)
-        finally:
-            del self._begun[number]
-        self.done += 1
-        self.replayed += completion.requests == 0
-        self.failed += completion.error is not None
-        self.dollars += completion.dollars
-        return completion
+        assert self.complete is not None
+        return await self.complete(request)
 
     async def forget(self, request: Request) -> None:
         """See `Complete`."""
-        await self._complete.forget(request)
+        assert self.complete is not None
+        await self.complete.forget(request)
 
     async def check(self) -> None:
         """See `Complete`."""
-        await self._complete.check()
+        assert self.complete is not None
+        await self.complete.check()
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    meter: Meter
+    complete: Complete
+
+    async def __call__(self, request: Request) -> Completion:
+        number = next(self.meter.numbers)
+        self.meter.begun[number] = time.monotonic()
+        try:
+            completion = await self.complete(request)
+        finally:
+            del self.meter.begun[number]
+        self.meter.done += 1
+        self.meter.replayed += completion.requests == 0
+        self.meter.failed += completion.error is not None
+        self.meter.dollars += completion.dollars
+        return completion
+
+    async def forget(self, request: Request) -> None:
+        await self.complete.forget(request)
+
+    async def check(self) -> None:
+        await self.complete.check()
 
 
 def open_judge(settled: Plan) -> Meter:
@@ -180,18 +206,27 @@ def open_judge(settled: Plan) -> Meter:
         outage=outage,
     )
     cache = None if judge.cache is None else ReplyCache(judge.cache)
-    if settled.batch:
-        from draco_ray.judging.batch import BatchClient
+    line = WaitingLine(limiter)
+    meter = Meter()
 
-        return Meter(BatchClient(judge, cache, WaitingLine(limiter)))
-    return Meter(LiteLLMClient(judge, cache, leases=WaitingLine(limiter)))
+    def open_one(judge: JudgeConfig) -> Complete:
+        if settled.batch:
+            from draco_ray.judging.batch import BatchClient
+
+            return meter.over(BatchClient(judge, cache, line))
+        return meter.over(LiteLLMClient(judge, cache, leases=line))
+
+    meter.open_other = open_one
+    meter.complete = with_fallbacks(judge, open_one)
+    return meter
 
 
 def trace_judge(settled: Plan, complete: Complete) -> TraceJudge:
     """What judges by a plan."""
     key = evidence_key(settled.config.judge.cache)
     prompts = load_prompts(settled.config.judge.prompts, key)
-    return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric)
+    opens = complete.open_other if isinstance(complete, Meter) else None
+    return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric, opens)
 
 
 async def judge_run(settled: Plan, complete: Complete, run: JudgingRun) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from draco_ray.cli import app
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.traces.load import FORMATS
 from draco_ray.traces.mapping import Mapped
 from tests.conftest import REPOSITORY
@@ -50,5 +51,6 @@ def test_its_commands_and_examples_run(tmp_path: Path, monkeypatch: pytest.Monke
 def test_it_names_every_format_and_key() -> None:
     table = PAGE.partition("## Formats")[2].partition("## ")[0]
     assert {*FORMATS, "run"} == set(re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", table, re.MULTILINE))
-    (mapping,) = blocks("yaml")
-    assert set(yaml.safe_load(mapping)) <= set(Mapped.model_fields)
+    mapping, judges = map(yaml.safe_load, blocks("yaml"))
+    assert set(mapping) <= set(Mapped.model_fields)
+    assert JudgeConfig.model_validate(judges["judge"]).strong is not None

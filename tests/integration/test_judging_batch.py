@@ -90,7 +90,7 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
 async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def quick(settled: library.Plan) -> library.Meter:
         meter = open_judge(settled)
-        endpoint = meter._complete._endpoint  # type: ignore[attr-defined]
+        endpoint = meter.complete.complete._endpoint  # type: ignore[union-attr]
         endpoint.quiet_seconds, endpoint.poll_seconds = 0.3, 0.02
         return meter
 

@@ -89,6 +89,9 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
         "adapter_directory",
         "rule",
         "use",
+        "jury",
+        "strong",
+        "fallbacks",
     )
     # Says when the provider keeps what prompts share: no place of ours.
     no_place = {"judge.prompt_cache"}
