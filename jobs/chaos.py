@@ -143,7 +143,7 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
                 elif head is not None:
                     victims = [child.pid for child in psutil.Process(head.pid).children(recursive=True)]
                 else:
-                    victims = FAULTS[fault](process.pid)
+                    victims = find(fault, process)
             if fault == JUDGE_SERVER:
                 kill(victims)
             else:
@@ -288,6 +288,20 @@ def until(done: Callable[[], bool], otherwise: str) -> None:
             print(f"chaos: after {SETTLE_SECONDS:g} s {otherwise}", file=sys.stderr)
             return
         time.sleep(0.05)
+
+
+def find(fault: str, process: subprocess.Popen[str]) -> list[int]:
+    """The processes to kill, as soon as there are any: one that died by itself may be on its way back.
+
+    Returns: none if the run ended or `LIMIT_SECONDS` passed before.
+    """
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = FAULTS[fault](process.pid)
+        return bool(found)
+
+    return found if wait(there, process) else []
 
 
 def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:

@@ -82,8 +82,8 @@ def struck(
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             for fault in faults:
-                victims = [judge.pid] if fault == chaos.JUDGE_SERVER else chaos.FAULTS[fault](process.pid)
-                assert victims, fault
+                victims = [judge.pid] if fault == chaos.JUDGE_SERVER else chaos.find(fault, process)
+                assert victims, (fault, process.poll())
                 for victim in victims:
                     os.kill(victim, signal.SIGKILL)
             if chaos.JUDGE_SERVER in faults:
