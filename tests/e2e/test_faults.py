@@ -76,10 +76,8 @@ def struck(
     with contextlib.ExitStack() as stack:
         stack.callback(process.kill)
         for step, faults in STRIKES.items():
-            deadline = time.monotonic() + 400
             while not list(parts.glob(f"step{step:05d}/*.parquet")):
                 assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
                 time.sleep(0.05)
             for fault in faults:
                 victims = [judge.pid] if fault == chaos.JUDGE_SERVER else chaos.find(fault, process)
@@ -90,7 +88,7 @@ def struck(
                 # Requests are repeated for longer than a restart takes.
                 port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
                 stack.enter_context(JudgeServer(latency=1.0, port=port))
-        stdout, stderr = process.communicate(timeout=500)
+        stdout, stderr = process.communicate()
     assert process.returncode == 0, stdout + stderr
     return RunDirectory.open(root / "struck"), stdout + stderr
 

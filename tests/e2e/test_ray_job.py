@@ -43,14 +43,12 @@ def free_port() -> int:
 
 def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     """Until something listens on ``port``; a head that ends before is an error that shows what it said."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while True:
         assert process.poll() is None, log.read_text()
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.5)
-    raise AssertionError(f"nothing listens on port {port}: {log.read_text()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +73,11 @@ class Head:
     def submit(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard."""
         command = [*RAY, "job", "submit", "--", str(Path(sys.executable).with_name("draco")), *words]
-        deadline = time.monotonic() + 120
         while True:
             done = subprocess.run(
                 command, env=self.environment, capture_output=True, text=True, timeout=400, check=False
             )
-            if "No available agent" not in done.stderr or time.monotonic() > deadline:
+            if "No available agent" not in done.stderr:
                 return done
             time.sleep(1)
 

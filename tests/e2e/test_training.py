@@ -156,26 +156,28 @@ def test_ones_own_run_is_continued_by_one_command(run: RunDirectory) -> None:
     assert "two: finished with step 2" in result.stdout
 
 
+@pytest.mark.timeout(600)
 def test_interrupt_keeps_what_was_finished(blind_world: Path, starter_model: Path, tmp_path: Path) -> None:
     process = start_draco(
         [*arguments(blind_world, starter_model, tmp_path, "cut"), "train.evaluate_before_after=false", "train.steps=50"]
     )
     parts = tmp_path / "cut" / "tables" / "trajectories"
     try:
-        deadline = time.monotonic() + 240
-        while not list(parts.glob("step00002/*.parquet")):
+        while not [*parts.glob("step00002/*.parquet"), *parts.glob("step00002.parquet")]:
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in stdout + stderr
     assert f"what was finished is in {tmp_path / 'cut'}" in stdout
     run = RunDirectory.open(tmp_path / "cut")
-    assert len(run.metrics()) == 1
+    # As far as it came before the signal reached it: step 1 at least, and step 2 had begun.
+    finished = [line["step"] for line in run.metrics()]
+    assert finished == [*range(1, len(finished) + 1)]
+    assert 1 <= len(finished) < 50
     steps = run.table("trajectories").column("training_step").to_pylist()
-    assert steps.count(1) == PROMPTS * GROUP
+    assert {steps.count(step) for step in finished} == {PROMPTS * GROUP}
     assert steps.count(2) >= 1

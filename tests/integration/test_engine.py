@@ -228,7 +228,8 @@ async def test_draining_ends_requests_before_the_adapter_changes_and_holds_new_o
     await admitted(engine, tasks)
     assert not all(task.done() for task in tasks)
     loading = asyncio.create_task(engine.load_adapter(train(learner, 21)))
-    await asyncio.sleep(0.01)
+    while engine._gate._open.is_set():  # noqa: ASYNC110 - nobody else waits for it to shut
+        await asyncio.sleep(0)
     waiting = asyncio.create_task(engine.sample(PROMPT, max_tokens=20, seed=0))
     await asyncio.wait([loading, waiting], return_when=asyncio.FIRST_COMPLETED)
     assert all(task.done() for task in tasks)
