@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,11 +21,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
 from tests.support.command import draco
+from tests.support.rewards import check_given_rewards
 
 # The first test's time includes the start of the head.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,6 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS, ROLLOUTS = 2, 2
 """Of the authored rubric."""
+ROLLOUT = ("training_step", "task_id", "rollout")
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -121,6 +127,26 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+async def replayed_outcomes(run: RunDirectory, world: Path) -> dict[tuple[int, str], list[float]]:
+    """By group and rollout: 1 where AppWorld's tests pass after the recorded cells were run anew."""
+    cells: dict[tuple[int, str, int], list[str]] = defaultdict(list)
+    for row in sorted(run.table("steps").to_pylist(), key=lambda row: row["turn"]):
+        if row["action"] is not None:
+            cells[row["training_step"], row["task_id"], row["rollout"]].append(row["action"])
+    rewards: dict[tuple[int, str], list[float]] = defaultdict(list)
+    slot = AppWorldSlot(EnvironmentConfig(), world, load_ground_truth=True, name="again")
+    try:
+        for row in sorted(run.table("advantages").to_pylist(), key=lambda row: row["rollout"]):
+            group = (row["training_step"], row["task_id"])
+            await slot.open(row["task_id"])
+            for cell in cells[*group, row["rollout"]]:
+                await slot.execute(cell)
+            rewards[group].append(float((await slot.evaluate()).success))
+    finally:
+        await slot.stop()
+    return dict(rewards)
+
+
 def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
     # The setting whose training sees the ground truth, as its evaluation does.
@@ -134,6 +160,15 @@ def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path:
     (line, *_) = (run.path / "logs" / "RolloutWorker-0.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["run"] == "job"
     assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}
+    # The reward is AppWorld's verdict on the world that a rollout's code leaves behind, played once more here.
+    check_given_rewards(run, asyncio.run(replayed_outcomes(run, sandbox_root)))
+    # The same verdict is in a table of its own, with how many of AppWorld's tests passed.
+    rewards = {tuple(row[key] for key in ROLLOUT): row["reward"] for row in run.table("advantages").to_pylist()}
+    verdicts = {tuple(row[key] for key in ROLLOUT): row for row in run.table("outcomes").to_pylist()}
+    assert rewards == {rollout: float(row["success"]) for rollout, row in verdicts.items()}
+    assert all((row["passed_tests"] == row["total_tests"] > 0) == row["success"] for row in verdicts.values())
+    modes = run.table("evaluations").column("termination").to_pylist()
+    assert set(modes) <= {mode.value for mode in Termination}
 
 
 def test_evaluation(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:

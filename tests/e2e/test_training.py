@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from draco_ray.runs.directory import RunDirectory
 from tests.support.command import draco, start_draco
+from tests.support.rewards import check_rubric_run
 
 pytestmark = pytest.mark.slow
 
@@ -105,13 +106,12 @@ def test_every_phase_of_the_judge_left_its_calls(run: RunDirectory) -> None:
     assert run.table("verdicts").num_rows > 0
 
 
-def test_advantages_follow_the_rewards(run: RunDirectory) -> None:
-    rows = run.table("advantages").to_pylist()
-    rewards: dict[tuple[int, str, int], float] = {}
-    for row in rows:
-        rewards[row["training_step"], row["task_id"], row["rollout"]] = row["reward"]
-    assert rewards
-    assert all(-1.0 <= reward <= 1.0 for reward in rewards.values())
+def test_rewards_and_advantages_are_those_of_the_recorded_verdicts(run: RunDirectory) -> None:
+    rewards = check_rubric_run(run, credit=True)
+    assert len(rewards) == STEPS * PROMPTS
+    assert any(len(set(group)) > 1 for group in rewards.values())
+    fallbacks = run.table("advantages").column("fallback").to_pylist()
+    assert "none" in fallbacks, "no advantage was divided by credit"
 
 
 def test_the_adapter_changed_and_is_plain_peft(run: RunDirectory) -> None:
@@ -158,9 +158,8 @@ def test_ones_own_run_is_continued_by_one_command(run: RunDirectory) -> None:
 
 @pytest.mark.timeout(600)
 def test_interrupt_keeps_what_was_finished(blind_world: Path, starter_model: Path, tmp_path: Path) -> None:
-    process = start_draco(
-        [*arguments(blind_world, starter_model, tmp_path, "cut"), "train.evaluate_before_after=false", "train.steps=50"]
-    )
+    words = ["--setting", "no-credit", "train.evaluate_before_after=false", "train.steps=50"]
+    process = start_draco([*arguments(blind_world, starter_model, tmp_path, "cut"), *words])
     parts = tmp_path / "cut" / "tables" / "trajectories"
     try:
         while not [*parts.glob("step00002/*.parquet"), *parts.glob("step00002.parquet")]:
@@ -181,3 +180,8 @@ def test_interrupt_keeps_what_was_finished(blind_world: Path, starter_model: Pat
     steps = run.table("trajectories").column("training_step").to_pylist()
     assert {steps.count(step) for step in finished} == {PROMPTS * GROUP}
     assert steps.count(2) >= 1
+    # The setting without credit: what step 1 was trained on follows from its verdicts, the same for all steps.
+    rewards = check_rubric_run(run, credit=False)
+    assert len([step for step, _ in rewards if step == 1]) == PROMPTS
+    assert any(any(group) for group in rewards.values())
+    assert "credit" not in run.table("judge_calls").column("phase").to_pylist()

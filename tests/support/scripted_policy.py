@@ -1,0 +1,107 @@
+"""A policy that can answer a judge's prompt without having been trained: each token follows from the one before it.
+
+Its weights are set by hand, so that attention and MLP add nothing and the head reads the next token off the embedding
+of the last one. Whatever it is asked it writes one turn: a JSON array of one entry with the fields of every phase, that
+holds a code block as well. So it plays (a step a turn) and judges; the words of its evidence and the score in it are
+drawn from its distribution. It stands for a policy that follows instructions, and everything around it is real.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.tiny_model import tiny_tokenizer
+
+POSITIONS = 65536
+HIDDEN = 128
+PASSES = 0.7
+"""Chance of a score of 1, else -1, at the judge's temperature of 0.1."""
+TITLE = "Calls the API"
+FIELDS = {
+    "title": TITLE,
+    "description": "It calls the API.",
+    "evaluator_instruction": "PASS if a call is seen, FAIL otherwise.",
+    "rubric_title": TITLE,
+    "rubric_index": 0,
+    "justification": "As it reads.",
+    "relevant_steps": [1],
+    "explanation": "<code>print(1)</code>",
+}
+OPENING = f'[{json.dumps(FIELDS)[:-1]}, "evidence": '
+EVIDENCE = ('"Step 1."', '"The first step."', '"print(1)"', '"Its code."')
+SCORE = ', "score": '
+PASS, FAIL = '1, "verdict": "PASS"}]', '-1, "verdict": "FAIL"}]'
+THOUGHT = "<think>I see it.</think>"
+SURE = 10.0
+"""Weight of the head on a token that has to follow; 56 nats after the norm."""
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    pieces = (OPENING, *EVIDENCE, SCORE, PASS, FAIL, "<think>", "</think>", "I see it.", "\n\n")
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
+    return tokenizer
+
+
+def build_scripted_policy(directory: Path) -> Path:
+    """Save the model and its tokenizer in ``directory``. Returns the directory."""
+    tokenizer = _tokenizer()
+
+    def token(piece: str) -> int:
+        return int(tokenizer.convert_tokens_to_ids(piece))
+
+    line_break = tokenizer.encode("\n", add_special_tokens=False)[-1]
+    branch = math.log(PASSES / (1 - PASSES)) * 0.1 / math.sqrt(HIDDEN)
+    # Token -> what may follow it. The template ends a prompt with one line break, or two behind an empty think block.
+    follows = {
+        line_break: {token("<think>"): SURE},
+        token("<think>"): {token("I see it."): SURE},
+        token("I see it."): {token("</think>"): SURE},
+        token("</think>"): {token(OPENING): SURE},
+        token("\n\n"): {token(OPENING): SURE},
+        token(OPENING): {token(words): SURE for words in EVIDENCE},
+        **{token(words): {token(SCORE): SURE} for words in EVIDENCE},
+        token(SCORE): {token(PASS): SURE + branch, token(FAIL): SURE},
+        token(PASS): {token("<|im_end|>"): SURE},
+        token(FAIL): {token("<|im_end|>"): SURE},
+    }
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=token("<|im_end|>"),
+        pad_token_id=token("<|endoftext|>"),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        (layer,) = model.model.layers
+        for silent in (layer.self_attn.o_proj, layer.mlp.down_proj, model.model.embed_tokens, model.lm_head):
+            silent.weight.zero_()
+        # The first direction is of all tokens that nothing has to follow.
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for direction, (last, following) in enumerate(follows.items(), start=1):
+            model.model.embed_tokens.weight[last, 0] = 0.0
+            model.model.embed_tokens.weight[last, direction] = 1.0
+            for next_token, weight in following.items():
+                model.lm_head.weight[next_token, direction] = weight
+    model.generation_config = GenerationConfig(eos_token_id=[token("<|im_end|>")], pad_token_id=config.pad_token_id)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
