@@ -178,6 +178,7 @@ STOPPED_LATER = {
 def test_every_command_that_would_act_on_it_refuses_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     run = small_run(tmp_path / "run").path
     (run / "checkpoints" / "step00001").mkdir(parents=True)
     (run / "checkpoints" / "step00001" / "adapter_config.json").write_text("{}")
@@ -211,6 +212,7 @@ def test_every_command_that_would_act_on_it_refuses_in_one_line(
 def test_reading_it_needs_no_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     run = small_run(tmp_path / "run").path
     theirs = received(tmp_path / "theirs", monkeypatch, *(f"{key}={value}" for key, value in NAMED.items()))
     for file in ("config.yaml", "run.json"):
