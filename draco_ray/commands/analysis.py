@@ -25,6 +25,7 @@ from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.recorded import recorded_groups
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
 from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
+from draco_ray.lab.analysis.judge_loss import judge_loss
 from draco_ray.lab.analysis.judges import OWN, POLICY, RULES, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.replay import PHASES, agreement_table, archived_calls, check_steps, replay
 from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
@@ -139,7 +140,10 @@ def replay_judge(
         )
         agreed = agreement_table(replayed)
         _print_overall(console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
+        lost = judge_loss(run, replayed)
+        _print_loss(console, lost)
         dollars += sum(replayed.column("dollars").to_pylist())
+        found += write_table(lost, tables, "judge_loss")
         found += [*write_table(agreed, tables, "agreement"), *write_table(replayed, tables, "replayed")]
         found += write_table(trends(agreed, FOLLOWED), tables, "trends")
     if written and pairing is not None:
@@ -338,6 +342,14 @@ def _print_overall(console: Console, title: str, table: pa.Table, keys: Sequence
         return f"{_written(row[name])} [{_written(row[f'{name}_low'])}, {_written(row[f'{name}_high'])}]"
 
     _print(console, title, ["phase", *heads], {name: [shown(row, name) for row in overall] for name in names})
+
+
+def _print_loss(console: Console, table: pa.Table) -> None:
+    """A line a measure of what training would lose, where both judges have scored a group."""
+    for row in table.to_pylist():
+        if row["groups"]:
+            names = [name for name in table.column_names if name not in ("run", "judge")]
+            _print(console, "in its place, through the same rule", ["", row["judge"]], {n: [row[n]] for n in names})
 
 
 def _print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:

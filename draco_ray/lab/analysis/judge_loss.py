@@ -1,0 +1,101 @@
+"""What training would lose with another judge: its verdicts in the place of the run's, through the same rule.
+
+Over groups in which both judges have scored at least two rollouts; a rollout that the other judge left unanswered is
+left out of its group for both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from draco_ray.algorithm.rules import AdvantageRule
+from draco_ray.judging.phases.score import Score
+from draco_ray.records import FloatArray
+from draco_ray.runs.directory import RunDirectory
+
+LOSS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("judge", pa.string()),
+        ("groups", pa.int64()),
+        ("rollouts", pa.int64()),
+        ("advantage_correlation", pa.float64()),
+        ("sign_flips", pa.float64()),
+        ("best_kept", pa.float64()),
+        ("signal_lost", pa.float64()),
+        ("dollars", pa.float64()),
+        ("own_dollars", pa.float64()),
+    ]
+)
+
+
+def judge_loss(run: RunDirectory, replayed: pa.Table) -> pa.Table:
+    """A row for each judge of ``replayed`` (`draco_ray.lab.analysis.replay.REPLAYED`).
+
+    ``advantage_correlation``: of A_i by both judges' verdicts. ``sign_flips``: share of rollouts whose advantage
+    changes sign. ``best_kept``: share of groups with a spread in which a best rollout stays one. ``signal_lost``: share
+    of those in which the other judge sees no difference, and all are best. ``dollars``: for the archived prompts, and
+    what they had cost the run.
+    """
+    rows = []
+    by_judge: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in replayed.to_pylist():
+        by_judge[row["judge"]].append(row)
+    for judge, found in by_judge.items():
+        asked = {(row["training_step"], row["task_id"], row["rollout"], row["phase"]) for row in found}
+        own = run.table("judge_calls", columns=["training_step", "task_id", "rollout", "phase", "dollars"]).to_pylist()
+        rows.append(
+            {
+                "run": run.path.name,
+                "judge": judge,
+                **_compared([row for row in found if row["phase"] == Score.name]),
+                "dollars": sum(row["dollars"] for row in found),
+                "own_dollars": sum(
+                    call["dollars"]
+                    for call in own
+                    if (call["training_step"], call["task_id"], call["rollout"], call["phase"]) in asked
+                ),
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=LOSS)
+
+
+def _compared(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
+    groups: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        groups[row["training_step"], row["task_id"]][row["rollout"]].append(row)
+    mine, theirs, kept, lost = [], [], [], []
+    counted = 0
+    for members in groups.values():
+        answered = [each for each in members.values() if all(row["verdict"] is not None for row in each)]
+        if len(answered) < 2 or len({len(each) for each in answered}) > 1:
+            continue
+        counted += 1
+        own, other = (_advantages(answered, column) for column in ("reference", "verdict"))
+        mine += list(own)
+        theirs += list(other)
+        if np.ptp(own) > 0:
+            kept.append(bool(set(np.flatnonzero(own == own.max())) & set(np.flatnonzero(other == other.max()))))
+            lost.append(np.ptp(other) == 0)
+    flips = [a * b < 0 for a, b in zip(mine, theirs, strict=True)]
+    spread = len(mine) > 1 and np.ptp(mine) > 0 and np.ptp(theirs) > 0
+    return {
+        "groups": counted,
+        "rollouts": len(mine),
+        "advantage_correlation": float(np.corrcoef(mine, theirs)[0, 1]) if spread else None,
+        "sign_flips": float(np.mean(flips)) if flips else None,
+        "best_kept": float(np.mean(kept)) if kept else None,
+        "signal_lost": float(np.mean(lost)) if lost else None,
+    }
+
+
+def _advantages(members: list[list[dict[str, Any]]], column: str) -> FloatArray:
+    """A_i of a group by one judge's verdicts."""
+    rule = AdvantageRule()
+    ordered = [sorted(each, key=lambda row: int(row["criterion"])) for each in members]
+    verdict_GK = np.array([[row[column] for row in each] for each in ordered], dtype=np.int8)
+    return rule.advantages(rule.rewards(verdict_GK, rule.surviving(verdict_GK)))
