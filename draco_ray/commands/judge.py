@@ -107,6 +107,10 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console:
     began = time.monotonic()
     try:
         asyncio.run(_with_progress(kept, settled, meter, calls, console))
+    except KeyboardInterrupt:
+        kept.finish(time.monotonic() - began)
+        console.print(f"stopped; what is judged is in {kept.path}, the same command goes on there", markup=False)
+        raise SystemExit(130) from None
     except (JudgeUnavailable, StoreError) as error:
         with contextlib.suppress(OSError, StoreError):
             kept.finish(time.monotonic() - began)

@@ -19,6 +19,8 @@ from draco_ray.traces.messages import BadTrace
 LINES = (".jsonl", ".ndjson", ".jsonlines")
 DOCUMENTS = (".json",)
 INSPECT = (".eval",)
+INDEX = "traces.jsonl"
+"""In a run directory in which traces were judged: where each came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise TraceError(f"{path}: no such file or folder")
-        found += _below(path) if path.is_dir() else [path]
+        found += [path] if is_run(path) or not path.is_dir() else _below(path)
     return list(dict.fromkeys(found))
 
 
@@ -51,7 +53,8 @@ def is_run(path: Path) -> bool:
 
 def _below(folder: Path) -> list[Path]:
     if is_run(folder):
-        return [folder]
+        # What an earlier judging has left beside the traces is no further trace, unless it is named.
+        return [] if (folder / INDEX).is_file() else [folder]
     found: list[Path] = []
     # The simulations of τ-bench's directory format are read with the results.json beside them.
     tau2 = (folder / "results.json").is_file()

@@ -160,7 +160,7 @@ def _messages_of(record: object) -> object:
 def _is_anthropic(record: object) -> bool:
     messages = _messages_of(record)
     own = {"tool_use", "tool_result", "thinking", "server_tool_use", "redacted_thinking"}
-    has_blocks = any(part.get("type") in own for part in blocks(messages))
+    has_blocks = any(str(part.get("type")) in own for part in blocks(messages))
     return is_messages(messages) and (has_blocks or (isinstance(record, Mapping) and "system" in record))
 
 

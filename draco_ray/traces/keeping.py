@@ -30,12 +30,12 @@ from draco_ray.judging.phases.credit import Credit
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, read_text, write_private
 from draco_ray.runs.store import RunStore
+from draco_ray.traces.files import INDEX
 from draco_ray.traces.judging import GroupJudgement
 from draco_ray.traces.model import TraceGroup
 from draco_ray.traces.results import GROUP, JudgedGroup, json_lines, judged_group
 
 GROUPS_A_STEP = 32
-INDEX = "traces.jsonl"
 JUDGED = "judged"
 LINES = "judged.jsonl"
 SETTING = "traces"

@@ -151,6 +151,8 @@ class _Loader:
     spans: dict[str, tuple[str, list[Place]]] = field(default_factory=dict)
     """Of a conversation: where its first span was found, and its spans."""
     taken: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Of a group: the digest of its first trace's prompt."""
 
     def file(self, path: Path, inside: str | None) -> None:
         """Read everything in a file."""
@@ -226,6 +228,8 @@ class _Loader:
         task_id = trace.task_id or f"prompt-{trace.prompt_digest}"
         if self.alone:
             task_id = trace_id
+        if self.prompts.setdefault(task_id, trace.prompt_digest) != trace.prompt_digest:
+            notes = (*notes, "its prompt is another than that of the first trace of its group, which the rubric is for")
         trace = replace(trace, trace_id=trace_id, task_id=task_id, notes=notes)
         summary = Summary(
             trace_id=trace_id,

@@ -86,6 +86,24 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
     assert "4 groups are judged already, going on with 0" in again.stdout
 
 
+def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
+    traces, out = chat_traces(tmp_path / "traces.jsonl", 2), tmp_path / "out"
+    with JudgeServer(latency=1.0) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "draco_ray.cli", *command(traces, out, server.base_url)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while stats(server)["requests"] < 3 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert f"stopped; what is judged is in {out}, the same command goes on there" in said
+    assert "Traceback" not in errors
+
+
 def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     traces, out = chat_traces(tmp_path / "traces.jsonl", 4), tmp_path / "out"
     price = ("--set", f"judge.prices={{{MODEL_NAME}: {{input: 100.0, output: 100.0}}}}")

@@ -200,6 +200,24 @@ def test_a_judge_that_fails_in_the_middle_is_gone_on_with(tmp_path: Path) -> Non
     assert not third.asked
 
 
+def test_ids_that_are_no_names_of_files_are_kept_as_they_are(tmp_path: Path) -> None:
+    ids = ["../../etc/passwd", "a/b", "x" * 400, "猫\u202e", "line\nbreak", ".", "{{ task }}"]
+    records = [
+        {"task_id": each, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "is DL9"}]}
+        for each in ids
+    ]
+    found = judge_sync(
+        load_traces(written(tmp_path / "a.jsonl", *records)), MODEL, out=tmp_path / "o", complete=Canned()
+    )
+    assert len(found) == len(ids)
+    run = RunDirectory.open(tmp_path / "o")
+    recorded = set(run.table("groups", columns=["task_id"]).column("task_id").to_pylist())
+    assert recorded == {group.task_id for group in found}
+    assert {"../../etc/passwd", "a/b"} <= recorded
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "o"]
+    write_report([tmp_path / "o"], figures=False, tables=False, out=None)
+
+
 def test_another_judging_is_not_mixed_in(tmp_path: Path) -> None:
     out = tmp_path / "judged"
     groups = load_traces(FILES / "openai_chat.jsonl")

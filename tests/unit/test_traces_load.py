@@ -284,6 +284,24 @@ def test_an_id_that_comes_twice_is_told_apart_and_said(tmp_path: Path) -> None:
     assert group.summaries[1].notes == ("its id x comes more than once",)
 
 
+def test_another_prompt_in_the_same_group_is_noted(tmp_path: Path) -> None:
+    other = {"messages": [{"role": "user", "content": "Add 2."}, {"role": "assistant", "content": "3"}]}
+    (group,) = load_traces(
+        written(tmp_path / "a.jsonl", chat(task_id="t"), chat(task_id="t"), {**other, "task_id": "t"})
+    )
+    assert [bool(summary.notes) for summary in group.summaries] == [False, False, True]
+    assert "its prompt is another" in group.summaries[2].notes[0]
+
+
+def test_what_an_earlier_judging_left_is_no_further_trace(tmp_path: Path) -> None:
+    written(tmp_path / "a.jsonl", chat(id="1"))
+    run = small_run(tmp_path / "judged")
+    assert len(load_traces(tmp_path)) > 1
+    (run.path / "traces.jsonl").write_text("", encoding="utf-8")
+    assert [group.summaries[0].trace_id for group in load_traces(tmp_path)] == ["1"]
+    assert load_traces(run.path)[0].summaries[0].format == "run"
+
+
 BAD = {
     b"": "is empty",
     b"not json\n": "expected a JSON object, not valid at line 1, column 1",
