@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,6 +113,8 @@ class Spool:
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="draco-traces-")  # noqa: SIM115 (it lives as long as the groups)
         self._adapter = TypeAdapter(Trace)
+        # Groups are read by several threads.
+        self._lock = threading.Lock()
 
     def put(self, trace: Trace) -> Place:
         """Keep a trace."""
@@ -131,13 +134,15 @@ class Spool:
         return span
 
     def _write(self, content: bytes) -> Place:
-        begin = self._file.seek(0, 2)
-        self._file.write(content)
+        with self._lock:
+            begin = self._file.seek(0, 2)
+            self._file.write(content)
         return begin, len(content)
 
     def _read(self, place: Place) -> bytes:
-        self._file.seek(place[0])
-        return self._file.read(place[1])
+        with self._lock:
+            self._file.seek(place[0])
+            return self._file.read(place[1])
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import gzip
 import importlib.util
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,13 @@ def test_whatever_is_put_anywhere_in_a_record_is_read_or_said(data: st.DataObjec
             for trace in group.traces:
                 assert trace.turns
                 assert str(trace).encode("utf-8")
+
+
+def test_groups_may_be_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    groups = load_traces(written(tmp_path / "a.jsonl", *(chat(id=str(n), task_id=str(n)) for n in range(50))))
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        found = list(threads.map(lambda group: group.traces[0].trace_id, groups * 40))
+    assert found == [str(n) for n in range(50)] * 40
 
 
 def test_thousands_of_traces_are_not_held_in_memory(tmp_path: Path) -> None:
