@@ -320,6 +320,9 @@ def judge(
     batch: Annotated[
         bool, typer.Option("--batch", help="The provider's batch API: half the price, up to a day for each phase.")
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Ask through the judge pool of a Ray cluster (ray.address, or started here).")
+    ] = False,
     api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
@@ -356,6 +359,7 @@ def judge(
             context=context,
             config=load_config(config, override or []),
             batch=batch,
+            ray=ray,
             dry_run=dry_run,
         ),
         Console(highlight=False, soft_wrap=True, width=120),

@@ -51,6 +51,7 @@ class Wanted:
     context: int | None
     config: DracoConfig
     batch: bool
+    ray: bool
     dry_run: bool
 
 
@@ -64,6 +65,8 @@ def run(wanted: Wanted, console: Console) -> int:
     """
     if wanted.out is None and not wanted.dry_run:
         raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
+    if wanted.ray and (wanted.batch or wanted.judge == RULES):
+        raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
     # What is wrong with the arguments is said before anything long is read.
     settled = plan(
         wanted.judge,
@@ -106,7 +109,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console:
     meter = Meter(RuleComplete()) if wanted.judge == RULES else open_judge(settled)
     began = time.monotonic()
     try:
-        asyncio.run(_with_progress(kept, settled, meter, calls, console))
+        asyncio.run(_with_progress(kept, settled, meter, calls, console, ray=wanted.ray))
     except KeyboardInterrupt:
         kept.finish(time.monotonic() - began)
         console.print(f"stopped; what is judged is in {kept.path}, the same command goes on there", markup=False)
@@ -119,10 +122,18 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console:
     return kept.finish(time.monotonic() - began)
 
 
-async def _with_progress(kept: JudgingRun, settled: Plan, meter: Meter, calls: int, console: Console) -> None:
+async def _with_progress(
+    kept: JudgingRun, settled: Plan, meter: Meter, calls: int, console: Console, *, ray: bool
+) -> None:
     saying = asyncio.create_task(_say(kept, meter, calls, console))
     try:
-        await judge_run(settled, meter, kept)
+        if ray and kept.pending():
+            from draco_ray.commands.judge_cluster import pooled
+
+            async with pooled(settled.config, kept, meter) as asker:
+                await judge_run(settled, meter, kept, asker)
+        else:
+            await judge_run(settled, meter, kept)
     finally:
         saying.cancel()
         with contextlib.suppress(asyncio.CancelledError):

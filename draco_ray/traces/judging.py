@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from draco_ray.algorithm.reward import mixed_verdicts
 from draco_ray.algorithm.rules import NoDropout, find_rule
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.complete import Complete
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import panel_judge
+from draco_ray.judging.phases.base import Question
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
@@ -52,6 +53,14 @@ SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
 ResultT = TypeVar("ResultT")
+
+
+class Asker(Protocol):
+    """Asks the judge: `draco_ray.judging.judge.Judge`, or whoever stands before many of them."""
+
+    async def ask(self, question: Question[ResultT], context: CallContext) -> Judged[ResultT]:
+        """See `Judge.ask`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +146,7 @@ class TraceJudge:
         room: Room,
         static: Sequence[Criterion] | None = None,
         open_other: Callable[[JudgeConfig], Complete] | None = None,
+        asker: Asker | None = None,
     ) -> None:
         """
         Args:
@@ -146,7 +156,9 @@ class TraceJudge:
             room: what the judge can read.
             static: a rubric to use instead of the judge's own.
             open_other: opens what answers for a judge of the jury; None: ``complete`` does.
+            asker: asks in the place of a judge made of all these, on a cluster.
         """
+        self._asker = asker
         self._open_other = open_other or (lambda _: complete)
         self._complete, self._prompts, self._config, self._room = complete, prompts, config, room
         self._static = None if static is None else tuple(static)
@@ -188,8 +200,10 @@ class TraceJudge:
         code = self._prompts.code(group.task_id)
         return trace, render.agent_trajectory(as_trajectory(fitted.trace, group.task_id, 0), code)
 
-    def _judge_of(self, traces: Sequence[Trace]) -> Judge:
+    def _judge_of(self, traces: Sequence[Trace]) -> Asker:
         """The judge, told of the world of these traces."""
+        if self._asker is not None:
+            return self._asker
         prompts: Any = self._prompts
         if getattr(prompts, "facts", None) == "":
             prompts = replace(prompts, facts=environment_facts(traces))
@@ -216,7 +230,7 @@ class TraceJudge:
             f"with every text cut to {LENGTHS[-1]}; take a judge with a longer context (--context)"
         )
 
-    async def _write_rubric(self, judge: Judge, state: GroupJudgement) -> bool:
+    async def _write_rubric(self, judge: Asker, state: GroupJudgement) -> bool:
         """stage1 ──► stage2 ×G ──► union; says whether there is a rubric."""
         context = CallContext(group=state.group.task_id, task_id=state.group.task_id)
         prompt = state.trajectories[0].prompt
@@ -264,7 +278,7 @@ class TraceJudge:
             state.notes.append(f"the merge of its rubric saw its traces without {cut:,} characters")
         return found or list(shown[:1])
 
-    async def _score(self, judge: Judge, state: GroupJudgement) -> None:
+    async def _score(self, judge: Asker, state: GroupJudgement) -> None:
         """score ×G ──► credit ×G ──► advantages."""
 
         async def score(trajectory: Trajectory) -> None:

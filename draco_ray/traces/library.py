@@ -23,7 +23,7 @@ from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.records import Criterion
-from draco_ray.traces.judging import DEFAULT_CONTEXT, GroupJudgement, Room, TraceJudge, judge_groups, room_of
+from draco_ray.traces.judging import DEFAULT_CONTEXT, Asker, GroupJudgement, Room, TraceJudge, judge_groups, room_of
 from draco_ray.traces.keeping import SETTING, JudgingRun
 from draco_ray.traces.model import TraceGroup
 from draco_ray.traces.results import JudgedGroup, judged_group
@@ -221,15 +221,15 @@ def open_judge(settled: Plan) -> Meter:
     return meter
 
 
-def trace_judge(settled: Plan, complete: Complete) -> TraceJudge:
+def trace_judge(settled: Plan, complete: Complete, asker: Asker | None = None) -> TraceJudge:
     """What judges by a plan."""
     key = evidence_key(settled.config.judge.cache)
     prompts = load_prompts(settled.config.judge.prompts, key)
     opens = complete.open_other if isinstance(complete, Meter) else None
-    return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric, opens)
+    return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric, opens, asker)
 
 
-async def judge_run(settled: Plan, complete: Complete, run: JudgingRun) -> None:
+async def judge_run(settled: Plan, complete: Complete, run: JudgingRun, asker: Asker | None = None) -> None:
     """Judge what is not done yet in a run directory.
 
     Raises:
@@ -239,7 +239,8 @@ async def judge_run(settled: Plan, complete: Complete, run: JudgingRun) -> None:
     pending = run.pending()
     if not pending:
         return
-    await complete.check()
+    if asker is None:
+        await complete.check()
 
     async def keep(state: GroupJudgement) -> None:
         writing = asyncio.create_task(asyncio.to_thread(run.keep, state))
@@ -250,7 +251,7 @@ async def judge_run(settled: Plan, complete: Complete, run: JudgingRun) -> None:
             await writing
             raise
 
-    await judge_groups(trace_judge(settled, complete), pending, keep, at_once=settled.at_once)
+    await judge_groups(trace_judge(settled, complete, asker), pending, keep, at_once=settled.at_once)
 
 
 async def judge(

@@ -120,6 +120,24 @@ def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     assert len(lines(out)) == 8
 
 
+def test_on_a_cluster_the_results_are_the_same(tmp_path: Path) -> None:
+    traces = chat_traces(tmp_path / "traces.jsonl", 2)
+    with JudgeServer() as server:
+        local = run(command(traces, tmp_path / "a", server.base_url))
+        assert local.returncode == 0, local.stderr
+        keys = ("--set", "ray.dashboard=false", "--set", "ray.object_store_mib=100", "--set", "judge.workers=1")
+        pooled = subprocess.run(
+            [sys.executable, "-m", "draco_ray.cli", *command(traces, tmp_path / "b", server.base_url, "--ray", *keys)],
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+        assert pooled.returncode == 0, pooled.stdout + pooled.stderr
+    assert [(x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "a")] == [
+        (x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "b")
+    ]
+
+
 def test_exit_codes_for_the_ci_of_an_agent(tmp_path: Path) -> None:
     traces = chat_traces(tmp_path / "traces.jsonl", 1)
     with JudgeServer() as server:

@@ -1,0 +1,88 @@
+"""`draco judge --ray`: the phases of many groups through the judge pool of a cluster.
+
+Groups, cutting and results stay in this process; each phase is asked by one of the judge workers, which come and go
+with the calls. The run directory has to be where they can reach it, for the replies that are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import ray
+
+from draco_ray.config.schema import DracoConfig, EngineConfig, LearnerConfig
+from draco_ray.judging.judge import CallContext
+from draco_ray.judging.limiter_actor import start_judge_limiter
+from draco_ray.judging.phases.base import Question
+from draco_ray.judging.pool import JudgePool
+from draco_ray.judging.worker import Policy, judge_starter
+from draco_ray.records import Judged
+from draco_ray.traces.keeping import JudgingRun
+from draco_ray.traces.library import Meter
+from draco_ray.training.session import plain_error, ray_session
+
+ValueT = TypeVar("ValueT")
+
+
+class PooledJudge:
+    """`draco_ray.judging.judge.Judge.ask`, answered by the workers of a pool."""
+
+    def __init__(self, pool: JudgePool, meter: Meter) -> None:
+        self._pool, self._meter = pool, meter
+
+    async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
+        """Have a worker ask.
+
+        Raises:
+            JudgeUnavailable: see `Judge.ask`; BudgetSpent.
+        """
+        given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
+        try:
+            judgement = await self._pool.ask(type(question), context, **given)
+            judged: Judged[ValueT] = await judgement.judged
+        except ray.exceptions.RayError as error:
+            plain = plain_error(error)
+            if plain is None:
+                raise
+            raise plain from None
+        self._meter.done += judgement.summary.calls
+        self._meter.dollars += judgement.summary.dollars
+        self._meter.failed += judgement.summary.error is not None
+        return judged
+
+
+@asynccontextmanager
+async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIterator[PooledJudge]:
+    """A pool of judge workers for as long as the block runs, on the cluster of ``ray.address`` or this machine.
+
+    Raises:
+        ConfigError, ClusterError: there is no such cluster, or it has no slot for a judge.
+        JudgeUnavailable: the judge cannot be reached from there.
+    """
+    # Nothing but judges is started.
+    judges_only = config.model_copy(
+        update={
+            "environment": config.environment.model_copy(update={"slots": 1, "cpus_per_worker": 0.0}),
+            "engine": EngineConfig(gpus_per_engine=0.0, cpus_per_engine=0.0),
+            "learner": LearnerConfig(gpus_per_worker=0.0, cpus_per_worker=0.0),
+        }
+    )
+    with ray_session(judges_only):
+        name = f"judge-{kept.path.name}"
+        limiter = start_judge_limiter(config.judge, kept.path, name)
+        leases = None if limiter is None else limiter[1]
+        starter = judge_starter(config.judge, Policy(samplers=(), model_path="none"), leases, name)
+        pool = JudgePool(starter, config.judge)
+        pool.open()
+        try:
+            await pool.ready()
+            yield PooledJudge(pool, meter)
+        except ray.exceptions.RayError as error:
+            if (plain := plain_error(error)) is None:
+                raise
+            raise plain from None
+        finally:
+            pool.close()
