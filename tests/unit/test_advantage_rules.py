@@ -97,3 +97,21 @@ def test_a_file_that_breaks_says_so(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import numpy as np\n1 / 0\n")
     with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ZeroDivisionError: division by zero"):
         find_rule(f"{tmp_path / 'broken.py'}:Rule")
+
+
+def test_only_criteria_that_some_pass_and_others_fail_are_mixed() -> None:
+    verdict_GK = np.array([[1, 1, -1, 0], [1, -1, -1, -1]])
+    assert find_rule("mixed_only").surviving(verdict_GK).tolist() == [False, True, False, False]
+
+
+def test_without_the_deviation_rewards_keep_their_scale() -> None:
+    rule = find_rule("no_std")
+    assert rule.advantages(np.array([1.0, 0.0, 0.5])).tolist() == [0.5, -0.5, 0.0]
+    # Their mean is not 0.1 to the last digit.
+    assert rule.advantages(np.array([0.1] * 3)).tolist() == [0.0] * 3
+
+
+def test_scoring_verdicts_overrule_those_of_the_credit_call() -> None:
+    cited = (Attribution(criterion=1, verdict=PASS, steps=(2,)), Attribution(criterion=0, verdict=FAIL, steps=(1, 3)))
+    ruled = find_rule("score_verdicts").attributions(cited, np.array([1, -1]))
+    assert [(each.criterion, each.verdict, each.steps) for each in ruled] == [(1, FAIL, (2,)), (0, PASS, (1, 3))]

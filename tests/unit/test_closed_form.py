@@ -1,0 +1,62 @@
+"""The rule of the paper as one function: what it is given, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draco_ray.algorithm.closed_form import step_advantages
+from draco_ray.records import Attribution, Verdict
+
+VERDICTS = [[1, 1, -1], [-1, -1, 1]]
+TOKENS = [[20, 10], [10, 10, 10]]
+
+
+def test_a_reward_from_elsewhere_takes_the_place_of_the_rubrics() -> None:
+    uncited: list[None] = [None, None]
+    rubric = step_advantages(verdicts=VERDICTS, citations=uncited, tokens=TOKENS)
+    reward = step_advantages(verdicts=VERDICTS, citations=uncited, tokens=TOKENS, reward=[0, 1], std_epsilon=0.0)
+    assert [a[0] for a in reward] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-15)
+    # Both are standardised; the rubric says who won, and the reward says the opposite.
+    assert [np.sign(a).tolist() for a in rubric] == [[1, 1], [-1, -1, -1]]
+    assert [np.sign(a).tolist() for a in reward] == [[-1, -1], [1, 1, 1]]
+    damped = step_advantages(verdicts=VERDICTS, citations=uncited, tokens=TOKENS, reward=[0, 1], std_epsilon=0.5**0.5)
+    assert [a[0] for a in damped] == pytest.approx([a[0] / 2 for a in reward])
+
+
+def test_without_a_criterion_there_is_no_reward_and_no_push() -> None:
+    empty: tuple[list[list[int]], ...] = ([], [[], []])
+    for verdicts in empty:
+        pushes = step_advantages(verdicts=verdicts, citations=[None, {}], tokens=TOKENS)
+        assert [push.tolist() for push in pushes] == [[0.0, 0.0], [0.0, 0.0, 0.0]]
+    pushes = step_advantages(verdicts=[], citations=[None, None], tokens=TOKENS, reward=[1, 0])
+    assert pushes[0][0] > 0 > pushes[1][0]
+
+
+def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
+    by_criterion = step_advantages(verdicts=VERDICTS, citations=[None, {0: [3, 3], 2: [1]}], tokens=TOKENS)
+    attributed = [
+        Attribution(criterion=0, verdict=Verdict.FAIL, steps=(3,)),
+        Attribution(criterion=2, verdict=Verdict.PASS, steps=(1,)),
+    ]
+    given = step_advantages(verdicts=VERDICTS, citations=[(), attributed], tokens=TOKENS)
+    assert [a.tolist() for a in by_criterion] == [a.tolist() for a in given]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"citations": [None]},
+            "2 rows of verdicts, 1 of citations and 2 of tokens: expected one of each a rollout",
+        ),
+        ({"reward": [1.0]}, r"reward has shape (1,), expected (2,)"),
+        ({"citations": [{3: [1]}, None]}, "citation of criterion 3 of a rubric of 3"),
+        ({"citations": [{-1: [1]}, None]}, "citation of criterion -1 of a rubric of 3"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed: dict[str, object], message: str) -> None:
+    given = {"verdicts": VERDICTS, "citations": [None, None], "tokens": TOKENS} | changed
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared whole
+        step_advantages(**given)  # type: ignore[arg-type]
+    assert str(caught.value) == message
