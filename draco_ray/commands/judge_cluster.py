@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import ray
 
-from draco_ray.config.schema import DracoConfig, EngineConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, LearnerConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.limiter_actor import start_judge_limiter
 from draco_ray.judging.phases.base import Question
@@ -22,9 +22,13 @@ from draco_ray.judging.worker import Policy, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
+from draco_ray.traces.trajectory import environment_facts
 from draco_ray.training.session import plain_error, ray_session
 
 ValueT = TypeVar("ValueT")
+
+FACTS_FROM = 8
+"""Groups."""
 
 
 class PooledJudge:
@@ -54,6 +58,14 @@ class PooledJudge:
         return judged
 
 
+def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
+    """With the facts of the first groups' world, where nobody has given others: workers judge all groups alike."""
+    if getattr(judge, "environment_facts", "") is not None:
+        return judge
+    traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]
+    return judge.model_copy(update={"environment_facts": environment_facts(traces)})
+
+
 @asynccontextmanager
 async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIterator[PooledJudge]:
     """A pool of judge workers for as long as the block runs, on the cluster of ``ray.address`` or this machine.
@@ -74,7 +86,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         name = f"judge-{kept.path.name}"
         limiter = start_judge_limiter(config.judge, kept.path, name)
         leases = None if limiter is None else limiter[1]
-        starter = judge_starter(config.judge, Policy(samplers=(), model_path="none"), leases, name)
+        starter = judge_starter(_told(config.judge, kept), Policy(samplers=(), model_path="none"), leases, name)
         pool = JudgePool(starter, config.judge)
         pool.open()
         try:

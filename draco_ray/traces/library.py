@@ -8,8 +8,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, RunConfig
 from draco_ray.errors import ConfigError
@@ -224,7 +225,9 @@ def open_judge(settled: Plan) -> Meter:
 def trace_judge(settled: Plan, complete: Complete, asker: Asker | None = None) -> TraceJudge:
     """What judges by a plan."""
     key = evidence_key(settled.config.judge.cache)
-    prompts = load_prompts(settled.config.judge.prompts, key)
+    prompts: Any = load_prompts(settled.config.judge.prompts, key)
+    if told := getattr(settled.config.judge, "environment_facts", None):
+        prompts = replace(prompts, facts=told)
     opens = complete.open_other if isinstance(complete, Meter) else None
     return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric, opens, asker)
 
