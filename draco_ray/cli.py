@@ -206,6 +206,9 @@ def starter_build(
     epilog="Then:  draco train CONFIG judge.model=openai/rule-judge judge.api_base=http://127.0.0.1:8011/v1",
 )
 def judge_server(
+    use: Annotated[
+        str, typer.Option(help="Its rules: sandbox, or your own as package.module:function or folder/file.py:function.")
+    ] = "sandbox",
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8011,
     latency: Annotated[float, typer.Option(help="Seconds a reply takes.")] = 0.0,
     rate_limit: Annotated[float | None, typer.Option(help="Requests a second; more get 429 + Retry-After.")] = None,
@@ -221,6 +224,7 @@ def judge_server(
     from draco_ray.sandbox.judge_server import serve
 
     serve(
+        use=use,
         port=port,
         latency=latency,
         rate_limit=rate_limit,

@@ -139,9 +139,10 @@ class Pipeline:
     ) -> tuple[Member, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
         working_on(group.name, rollout)
-        member = await self._rollouts.run(
+        played = await self._rollouts.run(
             group.task_id, group.name, rollout, step=group.step, priority=group.step * MOST_GROUPS + group.index
         )
+        member = played.member
         if member is None:
             return None
         group.rollouts.append(member.summary)

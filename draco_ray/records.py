@@ -40,12 +40,12 @@ class EpisodeEnd(StrEnum):
 
 
 class Termination(StrEnum):
-    """How a rollout ended (the modes of Figure "terminations"); `draco_ray.rollout.termination` tells them apart."""
+    """How a rollout ended (the modes of Figure "terminations"); the environment tells them apart."""
 
     SUBMITTED = "submitted"
-    """It called ``complete_task``."""
+    """It handed its work in; AppWorld: it called ``complete_task``."""
     GAVE_UP = "gave_up"
-    """It called it with status "fail", or stopped acting without having called it."""
+    """It said so, or stopped without having handed anything in; AppWorld: status "fail", or no call."""
     NO_ACTION = "no_action"
     """It ended itself without a step."""
     RESPONSE_LIMIT = "response_limit"
@@ -105,6 +105,34 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a policy's turns took; sums of several add."""
+
+    calls: int = 0
+    """Turns sampled."""
+    requests: int = 0
+    """HTTP requests of an API model, retries included."""
+    input_tokens: int = 0
+    """Of every turn anew, cached ones included: a conversation is read again at each turn."""
+    cached_tokens: int = 0
+    """The part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
+    output_tokens: int = 0
+    dollars: float | None = None
+    """None where no price is known."""
+
+    def __add__(self, other: Usage) -> Usage:
+        known = [usage.dollars for usage in (self, other) if usage.dollars is not None]
+        return Usage(
+            calls=self.calls + other.calls,
+            requests=self.requests + other.requests,
+            input_tokens=self.input_tokens + other.input_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            dollars=sum(known) if known else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One rollout of T tokens (prompt included), written once and read by everyone.
 
@@ -139,6 +167,9 @@ class Trajectory:
     """Unix seconds."""
     error: str | None = None
     engine: str = ""
+    usage: Usage = field(default_factory=Usage)
+    termination: Termination | None = None
+    """What the environment says of how it ended; None until it was asked."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
@@ -343,7 +374,7 @@ LOST = "the rollout was lost"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluated rollout: AppWorld's own verdict. Never reaches training in an outcome-blind setting."""
+    """One evaluated rollout: the environment's own verdict. Never reaches training in an outcome-blind setting."""
 
     task_id: str
     run: int
@@ -356,8 +387,26 @@ class Evaluation:
     """None where it was not told: by other benchmarks, and by evaluations that predate it."""
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
+    scenario: str = ""
+    """The task's group."""
 
     @property
     def lost(self) -> bool:
         """Whether every attempt crashed, by no doing of the policy: it counts as a failure, and is shown as lost."""
         return LOST in self.failures
+
+
+def lost_evaluation(task: Task, run: int) -> Evaluation:
+    """A rollout whose every attempt crashed: a failure, never left out."""
+    return Evaluation(
+        task_id=task.task_id,
+        run=run,
+        success=False,
+        passed_tests=0,
+        total_tests=0,
+        turns=0,
+        ended=EpisodeEnd.SERVER_ERROR,
+        termination=Termination.SERVER_ERROR,
+        failures=(LOST,),
+        scenario=task.group,
+    )

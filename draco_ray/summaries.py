@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from draco_ray.records import EpisodeEnd, Termination
+from draco_ray.records import EpisodeEnd, Termination, Usage
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
@@ -32,6 +32,7 @@ class RolloutSummary:
     started_at: float
     ended_at: float
     """Unix seconds during which it held its environment slot."""
+    usage: Usage = field(default_factory=Usage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

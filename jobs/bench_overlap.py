@@ -31,14 +31,16 @@ from critical_path import CriticalPath, LearnerTask, critical_path
 from paced import LearnerPace, PacedLearner, Repertoire, Script, start_paced_engine
 from rich.console import Console
 
-from draco_ray.config.load import load_config, project_file
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.appworld.data_root import load_task
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
+from draco_ray.environments.base import make_environment
 from draco_ray.judging.phases.base import Phase
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
-from draco_ray.rollout.agent_prompt import render_agent_prompt
+from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.build import read_manifest
 from draco_ray.sandbox.world.scripts import Family, Fault, families
@@ -124,10 +126,10 @@ def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
     manifest = read_manifest(config.data.root)
     if manifest is None:
         sys.exit(f"bench-overlap: {config.data.root} is no sandbox; run `make world`, or name one with --world")
-    known, template = families(), project_file(config.agent.prompt)
+    known, template = families(), agent_template(config.agent.prompt, AppWorldEnvironment.agent_prompt)
     spoken = {}
     for task_id in tasks:
-        prompt = chat.prompt(render_agent_prompt(template, load_task(config.data.root, task_id)))
+        prompt = chat.prompt(fill_agent_prompt(template, load_task(config.data.root, task_id)))
         family = known[manifest["tasks"][task_id]["family"]]
         spoken[tuple(prompt[-config.agent.max_prompt_length :])] = scripts(family, tokenizer, chat)
     return Repertoire(scripts=spoken, end_of_turn_id=chat.end_of_turn_id)
@@ -322,9 +324,10 @@ def main(
         chosen = sorted((CELLS[name] for name in cells.split()), key=lambda cell: cell.judge)
         for seconds, alike in itertools.groupby(chosen, key=lambda cell: cell.judge):
             config = configuration(world.resolve(), model.resolve(), Path(folder), seconds)
+            environment = make_environment(config.environment, config.data)
             run = RunDirectory.create(Path(folder) / f"judge-{seconds}", "")
             with session(config) as judge:
-                bench = Bench(config, usable_prompts(config, Console(quiet=True)), run)
+                bench = Bench(config, usable_prompts(config, environment, Console(quiet=True)), run)
                 asyncio.run(bench.measure(judge, list(alike), repeats))
 
 

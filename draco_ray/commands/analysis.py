@@ -15,8 +15,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.complete import Complete
-from draco_ray.judging.judge import Judge
-from draco_ray.judging.prompts import evidence_key, load_prompts
+from draco_ray.judging.judge import Judge, prompts_of
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.analysis import rubric_overlap
 from draco_ray.lab.analysis.attribution.bench import judge_groups
@@ -172,7 +171,7 @@ def replay_judge(
         found += write_table(trends(overlap, measured), tables, "overlap_trends")
     if rubric is not None:
         scorer = config.model_copy(update={"score_votes": 1})
-        prompts = load_prompts(scorer.prompts, evidence_key(scorer.cache))
+        prompts = prompts_of(scorer)
         again = asyncio.run(
             _asked(
                 run,
@@ -248,7 +247,7 @@ def attribution_bench(
         api_key_env=api_key_env,
         cache=None if judge == RULES else out / "judge_cache",
     )
-    prompts = load_prompts(settings.prompts, evidence_key(settings.cache))
+    prompts = prompts_of(settings)
     if recorded is None:
         world = world or sandbox
         groups = planted_groups(world, split, tasks, processes, out / "rollouts.jsonl")

@@ -57,18 +57,18 @@ class EvaluateOptions:
 
 
 def evaluate(options: EvaluateOptions, starter: Path) -> None:
-    """Run an evaluation on AppWorld and print its tables.
+    """Run an evaluation in an environment and print its tables.
 
     Raises:
         ConfigError: options that do not go together, or that name nothing usable.
-        DracoError: as `evaluate_appworld`.
+        DracoError: as `evaluate_policy`.
     """
-    from draco_ray.lab.evaluation.appworld import ApiOptions, evaluate_appworld
+    from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy
 
     check_options(options)
     policy, config = find_policy_and_config(options, starter)
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
-    result = evaluate_appworld(
+    result = evaluate_policy(
         policy,
         config,
         split=split,
@@ -99,12 +99,12 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
         ConfigError: no evaluation of AppWorld, or of another world than ``data.root``.
         DracoError: as `draco_ray.lab.evaluation.reevaluate.reevaluate`.
     """
-    from draco_ray.lab.evaluation.appworld import BENCHMARK
+    from draco_ray.lab.evaluation.evaluate import APPWORLD
     from draco_ray.lab.evaluation.reevaluate import reevaluate as evaluate_again
 
     directory = EvaluationDirectory.open(path)
-    if directory.plan.benchmark != BENCHMARK:
-        raise ConfigError(f"{path}: an evaluation of {directory.plan.benchmark}; expected one of {BENCHMARK}")
+    if directory.plan.benchmark != APPWORLD:
+        raise ConfigError(f"{path}: an evaluation of {directory.plan.benchmark}; expected one of {APPWORLD}")
     default = "sandbox" if directory.plan.generated else None
     worlds = asyncio.run(evaluate_again(directory, load_config(config or default, overrides)))
     for measurement, run in dict.fromkeys((world.measurement, world.run) for world in worlds):
@@ -240,10 +240,11 @@ def _config(options: EvaluateOptions, policy: Policy) -> DracoConfig:
 def _steps_per_epoch(config: DracoConfig) -> int:
     from rich.console import Console
 
+    from draco_ray.environments.base import make_environment
     from draco_ray.training.order import TaskOrder
     from draco_ray.training.session import usable_prompts
 
-    prompts = usable_prompts(config, Console(quiet=True))
+    prompts = usable_prompts(config, make_environment(config.environment, config.data), Console(quiet=True))
     return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch
 
 

@@ -42,7 +42,8 @@ class DataConfig(Tree):
     """Where tasks come from and in which order they are trained on."""
 
     root: Path = Path("data/appworld")
-    """AppWorld data root: the folder that holds ``data/`` with ``tasks/``, ``base_dbs/``, ``api_docs/``, ``datasets/``.
+    """Where the environment finds its tasks. AppWorld's data root is the folder that holds ``data/`` with ``tasks/``,
+    ``base_dbs/``, ``api_docs/``, ``datasets/``.
     Official AppWorld data or a sandbox built by ``draco sandbox build``."""
     train_split: FileName = "train"
     eval_split: FileName = "dev"
@@ -61,10 +62,14 @@ class ModelConfig(Tree):
 
 
 class AgentConfig(Tree):
-    """The code agent (AppWorld's Simplified ReAct Code Agent loop)."""
+    """The agent's loop and its limits."""
 
-    prompt: Path = Path("prompts/agent_think.txt")
-    """Prompt template; a relative path is looked up in the working directory, then where the project is installed."""
+    use: Part = "code"
+    """code (AppWorld's Simplified ReAct Code Agent), or one of your own, package.module:Class or
+    folder/file.py:Class."""
+    prompt: Path | None = None
+    """Prompt template; a relative path is looked up in the working directory, then where the project is installed.
+    null: the environment's own, for AppWorld prompts/agent_think.txt."""
     thinking: bool = True
     """Whether turns open with a <think> block: selects the chat template's thinking mode."""
     max_turns: int = Field(50, ge=1)
@@ -79,8 +84,12 @@ class AgentConfig(Tree):
 
 
 class EnvironmentConfig(Tree):
-    """AppWorld server processes, one a slot."""
+    """Where tasks are done, one at a time in each slot."""
 
+    use: Part = "appworld"
+    """appworld, or one of your own, package.module:Class or folder/file.py:Class (docs/extending/environment.md)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """For an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)
     """Rollouts in the environment at one time."""
     slots_per_worker: int = Field(1, ge=1)
@@ -173,6 +182,9 @@ class RuleJudgeConfig(Tree):
 
     start: bool = False
     """Start its server on loopback for this run and send every call there; model, api_base and key are then its own."""
+    use: Part = "sandbox"
+    """Its rules: the sandbox's, or a function of your own, package.module:function or folder/file.py:function
+    (docs/extending/environment.md)."""
     latency_seconds: float = Field(0.0, ge=0)
     """Time it takes over each reply."""
 
@@ -247,6 +259,8 @@ class JudgeConfig(Tree):
     """Asked in turn what the judge could not answer."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
+    environment_facts: str | None = None
+    """What every prompt says of the environment; null: what the environment says of itself."""
     max_stage1_criteria: int = Field(15, ge=1)
     max_stage2_criteria: int = Field(10, ge=1)
     max_union_criteria: int = Field(24, ge=1)

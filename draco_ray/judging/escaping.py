@@ -93,8 +93,8 @@ _LOOK_ALIKE = {
 }
 
 _ROLES = r"\s*+(?:system|user|assistant|environment|tool|developer|judge|evaluator|end)\b"
-_OURS = r"\s*+(?:begin|evidence|rollout|step|reasoning|code|output|closing)[\w \t]{0,40}+\]"
-_SECTION = r"(?:reasoning|code|output)[ \t]*+(?:\[\w{0,20}+\][ \t]*+)?+:[^\S\n\r]*+(?:[\n\r]|\Z)"
+_OURS = r"\s*+(?:begin|evidence|rollout|step|reasoning|action|output|closing)[\w \t]{0,40}+\]"
+_SECTION = r"(?:reasoning|action|output)[ \t]*+(?:\[\w{0,20}+\][ \t]*+)?+:[^\S\n\r]*+(?:[\n\r]|\Z)"
 _LINE_START = r"(?:(?<=[\n\r])|\A)(?:[^\S\n\r]|&\#x[0-9A-F]{1,6}+;)*+"
 _STRUCTURE = rf"(?=\[{_ROLES}|\[{_OURS}|\#\#|{_SECTION})"
 # Special tokens: every <|...|> and <...|>, those of Llama 2, Gemma, T5 and others that look like tags, and, in capitals

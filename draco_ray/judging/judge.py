@@ -144,8 +144,12 @@ def build_judge(config: JudgeConfig, leases: Leases | None = None) -> Judge:
     def open_one(judge: JudgeConfig) -> Complete:
         return LiteLLMClient(judge, cache, leases=leases)
 
-    prompts = load_prompts(config.prompts, evidence_key(config.cache))
-    return panel_judge(config, prompts, with_fallbacks(config, open_one), open_one)
+    return panel_judge(config, prompts_of(config), with_fallbacks(config, open_one), open_one)
+
+
+def prompts_of(config: JudgeConfig) -> Prompts:
+    """The prompt set of a configuration, with its secret and its facts. Raises: as `load_prompts`, `evidence_key`."""
+    return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts)
 
 
 def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], model_path: str) -> Judge:
@@ -160,7 +164,7 @@ def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], mode
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{Path(model_path).name}")
-    return Judge(complete, load_prompts(config.prompts, evidence_key(config.cache)), config)
+    return Judge(complete, prompts_of(config), config)
 
 
 def _call(phase: str, context: CallContext, prompt: str, completion: Completion, error: str | None) -> JudgeCall:

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.config.load import project_file
+from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.render import evidence_code
+
+FACTS = "environment_facts"
+"""Known in every phase."""
+NO_FACTS = "- Nothing beyond what the agent was told."
 
 KEY_FILE = "evidence_key"
 _OF_PROCESS = secrets.token_bytes(32)
@@ -30,6 +35,8 @@ class Prompts:
     key: bytes = b""
     """What the codes of evidence are derived from (`draco_ray.judging.render.evidence_code`): secret where anybody is
     judged."""
+    facts: str = ""
+    """What every prompt may say of the environment: ``{{ environment_facts }}``."""
 
     def code(self, identity: str) -> str:
         """The code of evidence about ``identity``: a group, so that its prompts share their beginnings."""
@@ -44,7 +51,7 @@ class Prompts:
         """
 
         def value(match: re.Match[str]) -> str:
-            text = str(values[match[1]])
+            text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS else str(values[match[1]])
             # A block begins on a line of its own, wherever somebody's template puts it.
             before = match.string[: match.start()]
             return f"\n{text}" if "\n" in text and before and not before.endswith("\n") else text
@@ -79,12 +86,13 @@ def evidence_key(folder: Path | None) -> bytes:
         raise StoreError(f"the judge's evidence key cannot be kept in {path}: {error.strerror}") from None
 
 
-def load_prompts(folder: Path, key: bytes = b"") -> Prompts:
+def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None) -> Prompts:
     """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Args:
         folder: the phases' templates under their file names.
         key: `evidence_key`, wherever anybody is judged.
+        facts: of the environment; None: nothing is said of it.
 
     Raises:
         ConfigError: a missing file, an unknown placeholder, or a missing one that the phase cannot do without.
@@ -98,15 +106,15 @@ def load_prompts(folder: Path, key: bytes = b"") -> Prompts:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompt set {folder}: {phase.template} cannot be read: {error}") from None
         mentioned = set(_PLACEHOLDER.findall(text))
-        if unknown := sorted(mentioned - phase.placeholders):
-            known = ", ".join(sorted(phase.placeholders))
+        if unknown := sorted(mentioned - phase.placeholders - {FACTS}):
+            known = ", ".join(sorted({*phase.placeholders, FACTS}))
             raise ConfigError(f"prompt {path}: unknown placeholder {{{{ {unknown[0]} }}}}; {phase.name} knows {known}")
         for names in phase.required:
             if not names & mentioned:
                 wanted = " or ".join(f"{{{{ {name} }}}}" for name in sorted(names))
                 raise ConfigError(f"prompt {path}: {wanted} is missing; without it the judge sees nothing to judge")
         templates[phase.name] = text
-    return Prompts(folder=folder, templates=templates, key=key)
+    return Prompts(folder=folder, templates=templates, key=key, facts=facts or "")
 
 
 def render_phase(phase: str, folder: Path) -> str:
@@ -115,4 +123,4 @@ def render_phase(phase: str, folder: Path) -> str:
     Raises:
         ConfigError: the prompt set cannot be used.
     """
-    return PHASES[phase].example().prompt(load_prompts(folder))
+    return PHASES[phase].example().prompt(load_prompts(folder, facts=APPWORLD_FACTS))

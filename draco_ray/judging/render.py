@@ -10,12 +10,13 @@ evidence               ``[BEGIN EVIDENCE c0de] ...``, the text, ``[END EVIDENCE 
 agent_prompt           evidence: ``[SYSTEM c0de]`` / ``[USER c0de]`` on its own line, the text, a blank line
 task, task_input       evidence: the user part of the agent's prompt
 agent_trajectory       evidence: ``[SYSTEM c0de]``, ``[USER c0de]``, ``[ASSISTANT c0de] (step N)``,
-                       ``[ENVIRONMENT c0de] (output of step N)``, ``[ASSISTANT c0de] (no code)`` blocks; the last line
+                       ``[ENVIRONMENT c0de] (output of step N)``, ``[ASSISTANT c0de] (no action)`` blocks; the last line
                        is ``[END c0de] <reason>``
 group_trajectories     evidence: ``<rollout index="i" code="c0de">``, the same without the shared prompt,
                        ``</rollout code="c0de">``
-steps_summary          evidence: ``### Step N [c0de]`` with sections ``Reasoning [c0de]:``, ``Code [c0de]:``,
-                       ``Output [c0de]:``; ``### Closing turn (no code) [c0de]``, earlier ones ``### Turn (no code)``
+steps_summary          evidence: ``### Step N [c0de]`` with sections ``Reasoning [c0de]:``, ``Action [c0de]:``,
+                       ``Output [c0de]:``; ``### Closing turn (no action) [c0de]``, earlier ones
+                       ``### Turn (no action) [c0de]``
 existing_rubrics,      JSON arrays of title, description, evaluator_instruction; candidates add candidate_index and
 candidate_rubrics,     source, rubrics add rubric_index (0-based)
 rubrics
@@ -24,7 +25,7 @@ rubric_scores          JSON array of rubric_index, rubric_title, evaluator_instr
 =====================  ==============================================================================================
 
 In traces of other agents a turn of somebody else's stands under its role: ``[USER c0de]``, ``### USER [c0de]``. Steps
-are numbered from 1; ``Reasoning`` is left out where a turn is only code, an output where nothing was executed.
+are numbered from 1; ``Reasoning`` is left out where a turn is only its action, an output where there is none.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def steps_summary(trajectory: Trajectory, code: str) -> str:
             sections.append(f"Reasoning [{code}]:\n{escape(reasoning)}")
         # Its indentation stays: on the first line it is an error, which must be seen.
         executed = turn.action.strip("\r\n")
-        sections.append(f"Code [{code}]:\n{escape(executed)}")
+        sections.append(f"Action [{code}]:\n{escape(executed)}")
         if turn.observation is not None:
             sections.append(f"Output [{code}]:\n{escape(turn.observation.strip())}")
         blocks.append("\n".join(sections))
@@ -163,14 +164,14 @@ def _conversation(trajectory: Trajectory, code: str) -> str:
 
 
 def _heading(turn: Turn, step: int) -> str:
-    return "(no code)" if turn.action is None else f"(step {step})"
+    return "(no action)" if turn.action is None else f"(step {step})"
 
 
 def _gap(turn: Turn, last: bool) -> str:
     """Heading of a turn without a step: the agent's last one, one in between, or somebody else's."""
     if turn.role != AGENT:
         return turn.role.upper()
-    return "Closing turn (no code)" if last else "Turn (no code)"
+    return "Closing turn (no action)" if last else "Turn (no action)"
 
 
 def _outside_code(text: str, code: str) -> str:

@@ -35,19 +35,34 @@ def find_prompt(path: Path) -> Path:
     )
 
 
-def render_agent_prompt(template_path: Path, task: Task) -> tuple[Message, ...]:
+def agent_template(chosen: Path | None, own: Path | str) -> str:
+    """The text of the agent's template.
+
+    Args:
+        chosen: ``agent.prompt``.
+        own: the environment's (`draco_ray.environments.base.Environment.agent_prompt`), for where that is null.
+
+    Raises: ConfigError when the template is missing, or has no place for the task.
+    """
+    source = own if chosen is None else chosen
+    template = source if isinstance(source, str) else find_prompt(source).read_text(encoding="utf-8")
+    if "{task_description}" not in template:
+        name = repr(str(source)) if isinstance(source, Path) else "of the environment"
+        raise ConfigError(f"agent prompt {name} has no {{task_description}}: the agent would not know its task")
+    return template
+
+
+def render_agent_prompt(path: Path, task: Task) -> tuple[Message, ...]:
+    """`fill_agent_prompt` with the template in a file. Raises: as `agent_template`."""
+    return fill_agent_prompt(agent_template(path, path), task)
+
+
+def fill_agent_prompt(template: str, task: Task) -> tuple[Message, ...]:
     """The messages that open an episode.
 
     All placeholders are filled in one pass over the template, so one inside an instruction stays text, and so does
     a split line.
-
-    Raises: ConfigError when the template is missing, or has no place for the task.
     """
-    template = find_prompt(template_path).read_text(encoding="utf-8")
-    if "{task_description}" not in template:
-        raise ConfigError(
-            f"agent prompt {str(template_path)!r} has no {{task_description}}: the agent would not know its task"
-        )
     values = {**task.fields, "task_description": task.instruction}
     parts = re.split(rf"^{re.escape(SPLIT)}$\n?", template, maxsplit=1, flags=re.MULTILINE)
     filled = [_PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), part).strip() for part in parts]

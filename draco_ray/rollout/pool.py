@@ -1,4 +1,4 @@
-"""Playing rollouts: who waits for a slot, on which engine they sample, and what is tried again."""
+"""Playing rollouts: who waits for a slot, from which policy they sample, and what is tried again."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import asyncio
 import heapq
 import itertools
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from draco_ray.records import EpisodeEnd
-from draco_ray.rollout.worker import RolloutRequest
+from draco_ray.records import EpisodeEnd, Usage
+from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.summaries import RolloutSummary
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,10 @@ WorkerT = TypeVar("WorkerT")
 class SlotQueue(Generic[WorkerT]):
     """Free slots of the workers, handed to whoever waits with the lowest priority number."""
 
-    def __init__(self, workers: list[WorkerT], slots_per_worker: int) -> None:
-        self._free = [worker for _ in range(slots_per_worker) for worker in workers]
+    def __init__(self, workers: Sequence[tuple[WorkerT, int]]) -> None:
+        """Take workers with their numbers of slots; free ones are spread over the workers."""
+        most = max((slots for _, slots in workers), default=0)
+        self._free = [worker for turn in range(most) for worker, slots in workers if turn < slots]
         self._waiting: list[tuple[int, int, asyncio.Future[WorkerT]]] = []
         self._arrivals = itertools.count()
 
@@ -63,16 +66,36 @@ class Member:
     summary: RolloutSummary
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of a rollout, all its attempts together."""
+
+    member: Member | None
+    """None when every attempt was lost."""
+    attempts: int = 0
+    usage: Usage = field(default_factory=Usage)
+    """Of the attempts that were lost, too, as far as they could tell."""
+    error: str | None = None
+    """Why the last attempt was lost, if it was."""
+
+
 class RolloutPool:
-    """Rollout workers and the engines they sample from.
+    """Rollout workers and the policies they sample from: the one path of training, evaluation and authoring.
 
     A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
     retries are spent the group goes on without it.
     """
 
-    def __init__(self, workers: list[Any], slots_per_worker: int, engines: int, retries: int, seed: int) -> None:
-        self._slots: SlotQueue[Any] = SlotQueue(workers, slots_per_worker)
-        self._load = [0] * engines
+    def __init__(self, workers: Sequence[tuple[Any, int]], policies: int, retries: int, seed: int) -> None:
+        """
+        Args:
+            workers: what `draco_ray.rollout.worker.start_rollout_workers` gives.
+            policies: how many a worker samples from.
+            retries: fresh environments that a rollout may use after a server error.
+            seed: of the run; every rollout's own is drawn from it.
+        """
+        self._slots: SlotQueue[Any] = SlotQueue(workers)
+        self._load = [0] * policies
         self._retries = retries
         self._seed = seed
         self._recorded: dict[tuple[str, int], Member] = {}
@@ -82,22 +105,24 @@ class RolloutPool:
         """A rollout of ``group`` that an earlier process of this run has finished: it is not played again."""
         self._recorded[group, member.rollout] = member
 
-    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Member | None:
-        """Play one rollout of ``group``; None when every try failed."""
+    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Played:
+        """Play one rollout of ``group``, with the policy of ``step``."""
         if (recorded := self._recorded.pop((group, rollout), None)) is not None:
-            return recorded
+            return Played(member=recorded, usage=recorded.summary.usage)
+        usage, error = Usage(), ""
         for attempt in range(self._retries + 1):
             # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
             entropy = (self._seed, step, rollout, attempt, *task_id.encode())
             seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
             request = RolloutRequest(task_id=task_id, group=group, rollout=rollout, attempt=attempt, seed=seed)
             member = await self._try(request, priority)
+            usage += Usage() if member is None else member.summary.usage
             if member is not None and member.summary.ended is not EpisodeEnd.SERVER_ERROR:
-                return member
-            reason = member.summary.error if member is not None else "its worker died"
-            log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, reason)
+                return Played(member=member, attempts=attempt + 1, usage=usage)
+            error = "its worker died" if member is None else member.summary.error or "the world was lost"
+            log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, error)
         self.lost += 1
-        return None
+        return Played(member=None, attempts=self._retries + 1, usage=usage, error=error)
 
     @property
     def waiting(self) -> int:
@@ -111,11 +136,11 @@ class RolloutPool:
 
     async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
         worker = await self._slots.acquire(priority)
-        engine = self._load.index(min(self._load))
-        self._load[engine] += 1
+        policy = self._load.index(min(self._load))
+        self._load[policy] += 1
         try:
             method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
-            trajectory, summary, evaluation = method.remote(request, engine)
+            trajectory, summary, evaluation = method.remote(request, policy)
             try:
                 finished = await summary
             except asyncio.CancelledError:
@@ -126,5 +151,5 @@ class RolloutPool:
             # Ray has replaced the worker and repeated the rollout as often as it may.
             return None
         finally:
-            self._load[engine] -= 1
+            self._load[policy] -= 1
             self._slots.release(worker)

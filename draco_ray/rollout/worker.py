@@ -4,90 +4,95 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from draco_ray.config.schema import AgentConfig, EnvironmentConfig
-from draco_ray.engine.sampler import Sampler
-from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
+from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
+from draco_ray.environments.base import (
+    Environment,
+    GuardedWorld,
+    World,
+    WorldVerdict,
+    crash,
+    ended_by,
+    make_environment,
+)
+from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
-from draco_ray.rollout.termination import termination_of
+from draco_ray.rollout.agent import Policy, RolloutRequest, find_agent
+from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.summaries import RolloutSummary
+
+Policies = Callable[[AgentConfig], list[Policy]]
+"""Makes the policies that a worker samples from, in the worker: engines of this run, or an API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRequest:
-    """One rollout to run."""
+class Evaluated:
+    """The environment's verdict on a rollout."""
 
-    task_id: str
-    group: str
-    rollout: int
-    attempt: int
-    seed: int
+    evaluation: Evaluation
+    saved: Mapping[str, str] = field(default_factory=dict)
+    """See `WorldVerdict.saved`."""
 
 
 class RolloutWorkerActor:
-    """Environment slots (`AppWorldSlot`) and the agent (`CodeAgent`) that plays in them.
+    """Environment slots, and the agent that plays in them.
 
-    With ``load_ground_truth`` the finished world is evaluated by AppWorld's own tests; workers of an outcome-blind
-    training run are started without it and cannot.
+    With ``ground_truth`` the environment evaluates the finished world; workers of an outcome-blind training run are
+    started without it and cannot.
     """
 
     def __init__(
         self,
         name: str,
-        samplers: Sequence[Sampler],
+        policies: Policies,
         *,
-        data_root: Path,
-        model_path: str,
         agent: AgentConfig,
         environment: EnvironmentConfig,
-        load_ground_truth: bool,
+        data: DataConfig,
+        ground_truth: bool,
+        slots: int,
     ) -> None:
-        from transformers import AutoTokenizer
-
-        from draco_ray.engine.chat import ChatTokens
-        from draco_ray.environments.appworld.slot import AppWorldSlot
-        from draco_ray.rollout.code_agent import CodeAgent
-
         start_run_log()
-        chat = ChatTokens(AutoTokenizer.from_pretrained(model_path), thinking=agent.thinking)
-        self._agents = [CodeAgent(sampler, chat, agent) for sampler in samplers]
-        self._load_ground_truth = load_ground_truth
-        self._slots: list[Any] = [
-            AppWorldSlot(environment, data_root, load_ground_truth=load_ground_truth, name=f"{name}.{index}")
-            for index in range(environment.slots_per_worker)
+        self._slots = [
+            make_environment(environment, data, ground_truth=ground_truth, name=f"{name}.{index}")
+            for index in range(slots)
         ]
-        self._free: asyncio.Queue[Any] = asyncio.Queue()
+        template = agent_template(agent.prompt, self._slots[0].agent_prompt)
+        kind = find_agent(agent.use)
+        self._agents = [kind(policy, agent, template) for policy in policies(agent)]
+        self._ground_truth = ground_truth
+        self._timeout_seconds = environment.cell_timeout_seconds
+        self._free: asyncio.Queue[Environment] = asyncio.Queue()
         for slot in self._slots:
             self._free.put_nowait(slot)
 
     @ray.method(num_returns=3)
     async def rollout(
-        self, request: RolloutRequest, engine: int
-    ) -> tuple[Trajectory | None, RolloutSummary, Evaluation | None]:
-        """Play one episode on the engine of that index.
+        self, request: RolloutRequest, policy: int
+    ) -> tuple[Trajectory | None, RolloutSummary, Evaluated | None]:
+        """Play one episode on the policy of that index.
 
-        Returns: the trajectory (for the object store), its summary, and AppWorld's verdict where it may be asked.
+        Returns: the trajectory (for the object store), its summary, and the environment's verdict if it may be asked.
         """
         working_on(request.group, request.rollout)
         slot = await self._free.get()
         started = time.time()
         try:
-            await slot.open(request.task_id)
-            trajectory = await self._agents[engine].run(
-                slot, group=request.group, rollout=request.rollout, attempt=request.attempt, seed=request.seed
-            )
-            evaluation = None
-            if self._load_ground_truth:
-                verdict = await slot.evaluate_rollout(trajectory, run=request.rollout)
-                evaluation = replace(verdict, termination=termination_of(trajectory))
-            await slot.close_task()
+            world = GuardedWorld(await _opened(slot, request.task_id), slot.name, self._timeout_seconds)
+            try:
+                trajectory = await self._agents[policy].run(world, request)
+                trajectory = replace(trajectory, termination=slot.termination(trajectory))
+                evaluated = None
+                if self._ground_truth and trajectory.ended is not EpisodeEnd.SERVER_ERROR:
+                    evaluated = await evaluate(world, trajectory)
+            finally:
+                await world.close()
         except IsolationUnavailable:
             raise
         except EnvironmentCrashed as error:
@@ -95,45 +100,86 @@ class RolloutWorkerActor:
         finally:
             self._free.put_nowait(slot)
         # The trajectory knows when it was played; the slot was held from before its world opened until it was closed.
-        return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluation
+        return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluated
 
     async def stop(self) -> None:
-        """End the AppWorld servers."""
+        """End what the slots have started."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
 
 
+async def _opened(slot: Environment, task_id: str) -> World:
+    try:
+        return await slot.open(task_id)
+    except (WorldError, ConfigError):
+        raise
+    except Exception as error:
+        raise crash(slot.name, task_id, error) from error
+
+
+async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
+    """The verdict on a finished rollout; one whose agent crashed its world has failed.
+
+    Raises: as `World.evaluate`, but for WorldBroken.
+    """
+    if trajectory.ended is EpisodeEnd.CRASHED:
+        verdict = WorldVerdict(success=False, failures=(f"the world crashed: {trajectory.error}",))
+    else:
+        try:
+            verdict = await world.evaluate()
+        except WorldBroken as error:
+            verdict = WorldVerdict(success=False, failures=(f"the world crashed: {error}",))
+    evaluation = Evaluation(
+        task_id=trajectory.task_id,
+        run=trajectory.rollout,
+        turns=len(trajectory.turns),
+        ended=trajectory.ended,
+        success=verdict.success,
+        passed_tests=verdict.passed_tests,
+        total_tests=verdict.total_tests,
+        difficulty=verdict.difficulty,
+        failures=verdict.failures,
+        termination=trajectory.termination,
+        scenario=world.task.group,
+    )
+    return Evaluated(evaluation=evaluation, saved=verdict.saved)
+
+
 def start_rollout_workers(
-    samplers: Sequence[Sampler],
+    policies: Policies,
     *,
-    data_root: Path,
-    model_path: str,
     agent: AgentConfig,
     environment: EnvironmentConfig,
-    load_ground_truth: bool,
+    data: DataConfig,
+    ground_truth: bool,
     run_name: str,
     kind: str = "RolloutWorker",
-) -> list[Any]:
-    """As many workers as the configured slots need; ``kind`` begins their names, which are unique in a run."""
+) -> list[tuple[Any, int]]:
+    """Workers for the configured slots, each with its number of slots; ``kind`` begins their names, unique in a run."""
     remote = ray.remote(RolloutWorkerActor)
-    return [
-        remote.options(
+    # Workers need not share this process's working directory.
+    data = data.model_copy(update={"root": data.root.resolve()})
+    workers = []
+    for index, first in enumerate(range(0, environment.slots, environment.slots_per_worker)):
+        slots = min(environment.slots_per_worker, environment.slots - first)
+        options = remote.options(
             name=f"{kind}-{index}@{run_name}",
             num_cpus=environment.cpus_per_worker,
-            max_concurrency=2 * environment.slots_per_worker + 2,
+            max_concurrency=2 * slots + 2,
             max_restarts=-1,
             # The worker's death is not the rollout's fault: it is played again as it was, and then tried anew.
             max_task_retries=1,
-        ).remote(
+        )
+        worker = options.remote(
             f"{kind}-{index}",
-            samplers,
-            data_root=data_root,
-            model_path=model_path,
+            policies,
             agent=agent,
             environment=environment,
-            load_ground_truth=load_ground_truth,
+            data=data,
+            ground_truth=ground_truth,
+            slots=slots,
         )
-        for index in range(-(-environment.slots // environment.slots_per_worker))
-    ]
+        workers.append((worker, slots))
+    return workers
 
 
 def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSummary:
@@ -163,7 +209,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
-        termination=termination_of(trajectory),
+        termination=trajectory.termination or ended_by(trajectory) or Termination.SUBMITTED,
         error=trajectory.error,
         turns=len(trajectory.turns),
         steps=len(trajectory.steps),
@@ -173,4 +219,5 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         seconds_executing=sum(turn.seconds_executing for turn in trajectory.turns),
         started_at=trajectory.started_at,
         ended_at=trajectory.ended_at,
+        usage=trajectory.usage,
     )

@@ -36,13 +36,16 @@ from draco_ray.config import origin
 from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.records import EpisodeEnd, Verdict
+from draco_ray.records import EpisodeEnd, Termination, Verdict
 from draco_ray.runs.schema import BEFORE, REQUIRED, TABLES
 
 STEP = re.compile(r"step(\d+)")
 """Name of a training step's folder or file."""
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
+    ("trajectories", "termination"): Termination,
+    ("evaluation_trajectories", "ended"): EpisodeEnd,
+    ("evaluation_trajectories", "termination"): Termination,
     ("evaluations", "ended"): EpisodeEnd,
     ("verdicts", "verdict"): Verdict,
     ("citations", "verdict"): Verdict,

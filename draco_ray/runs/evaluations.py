@@ -20,7 +20,9 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
             ended=EpisodeEnd(row["ended"]),
             difficulty=row["difficulty"],
             failures=tuple(row["failures"] or ()),
+            # Older runs are AppWorld's, whose ids are ``<scenario>_<1..3>``.
             termination=None if row["termination"] is None else Termination(row["termination"]),
+            scenario=row["task_id"].rsplit("_", 1)[0] if row["scenario"] is None else row["scenario"],
         )
         found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
     return dict(sorted(found.items()))

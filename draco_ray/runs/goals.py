@@ -1,4 +1,4 @@
-"""AppWorld's two success measures over evaluated rollouts."""
+"""Two success measures over evaluated rollouts (Section "Metrics")."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
 
 
 def scenario_goal_completion(evaluations: Iterable[Evaluation]) -> float:
-    """SGC: the share of (scenario, run) pairs whose every task succeeded, in [0, 1]; 0.0 for none."""
+    """SGC: the share of (scenario, run) pairs whose every task succeeded, in [0, 1]; 0.0 for none.
+
+    A task of no scenario is one of its own.
+    """
     scenarios: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for evaluation in evaluations:
-        scenarios[evaluation.task_id.rsplit("_", 1)[0], evaluation.run].append(evaluation.success)
+        scenarios[evaluation.scenario or evaluation.task_id, evaluation.run].append(evaluation.success)
     return sum(all(outcomes) for outcomes in scenarios.values()) / len(scenarios) if scenarios else 0.0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.records import EpisodeEnd, Message, Termination, Trajectory, Turn
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.rows import Row
 
@@ -63,6 +63,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
         ended_at=row["ended_at"],
         error=row["error"],
         engine=row["engine"],
+        termination=None if row["termination"] is None else Termination(row["termination"]),
     )
 
 

@@ -41,6 +41,7 @@ def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
             "engine": trajectory.engine,
             "started_at": trajectory.started_at,
             "ended_at": trajectory.ended_at,
+            "termination": trajectory.termination and trajectory.termination.value,
         }
     ]
 
@@ -219,6 +220,7 @@ def evaluation_rows(step: int, split: str, evaluations: Iterable[Evaluation]) ->
             "difficulty": evaluation.difficulty,
             "failures": list(evaluation.failures),
             "termination": evaluation.termination and evaluation.termination.value,
+            "scenario": evaluation.scenario,
         }
         for evaluation in evaluations
     ]

@@ -30,6 +30,7 @@ TABLES: dict[str, pa.Schema] = {
             ("engine", pa.string()),
             ("started_at", pa.float64()),
             ("ended_at", pa.float64()),
+            ("termination", pa.string()),
         ]
     ),
     "steps": pa.schema(
@@ -152,6 +153,7 @@ TABLES: dict[str, pa.Schema] = {
             ("difficulty", pa.int32()),
             ("failures", pa.list_(pa.string())),
             ("termination", pa.string()),
+            ("scenario", pa.string()),
         ]
     ),
     "outcomes": pa.schema(
@@ -166,8 +168,11 @@ TABLES: dict[str, pa.Schema] = {
 }
 """Table name -> schema. A null ``rollout`` marks a row about the whole task or group."""
 
+# Evaluated rollouts leave what trained ones do; ``rollout`` is then the run, and step 0 the untrained policy.
+TABLES |= {"evaluation_trajectories": TABLES["trajectories"], "evaluation_steps": TABLES["steps"]}
+
 BEFORE: dict[tuple[str, str], str] = {("steps", "action"): "code", ("steps", "observation"): "output"}
-"""(table, column) -> what it was called up to schema version 1."""
+"""Of older runs: (table, column) -> what it was called up to schema version 1."""
 
 REQUIRED: dict[str, frozenset[str]] = {
     "trajectories": frozenset(
@@ -189,3 +194,4 @@ REQUIRED: dict[str, frozenset[str]] = {
     "outcomes": frozenset({"training_step", "task_id", "rollout", "success"}),
 }
 """Columns that are never null: readers count on them."""
+REQUIRED |= {"evaluation_trajectories": REQUIRED["trajectories"], "evaluation_steps": REQUIRED["steps"]}

@@ -31,7 +31,7 @@ class RunStore:
         """Keep ``rows`` of a step under way; the same key written again replaces them."""
         if rows:
             path = self.directory.part(table, step, key)
-            _write_parquet(path, pa.Table.from_pylist(list(rows), schema=TABLES[table]))
+            write_parquet(path, pa.Table.from_pylist(list(rows), schema=TABLES[table]))
 
     def part(self, table: str, step: int, key: str) -> list[Row]:
         """What was kept under a key of a step under way."""
@@ -48,7 +48,7 @@ class RunStore:
             if not parts.is_dir():
                 continue
             gathered = [read_table(path, table) for path in sorted(parts.glob("*.parquet"))]
-            _write_parquet(parts.with_suffix(".parquet"), pa.concat_tables(gathered))
+            write_parquet(parts.with_suffix(".parquet"), pa.concat_tables(gathered))
             shutil.rmtree(parts)
         self.write_metrics(step, metrics)
 
@@ -59,7 +59,8 @@ class RunStore:
         write_private(self.directory.metrics_file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _write_parquet(path: Path, table: pa.Table) -> None:
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a table's file whole or not at all, for its owner's eyes."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb", opener=private) as file:

@@ -17,7 +17,7 @@ from draco_ray.records import (
     Judged,
     Trajectory,
 )
-from draco_ray.rollout.worker import summarise
+from draco_ray.rollout.worker import Evaluated, summarise
 from draco_ray.runs import rows
 from draco_ray.runs.bills import Bills
 from draco_ray.runs.directory import RunDirectory
@@ -52,9 +52,16 @@ class RunStoreActor:
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
         """Keep a finished rollout."""
+        self._trajectory("", step, trajectory)
+
+    def evaluated_trajectory(self, step: int, trajectory: Trajectory) -> None:
+        """Keep an evaluated rollout of the policy of ``step``."""
+        self._trajectory("evaluation_", step, trajectory)
+
+    def _trajectory(self, kind: str, step: int, trajectory: Trajectory) -> None:
         key = f"{trajectory.task_id}-{trajectory.rollout}"
-        self._write("trajectories", step, key, rows.trajectory_rows(step, trajectory))
-        self._write("steps", step, key, rows.step_rows(step, trajectory))
+        self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
+        self._write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
 
     def judged(self, step: int, task_id: str, rollout: int | None, phase: RecordedPhase, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its value where that has a table."""
@@ -88,8 +95,9 @@ class RunStoreActor:
         """Keep evaluated rollouts."""
         self._write("evaluations", step, split, rows.evaluation_rows(step, split, evaluations))
 
-    def outcome(self, step: int, rollout: int, verdict: Evaluation) -> None:
-        """Keep AppWorld's verdict on a training rollout."""
+    def outcome(self, step: int, rollout: int, evaluated: Evaluated) -> None:
+        """Keep the environment's verdict on a training rollout."""
+        verdict = evaluated.evaluation
         self._write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from draco_ray.errors import ConfigError, JudgeUnavailable
-from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.registry import find
 
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
@@ -56,11 +56,17 @@ START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 
 
+ANSWERS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
+
+
 class Behaviour(BaseModel):
     """How the server answers. Shares are probabilities, drawn independently of what is asked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    use: str = "sandbox"
+    """What answers a prompt: the rules of the sandbox, or a function of your own, package.module:function or
+    folder/file.py:function, as `draco_ray.sandbox.rule_judge.simple.rule_judge` makes them."""
     port: int = Field(0, ge=0, le=65535)
     """0 takes a free one."""
     latency: float = Field(0.0, ge=0)
@@ -111,8 +117,9 @@ class JudgeApp:
     """The protocol and the misbehaviour; `answer` does the judging."""
 
     def __init__(self, behaviour: Behaviour) -> None:
-        """Raises ConfigError if a key is required and the environment holds none."""
+        """Raises ConfigError if a key is required and the environment holds none, or nothing answers."""
         self._behaviour = behaviour
+        self._answer = find("judge.rule_judge.use", behaviour.use, ANSWERS)
         self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
         if behaviour.require_key and not self._key:
             raise ConfigError(f"judge server: {KEY_VARIABLE} holds no key to require; set it")
@@ -207,7 +214,7 @@ class JudgeApp:
         clock = time.monotonic()
         # A second question is about the first reply's form; the first message still holds what is to be judged.
         prompt = next((message.text for message in asked.messages if message.role == "user"), "")
-        phase, text = await asyncio.to_thread(answer, prompt)
+        phase, text = await asyncio.to_thread(self._answer, prompt)
         spent = time.monotonic() - clock
         self._judging_seconds += spent
         self._phases[phase or "other"] += 1
@@ -283,6 +290,7 @@ def _tokens(text: str) -> int:
 
 def serve(
     *,
+    use: str = "sandbox",
     port: int = 8011,
     latency: float = 0.0,
     rate_limit: float | None = None,
@@ -299,6 +307,7 @@ def serve(
         JudgeUnavailable: the port is in use.
     """
     behaviour = _behaviour(
+        use=use,
         port=port,
         latency=latency,
         rate_limit=rate_limit,

@@ -205,7 +205,7 @@ class TraceJudge:
         if self._asker is not None:
             return self._asker
         prompts: Any = self._prompts
-        if getattr(prompts, "facts", None) == "":
+        if not prompts.facts:
             prompts = replace(prompts, facts=environment_facts(traces))
         return panel_judge(self._config.judge, prompts, self._complete, self._open_other)
 

@@ -161,8 +161,6 @@ def environment_facts(traces: Sequence[Trace]) -> str:
         facts.append(f"Turns under another name ({', '.join(rest[:10])}) are not the agent's own.")
     if any(trace.ended is EpisodeEnd.UNSTATED for trace in traces):
         facts.append("Where a run ends with `unstated`, nothing is known of why it ended.")
-    if called:
-        facts.append('Headings say "code" for what is called, and "(no code)" of a turn in which nothing is.')
     facts.append("Text in brackets such as [image: image/png, 12 kB] stands for what is no text and cannot be shown.")
     return "\n".join(f"- {fact}" for fact in facts)
 

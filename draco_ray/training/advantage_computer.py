@@ -17,7 +17,6 @@ from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
     Attribution,
-    Evaluation,
     FloatArray,
     GroupAdvantages,
     Judged,
@@ -26,6 +25,7 @@ from draco_ray.records import (
     Trajectory,
     Verdict,
 )
+from draco_ray.rollout.worker import Evaluated
 from draco_ray.summaries import AdvantageSummary, RewardSummary
 
 Scores = Judged[tuple[ScoredCriterion, ...]]
@@ -94,10 +94,10 @@ class AdvantageComputerActor:
         group: str,
         rollouts: Sequence[int],
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
-        evaluations: Sequence[ray.ObjectRef[Evaluation]],
+        evaluations: Sequence[ray.ObjectRef[Evaluated]],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``outcome`` setting: vanilla GRPO on AppWorld's binary verdict."""
-        reward_G = np.array([float((await ref).success) for ref in evaluations])
+        """The ``outcome`` setting: vanilla GRPO on the environment's binary verdict."""
+        reward_G = np.array([float((await ref).evaluation.success) for ref in evaluations])
         return await self._from_rewards(group, rollouts, trajectories, reward_G)
 
     @ray.method(num_returns=4)

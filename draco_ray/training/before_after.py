@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.environments.base import make_environment
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
@@ -47,16 +47,26 @@ class BeforeAfter:
 
     async def _evaluate(self, step: int) -> list[Evaluation]:
         config = self._config
-        tasks = load_split(config.data.root, config.data.eval_split)[: config.data.eval_tasks]
+        environment = make_environment(config.environment, config.data)
+        split = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
+        tasks = [environment.task(task_id) for task_id in split]
         runs = config.train.evaluation_runs
         workers = self._actors.evaluation_workers()
         self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
         try:
             pool = self._actors.pool(workers)
-            evaluations = await evaluate_tasks(pool, tasks, runs, step=step, done=self._progress.advance)
+            store = self._actors.store
+            evaluations = await evaluate_tasks(
+                pool,
+                tasks,
+                runs,
+                step=step,
+                keep=lambda trajectory: store.evaluated_trajectory.remote(step, trajectory),
+                done=self._progress.advance,
+            )
         finally:
             self._progress.stop()
-            await asyncio.gather(*(worker.stop.remote() for worker in workers))
+            await asyncio.gather(*(worker.stop.remote() for worker, _ in workers))
         await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
         lost = sum(evaluation.lost for evaluation in evaluations)
         moment = "before" if step == 0 else f"after step {step}"

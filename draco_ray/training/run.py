@@ -16,7 +16,8 @@ from rich.console import Console
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.environments.base import make_environment
+from draco_ray.errors import ConfigError
 from draco_ray.learner.base import find_learner
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
@@ -35,6 +36,7 @@ from draco_ray.training.session import (
     stopped_plainly,
     training_session,
     usable_prompts,
+    with_environment,
 )
 
 
@@ -99,14 +101,28 @@ def resume(
 
 def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
     """The configuration as it is run, the prompts of usable tasks, and their order."""
-    load_split(config.data.root, config.data.train_split)
+    config = with_environment(config)
+    environment = make_environment(config.environment, config.data)
+    environment.tasks(config.data.train_split)
+    if not environment.evaluates:
+        config = _without_evaluation(config, console)
     if config.train.evaluate_before_after:
-        load_split(config.data.root, config.data.eval_split)
+        environment.tasks(config.data.eval_split)
     find_rule(config.algorithm.rule)
     find_learner(config.learner.use)
     config = checked_model(config)
-    prompts = usable_prompts(config, console)
+    prompts = usable_prompts(config, environment, console)
     return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
+
+
+def _without_evaluation(config: DracoConfig, console: Console) -> DracoConfig:
+    """The configuration for an environment without an evaluator. Raises: ConfigError where that is the reward."""
+    name = f"environment.use={config.environment.use}"
+    if config.algorithm.reward == "outcome":
+        raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; take the reward of a rubric")
+    if config.train.evaluate_before_after:
+        console.print(f"{name} has no evaluator: nothing is evaluated before and after", markup=False)
+    return config.model_copy(update={"train": config.train.model_copy(update={"evaluate_before_after": False})})
 
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:

@@ -18,7 +18,7 @@ from draco_ray.config.load import project_file
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.appworld.data_root import load_split, load_task
+from draco_ray.environments.base import Environment, find_environment
 from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
@@ -30,7 +30,10 @@ from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline
 from draco_ray.records import Criterion, Message
 from draco_ray.registry import find
+from draco_ray.rollout.agent import find_agent
+from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.pool import RolloutPool
+from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.worker import start_rollout_workers
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
@@ -66,18 +69,34 @@ def checked_model(config: DracoConfig) -> DracoConfig:
     return config.model_copy(update={"model": model})
 
 
-def usable_prompts(config: DracoConfig, console: Console) -> dict[str, tuple[Message, ...]]:
-    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not."""
+def with_environment(config: DracoConfig) -> DracoConfig:
+    """The configuration with what the environment says of itself to the judge, so that a run directory tells it too.
+
+    Raises:
+        ConfigError: ``environment.use`` names none.
+    """
+    facts = config.judge.environment_facts
+    if facts is None:
+        facts = find_environment(config.environment.use).facts
+    return config.model_copy(update={"judge": config.judge.model_copy(update={"environment_facts": facts})})
+
+
+def usable_prompts(config: DracoConfig, environment: Environment, console: Console) -> dict[str, tuple[Message, ...]]:
+    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not.
+
+    Raises:
+        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used.
+    """
     from transformers import AutoTokenizer
 
     from draco_ray.engine.chat import ChatTokens
-    from draco_ray.rollout.agent_prompt import render_agent_prompt
 
     chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
-    template = project_file(config.agent.prompt)
+    template = agent_template(config.agent.prompt, environment.agent_prompt)
+    # Nothing is sampled here.
+    agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)
     prompts = {
-        task_id: render_agent_prompt(template, load_task(config.data.root, task_id))
-        for task_id in load_split(config.data.root, config.data.train_split)
+        task_id: agent.prompt(environment.task(task_id)) for task_id in environment.tasks(config.data.train_split)
     }
     usable = {
         task_id: prompt
@@ -116,7 +135,9 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
             console.print(warning)
         yield judge
         return
-    with find("judge.rule_judge", RULE_JUDGE, {})(latency=judge.rule_judge.latency_seconds) as server:
+    with find("judge.rule_judge", RULE_JUDGE, {})(
+        use=judge.rule_judge.use, latency=judge.rule_judge.latency_seconds
+    ) as server:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
         # The server asks for no key, but OpenAI's protocol sends one.
         os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
@@ -230,7 +251,7 @@ class Actors:
         self.judges = JudgePool(judge_starter(judge, policy, leases, name), judge)
         if judged:
             self.judges.open()
-        self.workers = self._rollout_workers(load_ground_truth=config.algorithm.reward == "outcome")
+        self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")
         self.store = start_run_store(run.path, name, requests_name(judge, run.path))
 
     async def start(self) -> None:
@@ -257,39 +278,32 @@ class Actors:
             return None
         return pause
 
-    def evaluation_workers(self) -> list[Any]:
+    def evaluation_workers(self) -> list[tuple[Any, int]]:
         """New workers for ``environment.slots`` that see the ground truth, beside those of training."""
-        return self._rollout_workers(load_ground_truth=True, kind="EvaluationWorker")
+        return self._rollout_workers(ground_truth=True, kind="EvaluationWorker")
 
-    def _rollout_workers(self, *, load_ground_truth: bool, kind: str = "RolloutWorker") -> list[Any]:
+    def _rollout_workers(self, *, ground_truth: bool, kind: str = "RolloutWorker") -> list[tuple[Any, int]]:
         config = self._config
         return start_rollout_workers(
-            self.clients,
-            data_root=config.data.root.resolve(),
-            model_path=config.model.path,
+            EnginePolicies(samplers=self.clients, model_path=config.model.path),
             agent=config.agent,
             environment=config.environment,
-            load_ground_truth=load_ground_truth,
+            data=config.data,
+            ground_truth=ground_truth,
             run_name=self._name,
             kind=kind,
         )
 
-    def pool(self, workers: list[Any]) -> RolloutPool:
+    def pool(self, workers: list[tuple[Any, int]]) -> RolloutPool:
         """A pool over ``workers``, on every engine."""
-        environment = self._config.environment
-        return RolloutPool(
-            workers,
-            environment.slots_per_worker,
-            len(self.fleet.engines),
-            environment.rollout_retries,
-            self._config.seed,
-        )
+        retries = self._config.environment.rollout_retries
+        return RolloutPool(workers, len(self.fleet.engines), retries, self._config.seed)
 
     async def stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""
         self.judges.close()
         await self.fleet.stop()
-        actors = [*self.fleet.engines, *self.workers]
+        actors = [*self.fleet.engines, *(worker for worker, _ in self.workers)]
         if not self._ready:
             # They are still busy loading and would answer late; their processes end with them.
             for actor in actors:

@@ -20,9 +20,11 @@ from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Usage, lost_rollout
+from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.records import Usage
 from tests.support.command import draco, start_draco
+from tests.support.lost import lost_rollout
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.worlds import Tasks
 
@@ -126,8 +128,9 @@ async def test_solved_and_lost_rollouts_are_what_appworld_says_of_their_files(
         await slot.open(solved)
         for cell in tasks.solution(solved):
             await slot.execute(cell)
-        assert (await slot.evaluate()).success
-        outputs.write("step00001", 0, solved, slot.saved_files)
+        verdict = await slot.evaluate()
+        assert verdict.success
+        outputs.write("step00001", 0, solved, verdict.saved)
     finally:
         await slot.stop()
     outputs.write("step00001", 0, lost, {})

@@ -382,8 +382,8 @@ async def test_a_spoilt_world_has_failed(slot: AppWorldSlot, code: str) -> None:
 
 async def test_a_database_in_place_of_its_changes_is_not_looked_at(slot: AppWorldSlot) -> None:
     await attack(slot, SPOIL, "write(b'SQLite format 3', dbs + '/venmo.db')")
-    await slot.evaluate()
-    assert {name for name in slot.saved_files if name.startswith("dbs/")} == {
+    verdict = await slot.evaluate()
+    assert {name for name in verdict.saved if name.startswith("dbs/")} == {
         f"dbs/{name}" for name in (*(f"{app}.jsonl" for app in APPS), "model_hashes.json")
     }
 

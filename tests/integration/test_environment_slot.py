@@ -18,10 +18,15 @@ import pytest_asyncio
 from draco_ray.config.schema import AgentConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.environments.appworld.environment import AppWorld
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Trajectory
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.worker import evaluate
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, play, processes_of
 
@@ -147,8 +152,10 @@ class ScriptedSampler:
 
 async def run_agent(slot: AppWorldSlot, *lines: str) -> Trajectory:
     config = AgentConfig(prompt=Path("prompts/agent_starter.txt"))
-    agent = CodeAgent(ScriptedSampler(*lines), ChatTokens(chat_tokenizer(QWEN3), thinking=False), config)
-    return await agent.run(slot, group="step0/x", rollout=0, attempt=0, seed=1)
+    policy = TokenPolicy(ScriptedSampler(*lines), ChatTokens(chat_tokenizer(QWEN3), thinking=False), config)
+    agent = CodeAgent(policy, config, agent_template(config.prompt, ""))
+    request = RolloutRequest(task_id=slot.task.task_id, group="step0/x", rollout=2, attempt=0, seed=1)
+    return await agent.run(AppWorld(slot=slot, task=slot.task), request)
 
 
 async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, tasks: Tasks) -> None:
@@ -161,7 +168,7 @@ async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, t
     assert trajectory.error is not None
     assert "the task's process died (status 9)" in trajectory.error
     assert [turn.observation for turn in trajectory.turns] == ["5\n", None]
-    evaluation = await slot.evaluate_rollout(trajectory, run=2)
+    evaluation = (await evaluate(AppWorld(slot=slot, task=slot.task), trajectory)).evaluation
     assert not evaluation.success
     assert evaluation.run == 2
     assert evaluation.ended is EpisodeEnd.CRASHED
@@ -178,7 +185,7 @@ async def test_an_agent_that_finishes_is_evaluated(slot: AppWorldSlot, tasks: Ta
     cells = [f"<code>{cell}</code>" for cell in tasks.solution(task_id)]
     trajectory = await run_agent(slot, *cells, "Done.")
     assert trajectory.ended is EpisodeEnd.FINISHED
-    evaluation = await slot.evaluate_rollout(trajectory)
+    evaluation = (await evaluate(AppWorld(slot=slot, task=slot.task), trajectory)).evaluation
     assert evaluation.success
     assert evaluation.turns == len(cells) + 1
 
@@ -276,6 +283,7 @@ import asyncio
 from pathlib import Path
 import psutil
 from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.environment import AppWorld
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from tests.support.worlds import PRELUDE, Tasks
 

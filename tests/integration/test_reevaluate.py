@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.data_root import tasks_digest
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.lab.evaluation.appworld import world_digest
 from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs, outputs_folder
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from tests.support.command import draco
@@ -28,7 +28,7 @@ def evaluation(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """One task solved, and one lost."""
     tasks = Tasks(sandbox_root)
     solved, lost = tasks.next(), tasks.next()
-    world = world_digest(sandbox_root, [solved, lost])
+    world = tasks_digest(sandbox_root, [solved, lost])
     plan = a_plan(runs=1, tasks={solved: 1, lost: 1}, world=world, generated=True)
     directory = EvaluationDirectory.begin(tmp_path_factory.mktemp("evaluation"), plan)
     outputs = AppWorldOutputs(directory.path / "appworld", sandbox_root, plan.tasks)
@@ -39,8 +39,9 @@ def evaluation(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             await slot.open(solved)
             for cell in tasks.solution(solved):
                 await slot.execute(cell)
-            assert (await slot.evaluate()).success
-            return slot.saved_files
+            verdict = await slot.evaluate()
+            assert verdict.success
+            return dict(verdict.saved)
         finally:
             await slot.stop()
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage
-from draco_ray.records import EpisodeEnd, Evaluation, Termination
+from draco_ray.lab.evaluation.consistency import scenario_of
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
+from draco_ray.records import EpisodeEnd, Evaluation, Termination, Usage
 
 SCENARIOS = "abcdefgh"
 TASKS: dict[str, int | None] = {
@@ -44,6 +45,7 @@ def a_result(task: str, run: int, success: bool, turns: int = 5, dollars: float 
         turns=turns,
         ended=EpisodeEnd.FINISHED if turns else EpisodeEnd.SERVER_ERROR,
         termination=Termination.SUBMITTED if turns else Termination.SERVER_ERROR,
+        scenario=scenario_of(task),
     )
     usage = Usage(calls=turns, input_tokens=100 * turns, cached_tokens=80 * turns, output_tokens=10, dollars=dollars)
     return RolloutResult(evaluation=evaluation, usage=usage, seconds=1.0)

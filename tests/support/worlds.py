@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from draco_ray.environments.appworld.slot import AppWorldSlot, WorldVerdict
+from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.sandbox.world.scripts import families
 

@@ -11,6 +11,7 @@ import pytest
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.example import example_trajectory
 from draco_ray.records import Attribution, EpisodeEnd, Evaluation, Judged, ScoredCriterion, Verdict
+from draco_ray.rollout.worker import Evaluated
 from draco_ray.summaries import RewardSummary
 from draco_ray.training.advantage_computer import AdvantageComputerActor
 
@@ -126,14 +127,16 @@ async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() ->
 
     def evaluation(success: bool, passed: int) -> Any:
         return _now(
-            Evaluation(
-                task_id="example_1",
-                run=0,
-                success=success,
-                passed_tests=passed,
-                total_tests=3,
-                turns=2,
-                ended=EpisodeEnd.FINISHED,
+            Evaluated(
+                evaluation=Evaluation(
+                    task_id="example_1",
+                    run=0,
+                    success=success,
+                    passed_tests=passed,
+                    total_tests=3,
+                    turns=2,
+                    ended=EpisodeEnd.FINISHED,
+                )
             )
         )
 

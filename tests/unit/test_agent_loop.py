@@ -8,12 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draco_ray.config.schema import AgentConfig
+from draco_ray.config.schema import AgentConfig, Price
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, WorldBroken
+from draco_ray.lab.evaluation.evaluate import priced
 from draco_ray.records import GAP, EpisodeEnd, Task, Trajectory
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.rollout.tokens import TokenPolicy
 from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
 
 TOKENIZER = chat_tokenizer(QWEN3)
@@ -56,12 +61,22 @@ class ScriptedWorld:
     executed: list[str] = field(default_factory=list)
     task: Task = TASK
 
-    async def execute(self, code: str) -> str:
-        self.executed.append(code)
+    async def act(self, action: str) -> str:
+        self.executed.append(action)
         output = self.outputs[len(self.executed) - 1]
         if isinstance(output, EnvironmentCrashed):
             raise output
         return output
+
+    async def evaluate(self) -> WorldVerdict:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return
+
+
+def agent(sampler: ScriptedSampler, chat: ChatTokens, config: AgentConfig) -> CodeAgent:
+    return CodeAgent(TokenPolicy(sampler, chat, config), config, agent_template(config.prompt, ""))
 
 
 async def play(
@@ -69,7 +84,8 @@ async def play(
 ) -> tuple[Trajectory, ScriptedSampler, ScriptedWorld]:
     sampler, world = ScriptedSampler(lines), ScriptedWorld(outputs)
     config = AgentConfig(prompt=Path("prompts/agent_starter.txt"), **overrides)
-    trajectory = await CodeAgent(sampler, chat, config).run(world, group="step0/abc_1", rollout=2, attempt=1, seed=5)
+    request = RolloutRequest(task_id="abc_1", group="step0/abc_1", rollout=2, attempt=1, seed=5)
+    trajectory = await agent(sampler, chat, config).run(world, request)
     check_books(trajectory, sampler)
     return trajectory, sampler, world
 
@@ -232,15 +248,25 @@ async def test_seeds_differ_by_turn_and_repeat_by_episode() -> None:
     assert seeds == [seed for _, _, seed in second.asked]
 
 
-async def test_overlong_prompts_are_reported_and_lose_their_left_end() -> None:
+async def test_overlong_prompts_lose_their_left_end() -> None:
     world, sampler = ScriptedWorld([]), ScriptedSampler([f"Done.{END}"])
     config = AgentConfig(prompt=Path("prompts/agent_starter.txt"), max_prompt_length=10)
-    agent = CodeAgent(sampler, CHAT, config)
-    full = agent.prompt_length(world.task)
-    assert agent.prompt_too_long(world.task)
-    assert not CodeAgent(sampler, CHAT, AgentConfig(prompt=config.prompt, max_prompt_length=full)).prompt_too_long(
-        world.task
-    )
-    trajectory = await agent.run(world, group="g", rollout=0, attempt=0, seed=0)
+    request = RolloutRequest(task_id="abc_1", group="g", rollout=0, attempt=0, seed=0)
+    trajectory = await agent(sampler, CHAT, config).run(world, request)
     assert trajectory.prompt_length == 10
     assert TOKENIZER.decode(trajectory.token_ids_T[:10].tolist()).endswith("<|im_start|>assistant\n")
+
+
+async def test_tokens_are_counted_as_an_endpoint_would() -> None:
+    trajectory, _, _ = await play([f"<code>a</code>{END}", f"<code>b</code>{END}", f"Done.{END}"], ["ok", "ok"])
+    spans = [(turn.first_token, turn.last_token) for turn in trajectory.turns]
+    usage = trajectory.usage
+    assert usage.calls == 3
+    # Every turn reads all before it, and by then what was read or written before is cached.
+    assert usage.input_tokens == spans[0][0] + spans[1][0] + spans[2][0]
+    assert usage.cached_tokens == spans[0][1] + spans[1][1]
+    assert usage.output_tokens == sum(last - first for first, last in spans)
+    assert usage.dollars is None
+    billed = priced(usage, Price(input=1.0, cached_input=0.0, output=2.0))
+    fresh = usage.input_tokens - usage.cached_tokens
+    assert billed.dollars == pytest.approx((fresh * 1.0 + usage.output_tokens * 2.0) / 1e6)

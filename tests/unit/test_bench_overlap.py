@@ -13,6 +13,7 @@ from paced import PacedEngine, Repertoire
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.environments.base import WorldVerdict
 from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
@@ -20,8 +21,10 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.records import EpisodeEnd, Task
-from draco_ray.rollout.agent_prompt import render_agent_prompt
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
 from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.sandbox.world.scripts import families
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.jobs import load_job
@@ -43,8 +46,14 @@ class World:
 
     task: Task
 
-    async def execute(self, code: str) -> str:
+    async def act(self, action: str) -> str:
         return "ok\nthat is all"
+
+    async def evaluate(self) -> WorldVerdict:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return
 
 
 @dataclass
@@ -72,16 +81,17 @@ async def test_an_episode_follows_one_of_its_tasks_scripts_to_the_end(bench: Mod
         )
         for number, instruction in enumerate(("Name the longest song.", "Name the longest song in my library."), 1)
     ]
-    prompts = [tuple(CHAT.prompt(render_agent_prompt(AGENT.prompt, task))) for task in tasks]
+    prompts = [tuple(CHAT.prompt(fill_agent_prompt(agent_template(AGENT.prompt, ""), task))) for task in tasks]
     scripts = bench.scripts(FAMILY, TOKENIZER, CHAT)
     assert len({script[0] for script in scripts}) == len(scripts)
     engine = PacedEngine(
         Repertoire(scripts=dict.fromkeys(prompts, scripts), end_of_turn_id=CHAT.end_of_turn_id), tokens_per_second=1e6
     )
-    agent = CodeAgent(Client(engine), CHAT, AGENT)
+    agent = CodeAgent(TokenPolicy(Client(engine), CHAT, AGENT), AGENT, agent_template(AGENT.prompt, ""))
     followed = set()
     for task, seed in [(task, seed) for task in tasks for seed in range(4)]:
-        played = await agent.run(World(task), group=f"step1/{task.task_id}", rollout=0, attempt=0, seed=seed)
+        request = RolloutRequest(task_id=task.task_id, group=f"step1/{task.task_id}", rollout=0, attempt=0, seed=seed)
+        played = await agent.run(World(task), request)
         assert played.ended is EpisodeEnd.FINISHED
         said = tuple(tuple(played.token_ids_T[turn.first_token : turn.last_token].tolist()) for turn in played.turns)
         assert said in scripts

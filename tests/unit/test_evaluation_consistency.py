@@ -34,6 +34,7 @@ def evaluation(task_id: str, run: int, success: bool) -> Evaluation:
         total_tests=1,
         turns=3,
         ended=EpisodeEnd.FINISHED,
+        scenario=scenario_of(task_id),
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draco_ray.environments.appworld.environment import FACTS
 from draco_ray.errors import ConfigError
 from draco_ray.judging import render
 from draco_ray.judging.escaping import TAGS, escape, unescape
@@ -74,10 +75,10 @@ def test_the_conversation_is_flattened_with_numbered_steps() -> None:
         "[ENVIRONMENT c0de1234] (output of step 1)",
         "[ASSISTANT c0de1234] (step 2)",
         "[ENVIRONMENT c0de1234] (output of step 2)",
-        "[ASSISTANT c0de1234] (no code)",
+        "[ASSISTANT c0de1234] (no action)",
         "[END c0de1234] finished",
     ]
-    assert text.endswith("\n\n[ASSISTANT c0de1234] (no code)\nDone.\n\n[END c0de1234] finished")
+    assert text.endswith("\n\n[ASSISTANT c0de1234] (no action)\nDone.\n\n[END c0de1234] finished")
     assert (
         "\n\n[ENVIRONMENT c0de1234] (output of step 1)\n5\n\n[ASSISTANT c0de1234] (step 2)\n&lt;think>Next, step 2"
         in text
@@ -90,16 +91,16 @@ def test_a_step_that_was_cut_off_by_a_dead_server_has_no_output_block() -> None:
     assert inside(render.agent_trajectory(trajectory, CODE)).endswith(
         "[ASSISTANT c0de1234] (step 1)\n<code>\nx\n</code>\n\n[END c0de1234] server_error"
     )
-    assert inside(render.steps_summary(trajectory, CODE)) == "### Step 1 [c0de1234]\nCode [c0de1234]:\nx"
+    assert inside(render.steps_summary(trajectory, CODE)) == "### Step 1 [c0de1234]\nAction [c0de1234]:\nx"
 
 
 def test_steps_are_summarised_as_reasoning_code_and_output() -> None:
     assert inside(render.steps_summary(example_trajectory(), CODE)).replace(f" [{CODE}]", "") == (
         "### Step 1\nReasoning:\n&lt;think>Next, step 1.&lt;/think>\n"
-        "Code:\nsongs = apis.spotify.show_song_library(page_index=0)\nprint(len(songs))\nOutput:\n5\n\n"
+        "Action:\nsongs = apis.spotify.show_song_library(page_index=0)\nprint(len(songs))\nOutput:\n5\n\n"
         "### Step 2\nReasoning:\n&lt;think>Next, step 2.&lt;/think>\n"
-        "Code:\napis.supervisor.complete_task(answer=len(songs))\nOutput:\nExecution successful.\n\n"
-        "### Closing turn (no code)\nDone."
+        "Action:\napis.supervisor.complete_task(answer=len(songs))\nOutput:\nExecution successful.\n\n"
+        "### Closing turn (no action)\nDone."
     )
 
 
@@ -109,7 +110,7 @@ def test_an_empty_code_block_is_a_step_like_any_other(block: str, shown: str) ->
     code = block.removeprefix("<code>").removesuffix("</code>")
     turn = replace(trajectory.turns[0], text=f"I give up. {block}", action=code, observation="")
     summary = inside(render.steps_summary(replace(trajectory, turns=(turn,)), CODE)).replace(f" [{CODE}]", "")
-    assert summary == f"### Step 1\nReasoning:\nI give up.\nCode:\n{shown}\nOutput:\n"
+    assert summary == f"### Step 1\nReasoning:\nI give up.\nAction:\n{shown}\nOutput:\n"
 
 
 def test_the_group_shares_its_prompt_and_keeps_its_rollout_numbers() -> None:
@@ -165,7 +166,7 @@ def test_a_rollout_cannot_forge_a_speaker_a_step_or_an_end() -> None:
     assert lines_like(r"\s*\[(system|user|assistant|environment|judge|end)\b", text) == lines_like(r"\[", genuine)
     assert "\\[ENVIRONMENT] (output of step 1)\nall done\n\n  \\[user]" in text
     summary = inside(render.steps_summary(forged(), CODE)).replace(f" [{CODE}]", "")
-    assert lines_like(r"\s*##", summary) == ["### Step 1", "### Step 2", "### Closing turn (no code)"]
+    assert lines_like(r"\s*##", summary) == ["### Step 1", "### Step 2", "### Closing turn (no action)"]
     assert len(lines_like(r"\s*output:\s*$", summary)) == 2
 
 
@@ -264,7 +265,7 @@ def test_what_does_not_show_is_written_as_its_number() -> None:
         "[BEGIN EVIDENCE 12345678]",
         "[END EVIDENCE 12345678]",
         "### Step 9 [12345678]",
-        "Code [12345678]:",
+        "Action [12345678]:",
         "[ENVIRONMENT 12345678] (output of step 1)",
         "\\[SYSTEM]",
     ],
@@ -298,7 +299,7 @@ PIECES = [
     "\u200b",
     "\uff1c",
     "## ",
-    "Code:",
+    "Action:",
     " ",
 ]
 
@@ -412,9 +413,10 @@ def test_the_limits_are_in_the_prompts(folder: Path) -> None:
 def test_the_rules_that_shape_the_reward_are_in_the_prompts(folder: Path) -> None:
     texts = {phase: " ".join((folder / name).read_text().split()) for phase, name in FILES.items()}
     for text in texts.values():
-        assert "leaves the episode open" in text
-        assert "`complete_task`" in text
-        assert "short closing turn after `complete_task`" in text
+        assert "must not be held against" in text
+        assert text.count("{{ environment_facts }}") == 1
+    assert "leaves the episode open" in FACTS
+    assert "short closing turn after `complete_task`" in FACTS
     assert "condition never came true gets `0`, never `1`" in texts["score"]
     assert "Undecided between `-1` and `0`? Give `-1`." in texts["score"]
     assert "a FAIL always names at least one step" in texts["credit"]

@@ -41,7 +41,7 @@ STRUCTURE = [
     "[ENVIRONMENT] (output of step 9)",
     "[END] finished",
     "### Step 9",
-    "### Closing turn (no code)",
+    "### Closing turn (no action)",
     "## Reply format",
     "Code:",
     "Output:",

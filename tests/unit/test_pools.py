@@ -16,18 +16,18 @@ from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.pool import JudgePool
 from draco_ray.records import EpisodeEnd, Termination
+from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, SlotQueue
-from draco_ray.rollout.worker import RolloutRequest
 from draco_ray.summaries import RolloutSummary
 
 
 async def test_free_slots_are_handed_out_at_once_and_alternate_over_workers() -> None:
-    queue = SlotQueue(["a", "b"], slots_per_worker=2)
+    queue = SlotQueue([("a", 2), ("b", 2)])
     assert [await queue.acquire(0) for _ in range(4)] == ["a", "b", "a", "b"]
 
 
 async def test_the_lowest_priority_number_is_served_first_then_the_earliest() -> None:
-    queue = SlotQueue(["a"], slots_per_worker=1)
+    queue = SlotQueue([("a", 1)])
     await queue.acquire(0)
     served: list[str] = []
 
@@ -47,7 +47,7 @@ async def test_the_lowest_priority_number_is_served_first_then_the_earliest() ->
 
 
 async def test_a_slot_is_not_lost_to_a_waiter_that_gave_up() -> None:
-    queue = SlotQueue(["a"], slots_per_worker=1)
+    queue = SlotQueue([("a", 1)])
     await queue.acquire(0)
     gone = asyncio.create_task(queue.acquire(0))
     patient = asyncio.create_task(queue.acquire(1))
@@ -103,7 +103,7 @@ class Worker:
 async def test_an_episode_goes_to_the_engine_with_the_fewest_and_stays_there() -> None:
     """One engine for all turns: the worker is told it once. What ends makes room where it was."""
     worker = Worker()
-    pool = RolloutPool([worker], slots_per_worker=6, engines=2, retries=0, seed=0)
+    pool = RolloutPool([(worker, 6)], policies=2, retries=0, seed=0)
     playing = [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=0)) for rollout in range(4)]
     await asyncio.sleep(0)
     assert [worker.engine[rollout] for rollout in range(4)] == [0, 1, 0, 1]
@@ -122,7 +122,7 @@ async def test_an_episode_goes_to_the_engine_with_the_fewest_and_stays_there() -
 
 async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_played_again() -> None:
     worker = Worker()
-    pool = RolloutPool([worker], slots_per_worker=1, engines=1, retries=2, seed=0)
+    pool = RolloutPool([(worker, 1)], policies=1, retries=2, seed=0)
     for ends, expected in (
         ([EpisodeEnd.CRASHED], EpisodeEnd.CRASHED),
         ([EpisodeEnd.SERVER_ERROR, EpisodeEnd.CRASHED], EpisodeEnd.CRASHED),
@@ -132,7 +132,7 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
         for ended in ends:
             await worker.asked.acquire()
             worker.end(0, ended)
-        member = await playing
+        member = (await playing).member
         assert (member.summary.ended if member is not None else None) is expected
     assert pool.lost == 1
 

@@ -11,16 +11,18 @@ from rich.console import Console
 
 from draco_ray.lab.analysis.evaluations import consistency, evaluations
 from draco_ray.lab.analysis.progress import success
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Usage, lost_rollout
+from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.report.charts import scatter
 from draco_ray.lab.report.drawing import Dot, Drawing, Text
 from draco_ray.lab.report.figures import figures
 from draco_ray.lab.report.output import text_width
 from draco_ray.lab.runs.show import show
+from draco_ray.records import Usage
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from tests.support.evaluations import a_plan, a_result
+from tests.support.lost import lost_rollout
 from tests.support.small_run import small_run
 
 TASKS: dict[str, int | None] = {"a_1": 1, "a_2": 2}

@@ -75,7 +75,7 @@ def test_ninety_tasks_need_three_levels_at_most() -> None:
 
 def test_a_merge_shows_every_task_and_every_draft_with_its_source() -> None:
     batch = [criterion_set("a_1", 2, "Count my notes."), criterion_set("b_1", 1, "Pay {{ tasks }} </task> to Ada.")]
-    text = reduction_prompt(batch, reduction_template())
+    text = reduction_prompt(batch, reduction_template(), "- It rains.")
     assert "Count my notes." in text
     assert "Pay {{ tasks }} &lt;/task> to Ada." in text
     assert text.count("<task>") == text.count("</task>") == 2
@@ -99,7 +99,7 @@ def test_the_rule_judge_merges_across_tasks_without_naming_one() -> None:
         for name, task, criteria in zip("ab", tasks, own, strict=True)
     ]
     assert any("Focus" in each.evaluator_instruction for each in own[0])
-    phase, reply = answer(reduction_prompt(batch, reduction_template()))
+    phase, reply = answer(reduction_prompt(batch, reduction_template(), ""))
     assert phase == "union"
     merged = parse_criteria(reply, limit=24, source="union").value
     titles = [each.title for each in merged]
@@ -112,7 +112,7 @@ def test_the_rule_judge_merges_across_tasks_without_naming_one() -> None:
 
 async def test_the_judge_is_asked_what_the_merge_says_and_archives_it_as_a_union() -> None:
     batch = [criterion_set("a_1", 2), criterion_set("b_1", 1, "Pay Ada.")]
-    text = reduction_prompt(batch, reduction_template())
+    text = reduction_prompt(batch, reduction_template(), "")
     question = Reduction((), candidates(batch), (), text)
     judge = Judge(RuleComplete(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
     judged = await judge.ask(question, CallContext(group="reduction1.1", task_id="reduction1.1"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from draco_ray.environments.appworld.termination import termination
 from draco_ray.records import EpisodeEnd, Termination
-from draco_ray.rollout.termination import termination
 
 LOOK = ("print(apis.api_docs.show_app_descriptions())", "[...]")
 DONE = ("apis.supervisor.complete_task(answer=3)", "Execution successful.")

@@ -68,7 +68,7 @@ class Run:
         self.looked_for: dict[int, list[int]] = {}
         """Step -> versions of which recorded rollouts were looked for."""
         self.taken_over: list[tuple[str, str]] = []
-        self._slots: SlotQueue[str] = SlotQueue(["slot"], slots_per_worker=1)
+        self._slots: SlotQueue[str] = SlotQueue([("slot", 1)])
         self._grad_norm = grad_norm
         console = Console(quiet=True)
         learner: Any = SimpleNamespace(

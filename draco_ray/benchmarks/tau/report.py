@@ -15,14 +15,14 @@ from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import Amount, RolloutResult, Usage
+from draco_ray.lab.evaluation.results import Amount, RolloutResult
 from draco_ray.lab.evaluation.tables import (
     Settings,
     consistency_table,
     efficiency_table,
     main_table,
 )
-from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_text
 
 

@@ -10,10 +10,12 @@ Nothing of AppWorld is imported.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from draco_ray.errors import WorldError
+from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task
 
 _SUPERVISOR = ("first_name", "last_name", "email", "phone_number")
@@ -78,6 +80,32 @@ def load_task(root: Path, task_id: str) -> Task:
         raise WorldError(f"data root {str(root)!r} has no task {task_id!r}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WorldError(f"task {task_id!r}: {path} is not a task's specs ({type(error).__name__}: {error})") from error
+
+
+def load_difficulty(root: Path, task_id: str) -> int | None:
+    """AppWorld's label of a task, from its ground truth.
+
+    Raises: ConfigError where the data have no ground truth to evaluate with.
+    """
+    folder = _specs(root, task_id).parent / "ground_truth"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"data root {root}: task {task_id} has no ground truth, which evaluation needs; use the data as AppWorld "
+            "ships it, or a sandbox of `draco sandbox build`"
+        )
+    try:
+        level = json.loads((folder / "metadata.json").read_text(encoding="utf-8")).get("difficulty")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return level if isinstance(level, int) else None
+
+
+def tasks_digest(root: Path, tasks: Sequence[str]) -> str:
+    """What tells two worlds with the same task ids apart."""
+    digest = hashlib.sha256()
+    for task_id in tasks:
+        digest.update(_specs(root, task_id).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _specs(root: Path, task_id: str) -> Path:

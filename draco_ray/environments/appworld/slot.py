@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,8 +29,9 @@ from draco_ray.environments.appworld.template_process import (
     acquire_template,
     release_template,
 )
+from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, WorldBroken, WorldError
-from draco_ray.records import Evaluation, Task, Trajectory
+from draco_ray.records import Task
 
 _SOFT_SHARE = 0.8
 """AppWorld interrupts a cell itself at this share of the cell timeout, which an honest endless loop survives as an
@@ -40,25 +40,13 @@ _LAST_WORDS_SECONDS = 1.0
 _LONGEST_REASON = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorldVerdict:
-    """AppWorld's evaluation of a finished world."""
-
-    success: bool
-    passed_tests: int
-    total_tests: int
-    difficulty: int | None
-    failures: tuple[str, ...]
-    """Requirements that are not met."""
-
-
 def soft_cell_timeout(config: EnvironmentConfig) -> int:
     """Seconds after which AppWorld itself stops a cell and says so in its output."""
     return max(1, math.floor(config.cell_timeout_seconds * _SOFT_SHARE))
 
 
 class AppWorldSlot:
-    """A world to play tasks in, one after the other; satisfies `draco_ray.rollout.World` while a task is open.
+    """AppWorld's server, in which tasks are played one after the other.
 
     Not for concurrent use. A slot belongs to one event loop.
     """
@@ -89,14 +77,7 @@ class AppWorldSlot:
         self._task: Task | None = None
         self._over = False
         self._tasks_played = 0
-        self._saved: dict[str, str] = {}
         self._watch: asyncio.Task[Ending] | None = None
-
-    @property
-    def saved_files(self) -> dict[str, str]:
-        """What AppWorld saved of the task `evaluate` judged last: ``dbs/<app>.jsonl``, ``logs/...`` -> content; empty
-        where it got no verdict. What its databases' statements may do has been checked (`saved_world`)."""
-        return self._saved
 
     @property
     def task(self) -> Task:
@@ -129,7 +110,6 @@ class AppWorldSlot:
         """
         task = load_task(self._root, task_id)
         await self.close_task()
-        self._saved = {}
         if self._server is not None:
             try:
                 await self._begin(task)
@@ -180,7 +160,7 @@ class AppWorldSlot:
         """AppWorld's evaluation of a saved world of any task, wherever it comes from; an open task is closed.
 
         Args:
-            files: as `saved_files`.
+            files: as `WorldVerdict.saved`.
         Raises: as `evaluate`.
         """
         load_task(self._root, task_id)
@@ -190,7 +170,6 @@ class AppWorldSlot:
         return await self._evaluate(task_id, files)
 
     async def _evaluate(self, task_id: str, files: Mapping[str, str] | None) -> WorldVerdict:
-        self._saved = {}
         answer = await self._order("evaluate", task_id, files)
         if "killed" in answer:
             await self._crash(task_id, answer["killed"], own=False)
@@ -199,7 +178,6 @@ class AppWorldSlot:
         if "verdict" not in answer:
             unusable = f"the saved world cannot be evaluated: {one_line(answer.get('unusable'))}"
             return _failed(unusable, answer.get("tests", 0), answer.get("difficulty"))
-        self._saved = dict(answer["saved"])
         verdict = answer["verdict"]
         return WorldVerdict(
             success=bool(verdict["success"]),
@@ -207,29 +185,8 @@ class AppWorldSlot:
             total_tests=int(verdict["num_tests"]),
             difficulty=verdict["difficulty"],
             failures=tuple(failure["requirement"] for failure in verdict["failures"]),
-        )
-
-    async def evaluate_rollout(self, trajectory: Trajectory, *, run: int = 0) -> Evaluation:
-        """`evaluate`, as a record of the rollout that was just played; one that crashed its world has failed.
-
-        Raises: as `evaluate`, but for WorldBroken.
-        """
-        try:
-            if self._server is None:
-                raise WorldBroken("before it could be evaluated")
-            verdict = await self.evaluate()
-        except WorldBroken as error:
-            verdict = _failed(f"the world crashed: {error}", 0, None)
-        return Evaluation(
-            task_id=trajectory.task_id,
-            run=run,
-            turns=len(trajectory.turns),
-            ended=trajectory.ended,
-            success=verdict.success,
-            passed_tests=verdict.passed_tests,
-            total_tests=verdict.total_tests,
-            difficulty=verdict.difficulty,
-            failures=verdict.failures,
+            # ``dbs/<app>.jsonl`` and ``logs/...``; what the statements in there may do has been checked.
+            saved=dict(answer["saved"]),
         )
 
     async def close_task(self) -> None:

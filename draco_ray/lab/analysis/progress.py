@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
+from draco_ray.environments.appworld.termination import termination
 from draco_ray.judging.costs import phase_costs
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.records import EpisodeEnd, Termination
-from draco_ray.rollout.termination import termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.rows import Row
 from draco_ray.training.overlap import busy_seconds, hidden_seconds, merged
 
 TERMINATIONS = pa.schema(
@@ -71,14 +73,9 @@ def terminations(run: RunDirectory) -> pa.Table:
     retries = load_retries(run)
     rows = []
     for step in run.steps():
-        cells: dict[tuple[str, int], list[tuple[str | None, str | None]]] = defaultdict(list)
-        for row in run.table("steps", step, ["task_id", "rollout", "action", "observation"]).to_pylist():
-            if row["action"] is not None:
-                cells[row["task_id"], row["rollout"]].append((row["action"], row["observation"]))
-        played = run.table("trajectories", step, ["task_id", "rollout", "ended", "attempt"]).to_pylist()
-        ended = Counter(
-            termination(EpisodeEnd(row["ended"]), cells[row["task_id"], row["rollout"]]).value for row in played
-        )
+        played = run.table("trajectories", step, ["task_id", "rollout", "ended", "attempt", "termination"]).to_pylist()
+        ended = Counter(row["termination"] for row in played if row["termination"] is not None)
+        ended.update(_appworlds(run, step, [row for row in played if row["termination"] is None]))
         lost = sum(run.table("groups", step, ["lost"]).column("lost").to_pylist())
         ended[Termination.SERVER_ERROR] += lost
         retried = sum(row["attempt"] for row in played) + lost * retries
@@ -96,6 +93,18 @@ def terminations(run: RunDirectory) -> pa.Table:
             if total
         ]
     return pa.Table.from_pylist(rows, schema=TERMINATIONS)
+
+
+def _appworlds(run: RunDirectory, step: int, played: Sequence[Row]) -> Iterator[str]:
+    """The modes of rollouts from before the environment was asked: these are AppWorld's."""
+    if not played:
+        return
+    cells: dict[tuple[str, int], list[tuple[str | None, str | None]]] = defaultdict(list)
+    for row in run.table("steps", step, ["task_id", "rollout", "action", "observation"]).to_pylist():
+        if row["action"] is not None:
+            cells[row["task_id"], row["rollout"]].append((row["action"], row["observation"]))
+    for row in played:
+        yield termination(EpisodeEnd(row["ended"]), cells[row["task_id"], row["rollout"]]).value
 
 
 def load_retries(run: RunDirectory) -> int:

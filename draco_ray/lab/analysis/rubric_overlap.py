@@ -31,14 +31,13 @@ from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Judge, prompts_of
 from draco_ray.judging.parsing import check_finish, parse_criteria
 from draco_ray.judging.phases.base import Rubric
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.prompts import evidence_key, load_prompts
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
 from draco_ray.records import Criterion, Message, Trajectory
@@ -304,7 +303,7 @@ async def _mark_merges(
         return {}
     # Votes would be another scorer than the one call of the paper's comparison.
     config = third.config.model_copy(update={"score_votes": 1})
-    scorer = Judge(third.complete, load_prompts(config.prompts, evidence_key(config.cache)), config)
+    scorer = Judge(third.complete, prompts_of(config), config)
     played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}
     marks = await asyncio.gather(
         *(

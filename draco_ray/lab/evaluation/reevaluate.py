@@ -14,10 +14,10 @@ from pathlib import Path
 
 from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.appworld.data_root import tasks_digest
 from draco_ray.environments.appworld.saved_world import UnusableWorld, read_saved
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.appworld import world_digest
 from draco_ray.lab.evaluation.appworld_outputs import outputs_folder
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 
@@ -52,7 +52,7 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
         AppWorldSlot(config.environment, root, load_ground_truth=True, name=f"reevaluate-{index}")
         for index in range(count)
     ]
-    if plan.world and plan.world != world_digest(root, list(plan.tasks)):
+    if plan.world and plan.world != tasks_digest(root, list(plan.tasks)):
         raise ConfigError(f"data.root={root}: another world than {directory.path} was evaluated in; give data.root=DIR")
     done: list[Reevaluated] = []
     waiting = iter(jobs)

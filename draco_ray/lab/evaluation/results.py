@@ -5,6 +5,7 @@
     evaluation.json               what is measured: benchmark, split, tasks, runs, policy, settings
     results/<measurement>.jsonl   one line per finished (task, run); a measurement is one checkpoint, or the one policy
     summary.json                  rates and costs, once everything is there
+    tables/                       the rollouts themselves (see `draco_ray.lab.evaluation.trajectories`)
     appworld/                     AppWorld's own layout of the outputs (see `draco_ray.lab.evaluation.appworld_outputs`)
 
 Lines are appended as rollouts finish, so an interrupted evaluation goes on where it stopped. Any benchmark may use it:
@@ -16,48 +17,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from draco_ray.config.file_names import FileName
 from draco_ray.errors import ConfigError
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, Termination
+from draco_ray.lab.evaluation.consistency import scenario_of
+from draco_ray.records import Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_bytes, read_text
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a policy's calls took; sums of several add."""
-
-    calls: NonNegativeInt = 0
-    """Turns sampled."""
-    requests: NonNegativeInt = 0
-    """HTTP requests of an API model, retries included."""
-    input_tokens: NonNegativeInt = 0
-    """Of every turn anew, cached ones included: a conversation is read again at each turn."""
-    cached_tokens: NonNegativeInt = 0
-    """The part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
-    output_tokens: NonNegativeInt = 0
-    dollars: Amount | None = None
-    """None where no price is known."""
-
-    def __add__(self, other: Usage) -> Usage:
-        known = [usage.dollars for usage in (self, other) if usage.dollars is not None]
-        return Usage(
-            calls=self.calls + other.calls,
-            requests=self.requests + other.requests,
-            input_tokens=self.input_tokens + other.input_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-            output_tokens=self.output_tokens + other.output_tokens,
-            dollars=sum(known) if known else None,
-        )
+def _plausible(usage: Usage) -> Usage:
+    """``usage`` if it can be one. Raises ValueError."""
+    for field in fields(usage):
+        amount = getattr(usage, field.name)
+        if amount is not None and not 0 <= amount < math.inf:
+            raise ValueError(f"{field.name} is {amount}")
+    return usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +49,11 @@ class RolloutResult:
     """One finished (task, run): the benchmark's verdict, and what it took, attempts that were replaced included."""
 
     evaluation: Evaluation
-    usage: Usage
+    usage: Annotated[Usage, AfterValidator(_plausible)]
     seconds: Amount
     attempts: NonNegativeInt = 1
     error: str | None = None
     """Why the last attempt was lost, of a rollout whose every attempt was; None otherwise."""
-
-
-def lost_rollout(task_id: str, run: int, usage: Usage, *, seconds: float, attempts: int, error: str) -> RolloutResult:
-    """A rollout whose every attempt crashed: a failure, never left out."""
-    evaluation = Evaluation(
-        task_id=task_id,
-        run=run,
-        success=False,
-        passed_tests=0,
-        total_tests=0,
-        turns=0,
-        ended=EpisodeEnd.SERVER_ERROR,
-        termination=Termination.SERVER_ERROR,
-        failures=(LOST,),
-    )
-    return RolloutResult(evaluation=evaluation, usage=usage, seconds=seconds, attempts=attempts, error=error)
 
 
 class Plan(BaseModel):
@@ -245,8 +213,15 @@ class EvaluationDirectory:
                 what = "is there twice" if rollout in seen else "is none of the plan's"
                 raise damaged(self._file(measurement), f"line {number}: {rollout[0]!r}, run {rollout[1]} {what}")
             seen.add(rollout)
-            results.append(result)
+            results.append(self._with_scenario(result))
         return results
+
+    def _with_scenario(self, result: RolloutResult) -> RolloutResult:
+        """Older lines do not name it."""
+        evaluation = result.evaluation
+        if not self.plan.scenarios or evaluation.scenario:
+            return result
+        return replace(result, evaluation=replace(evaluation, scenario=scenario_of(evaluation.task_id)))
 
     def drop_lost(self) -> int:
         """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.

@@ -18,8 +18,8 @@ from statistics import stdev
 from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k, scenario_of
 from draco_ray.lab.evaluation.measures import Measure
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage
-from draco_ray.records import Evaluation, Termination
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
+from draco_ray.records import Evaluation, Termination, Usage
 
 MOST_K = 3
 

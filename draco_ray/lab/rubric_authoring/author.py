@@ -27,7 +27,7 @@ from rich.console import Console
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.environments.appworld.data_root import load_split
+from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError, RubricError
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.base import Phase
@@ -58,6 +58,7 @@ from draco_ray.training.session import (
     ray_session,
     stopped_plainly,
     usable_prompts,
+    with_environment,
 )
 
 PROPOSING, MEASURING = 0, 1
@@ -98,9 +99,11 @@ def author_rubric(
     if out.exists():
         raise ConfigError(f"--out {out}: exists already; choose another file")
     check_file(out)
-    load_split(config.data.root, config.data.train_split)
+    config = with_environment(config)
+    environment = make_environment(config.environment, config.data)
+    environment.tasks(config.data.train_split)
     config = checked_model(config)
-    prompts = dict(list(usable_prompts(config, console).items())[: settings.tasks])
+    prompts = dict(list(usable_prompts(config, environment, console).items())[: settings.tasks])
     name = config.run.name or f"rubric-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
     console.print(
@@ -226,7 +229,8 @@ class RubricAuthor:
     async def _member(
         self, index: int, task_id: str, group: str, rollout: int, stage1: asyncio.Task[Judgement]
     ) -> tuple[Member, Judgement] | None:
-        member = await self._pool.run(task_id, group, rollout, step=PROPOSING, priority=index)
+        played = await self._pool.run(task_id, group, rollout, step=PROPOSING, priority=index)
+        member = played.member
         self._progress.advance()
         if member is None:
             return None
@@ -261,7 +265,7 @@ class RubricAuthor:
             messages=(),
             candidates=candidates(batch),
             trajectories=(),
-            text=reduction_prompt(batch, self._template),
+            text=reduction_prompt(batch, self._template, self._judge.environment_facts or ""),
         )
         judged: Judged[tuple[Criterion, ...]] = await merge.judged
         if judged.value is None:

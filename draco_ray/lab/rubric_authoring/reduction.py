@@ -14,7 +14,7 @@ from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Criterion, Message
 
 PROMPT = Path("prompts/reduce_rubrics.txt")
-_PLACEHOLDER = re.compile(r"\{\{ (tasks|candidate_rubrics) \}\}")
+_PLACEHOLDER = re.compile(r"\{\{ (tasks|candidate_rubrics|environment_facts) \}\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,22 @@ def candidates(batch: Sequence[CriterionSet]) -> list[Criterion]:
     return [replace(criterion, source=each.name) for each in batch for criterion in each.criteria]
 
 
-def reduction_prompt(batch: Sequence[CriterionSet], template: str) -> str:
-    """What the judge sees of a merge across tasks; ``template`` is the text of `PROMPT`."""
+def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -> str:
+    """What the judge sees of a merge across tasks.
+
+    Args:
+        template: the text of `PROMPT`.
+        facts: of the environment.
+    """
     prompts = [prompt for each in batch for prompt in each.prompts]
     # No policy wrote any of it: the code need only differ from what a task holds.
     code = render.evidence_code(b"", repr(prompts))
     tasks = [f"<task>\n{render.task(prompt, code)}\n</task>" for prompt in prompts]
-    values = {"tasks": "\n\n".join(tasks), "candidate_rubrics": render.candidate_rubrics(candidates(batch))}
+    values = {
+        "tasks": "\n\n".join(tasks),
+        "candidate_rubrics": render.candidate_rubrics(candidates(batch)),
+        "environment_facts": facts,
+    }
     # In one pass, so that a placeholder inside a draft stays text.
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 

@@ -86,8 +86,8 @@ class _Marks:
         self.rollout = re.compile(
             rf'^<rollout index="(\d+)"{attribute}>\n(.*?)\n</rollout{attribute}>$', re.MULTILINE | re.DOTALL
         )
-        self.step = re.compile(rf"^### (?:Step (\d+)|Closing turn \(no code\)){bracketed}$", re.MULTILINE)
-        self.section = re.compile(rf"^(Reasoning|Code|Output){bracketed}:$", re.MULTILINE)
+        self.step = re.compile(rf"^### (?:Step (\d+)|Closing turn \(no action\)){bracketed}$", re.MULTILINE)
+        self.section = re.compile(rf"^(Reasoning|Action|Output){bracketed}:$", re.MULTILINE)
         # Without a block's end the next heading is the prompt's own: inside a step every imitation is escaped.
         self.end = re.compile(rf"^\[END EVIDENCE{word}\]" if code else "^## ", re.MULTILINE)
 
@@ -212,7 +212,7 @@ def _summary(prompt: str, marks: _Marks) -> Run:
         for position, mark in enumerate(sections_at):
             until = sections_at[position + 1].start() if position + 1 < len(sections_at) else len(body)
             sections[mark[1]] = unescape(body[mark.end() : until].strip("\n"))
-        steps.append(Step(number=int(heading[1]), code=sections.get("Code", ""), output=sections.get("Output")))
+        steps.append(Step(number=int(heading[1]), code=sections.get("Action", ""), output=sections.get("Output")))
     return Run(steps=tuple(steps))
 
 

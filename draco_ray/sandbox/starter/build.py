@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.extras import need
 from draco_ray.records import Task
@@ -48,6 +49,7 @@ SOURCES = (
     "rollout/agent_prompt.py",
     "rollout/code_agent.py",
     "rollout/code_block.py",
+    "rollout/tokens.py",
     "engine/chat.py",
 )
 """Code that decides the weights, below the package's folder."""
@@ -126,7 +128,7 @@ def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSetti
 def _source_digest(agent: AgentConfig) -> str:
     named = [PACKAGE / name for name in SOURCES]
     files = [file for path in named for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    files.append(find_prompt(agent.prompt))
+    files.append(find_prompt(agent.prompt or AppWorldEnvironment.agent_prompt))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

@@ -20,12 +20,16 @@ from typing import Any
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import WorldError
 from draco_ray.records import Task, Trajectory
-from draco_ray.rollout.agent_prompt import render_agent_prompt
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
 from draco_ray.rollout.code_agent import CodeAgent
 from draco_ray.rollout.code_block import cut_output
+from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.sandbox.world.scripts import Family, Fault
 
 OnDone = Callable[[int, int], None]
@@ -118,7 +122,7 @@ def turn_texts(demonstration: Demonstration, closing: str) -> list[str]:
 
 def texts(demonstration: Demonstration, agent: AgentConfig, closing: str) -> list[str]:
     """All text of a demonstration as the policy would read or write it, for the tokenizer to learn from."""
-    prompt = [message.content for message in render_agent_prompt(agent.prompt, demonstration.task)]
+    prompt = [message.content for message in fill_agent_prompt(_template(agent), demonstration.task)]
     outputs = [cut_output(output, agent.max_output_characters) for output in demonstration.outputs]
     # The template's own words are text to the tokenizer as well.
     return [*prompt, *turn_texts(demonstration, closing), *outputs, "\n", "system\n", "user\n", "assistant\n"]
@@ -145,9 +149,13 @@ async def record(
     """The trajectory the agent loop records when a policy says exactly this and AppWorld answers exactly that."""
     lines = turn_texts(demonstration, closing)
     sampler = _Script([[*tokenizer.encode(line, add_special_tokens=False), chat.end_of_turn_id] for line in lines])
-    return await CodeAgent(sampler, chat, agent).run(
-        _Recording(demonstration), group="demonstrations", rollout=0, attempt=0, seed=0
-    )
+    request = RolloutRequest(task_id=demonstration.task.task_id, group="demonstrations", rollout=0, attempt=0, seed=0)
+    player = CodeAgent(TokenPolicy(sampler, chat, agent), agent, _template(agent))
+    return await player.run(_Recording(demonstration), request)
+
+
+def _template(agent: AgentConfig) -> str:
+    return agent_template(agent.prompt, AppWorldEnvironment.agent_prompt)
 
 
 class _Script:
@@ -176,9 +184,16 @@ class _Recording:
         self.task = demonstration.task
         self._outputs = iter(demonstration.outputs)
 
-    async def execute(self, code: str) -> str:
+    async def act(self, action: str) -> str:
         """What the next cell printed."""
         return next(self._outputs)
+
+    async def evaluate(self) -> WorldVerdict:
+        """Never asked."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing was opened."""
 
 
 @contextmanager

@@ -242,7 +242,7 @@ const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advanta
 function turnCard(turn, order, text, here, share) {
   const gap = turn.step === null;
   const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? (turn.role === "assistant" ? `Turn ${order + 1}` : turn.role) : `Step ${turn.step}`));
-  if (gap) head.append(el("span.muted", {}, " no code: in no step"));
+  if (gap) head.append(el("span.muted", {}, " no action: in no step"));
   else if (share) {
     const bar = el("i." + barKind(turn));
     bar.style.width = Math.round((turn.push || 0) * 100) + "%";
@@ -254,7 +254,7 @@ function turnCard(turn, order, text, here, share) {
   return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: "t" + (order + 1), "data-step": turn.step }, head,
     before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
     turn.action ? el("pre.code", {}, text(turn.action)) : null,
-    after ? folded("After the code", after, { kind: "reasoning" }) : null,
+    after ? folded("After the action", after, { kind: "reasoning" }) : null,
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
 }
 

@@ -7,39 +7,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import os
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from draco_ray.config.schema import AgentConfig, DracoConfig
+from draco_ray.config.schema import AgentConfig, DracoConfig, Price
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
-from draco_ray.environments.appworld.data_root import load_split, load_task
+from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
 from draco_ray.judging.model_limits import model_limit
-from draco_ray.judging.pricing import check_budget, find_price, known_price
+from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
+from draco_ray.lab.evaluation.api_policy import ApiPolicies
 from draco_ray.lab.evaluation.appworld_outputs import AppWorldOutputs
+from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
 from draco_ray.lab.evaluation.policies import Checkpoint, Policy, deciding_settings, load_adapter, lora_rank
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, Usage, lost_rollout
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, read_split
-from draco_ray.lab.evaluation.worker import ApiPolicy, LocalPolicy, Played, PlayRequest, start_evaluation_workers
-from draco_ray.rollout.pool import SlotQueue
+from draco_ray.lab.evaluation.trajectories import keep_trajectory
+from draco_ray.records import Trajectory, Usage, lost_evaluation
+from draco_ray.rollout.pool import RolloutPool
+from draco_ray.rollout.tokens import EnginePolicies
+from draco_ray.rollout.worker import Evaluated, start_rollout_workers
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.session import checked_model, plain_error
 
-BENCHMARK = "appworld"
+APPWORLD = "appworld"
+"""The benchmark whose tools read what rollouts leave."""
 _PROBE_TOKENS = 256
 
 
@@ -54,7 +57,7 @@ class ApiOptions:
     """None leaves it to the provider: some models refuse any other."""
 
 
-def evaluate_appworld(
+def evaluate_policy(
     policy: Policy,
     config: DracoConfig,
     *,
@@ -71,7 +74,7 @@ def evaluate_appworld(
     Args:
         policy: weights or API model, see `draco_ray.lab.evaluation.policies`.
         config: everything but the policy; ``data.eval_tasks`` limits the split to its first tasks.
-        split: AppWorld dataset name.
+        split: of the environment's tasks.
         runs: independent rollouts per task.
         out: evaluation directory.
         label: the row's name in tables; None is the policy's.
@@ -85,23 +88,25 @@ def evaluate_appworld(
     console = console or Console(highlight=False, soft_wrap=True)
     if policy.api_model is None:
         config = checked_model(config)
-    whole = load_split(config.data.root, split)
+    environment = make_environment(config.environment, config.data)
+    whole = environment.tasks(split)
     tasks = whole[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
     if policy.api_model is not None:
         check_budget(config.judge, policy.api_model)
         settings |= {f"api.{key}": value for key, value in asdict(api or ApiOptions()).items() if key != "api_key_env"}
     plan = Plan(
-        benchmark=BENCHMARK,
+        benchmark=config.environment.use.rpartition(":")[2],
         split=split,
         label=label or policy.label,
         policy=policy.api_model or policy.name,
         runs=runs,
         measurements=tuple(checkpoint.name for checkpoint in policy.checkpoints),
-        tasks={task: _difficulty(config.data.root, task) for task in tasks},
-        world=world_digest(config.data.root, tasks),
+        tasks={task: environment.difficulty(task) for task in tasks},
+        world=environment.digest(tasks),
         generated=(config.data.root / MANIFEST).is_file(),
         split_size=len(whole),
+        scenarios=all(environment.task(task).group == scenario_of(task) for task in tasks),
         settings=settings,
     )
     directory = EvaluationDirectory.begin(out, plan)
@@ -112,7 +117,7 @@ def evaluate_appworld(
             console.print(f"{out}: {found} of {directory.total} rollouts are there already")
         if found < directory.total:
             with _stopped_plainly(directory, console), _ray(config, policy):
-                asyncio.run(_Evaluator(config, policy, api or ApiOptions(), directory, console).run())
+                asyncio.run(_Evaluator(config, policy, api or ApiOptions(), directory, environment, console).run())
     if lost := directory.lost():
         console.print(
             f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
@@ -154,6 +159,7 @@ class _Evaluator:
         policy: Policy,
         api: ApiOptions,
         directory: EvaluationDirectory,
+        environment: Environment,
         console: Console,
     ) -> None:
         self._config = config
@@ -165,9 +171,16 @@ class _Evaluator:
         self._name = f"evaluation-{os.getpid()}-{int(time.time())}"
         self._fleet: EngineFleet | None = None
         self._clients: list[EngineClient] = []
-        self._workers: list[Any] = []
+        self._workers: list[tuple[Any, int]] = []
         self._limiter: object | None = None
-        self._outputs = AppWorldOutputs(directory.path / "appworld", config.data.root, directory.plan.tasks)
+        self._price: Price | None = None
+        self._environment = environment
+        # What `draco reevaluate` and AppWorld's own tools read.
+        self._outputs = (
+            AppWorldOutputs(directory.path / "appworld", config.data.root, directory.plan.tasks)
+            if directory.plan.benchmark == APPWORLD
+            else None
+        )
 
     async def run(self) -> None:
         """Play what is missing, one checkpoint after the other."""
@@ -183,7 +196,7 @@ class _Evaluator:
     async def _start(self) -> None:
         config = self._config
         if self._policy.api_model is not None:
-            policy: LocalPolicy | ApiPolicy = self._api_policy(self._policy.api_model)
+            policies: EnginePolicies | ApiPolicies = self._api_policies(self._policy.api_model)
         else:
             ranks = [rank for checkpoint in self._policy.checkpoints if (rank := lora_rank(checkpoint)) is not None]
             self._fleet = EngineFleet(
@@ -197,19 +210,21 @@ class _Evaluator:
                 )
             )
             self._clients = [EngineClient(index, self._name) for index in range(config.engine.engines)]
-            price = find_price(config.model.path, config.judge.prices)
-            policy = LocalPolicy(samplers=self._clients, model_path=config.model.path, price=price)
-        self._workers = start_evaluation_workers(
-            policy,
-            data_root=config.data.root.resolve(),
+            self._price = find_price(config.model.path, config.judge.prices)
+            policies = EnginePolicies(samplers=self._clients, model_path=config.model.path)
+        self._workers = start_rollout_workers(
+            policies,
             agent=config.agent,
             environment=config.environment,
+            data=config.data,
+            ground_truth=True,
             run_name=self._name,
+            kind="EvaluationWorker",
         )
         if self._fleet is not None:
             await self._fleet.start()
 
-    def _api_policy(self, model: str) -> ApiPolicy:
+    def _api_policies(self, model: str) -> ApiPolicies:
         config, api = self._config, self._api
         provider = model.split("/", 1)[0] if "/" in model else "openai"
         client = config.judge.model_copy(
@@ -231,7 +246,7 @@ class _Evaluator:
         if limiter is not None:
             # The actor lives for as long as its handle.
             self._limiter, leases = limiter
-        return ApiPolicy(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
+        return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
 
     async def _until_engines_fail(self, work: Awaitable[None]) -> None:
         """Await ``work``, or raise what ended the engines for good."""
@@ -254,8 +269,8 @@ class _Evaluator:
         if checkpoint.adapter is not None:
             await self._load(checkpoint)
         plan = self._directory.plan
-        slots: SlotQueue[Any] = SlotQueue([worker for worker, many in self._workers for _ in range(many)], 1)
-        load = [0] * max(len(self._clients), 1)
+        retries = self._config.environment.rollout_retries
+        pool = RolloutPool(self._workers, max(len(self._clients), 1), retries, self._config.seed)
         total = len(plan.tasks) * plan.runs
         with _progress(self._console) as progress:
             bar = progress.add_task(
@@ -265,7 +280,7 @@ class _Evaluator:
 
             async def one(task_id: str, run: int, priority: int) -> None:
                 nonlocal solved, played
-                result = await self._play(checkpoint, task_id, run, priority, slots, load)
+                result = await self._play(checkpoint, task_id, run, priority, pool)
                 self._directory.add(checkpoint.name, result)
                 solved, played = solved + result.evaluation.success, played + 1
                 progress.update(bar, advance=1, solved=solved, played=played)
@@ -276,46 +291,31 @@ class _Evaluator:
         self._console.print(f"{checkpoint.name}: TGC {rate:.1%} ({len(plan.tasks)} tasks x {plan.runs})")
 
     async def _play(
-        self,
-        checkpoint: Checkpoint,
-        task_id: str,
-        run: int,
-        priority: int,
-        slots: SlotQueue[Any],
-        load: list[int],
+        self, checkpoint: Checkpoint, task_id: str, run: int, priority: int, pool: RolloutPool
     ) -> RolloutResult:
-        """One (task, run), in a fresh environment again if its world is lost."""
-        began, usage, error = time.monotonic(), Usage(), ""
-        attempts = self._config.environment.rollout_retries + 1
-        for attempt in range(attempts):
-            entropy = (self._config.seed, checkpoint.version, run, attempt, *task_id.encode())
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-            worker = await slots.acquire(priority)
-            player = load.index(min(load))
-            load[player] += 1
-            try:
-                request = PlayRequest(task_id=task_id, run=run, attempt=attempt, seed=seed, player=player)
-                played: Played = await worker.play.options(name=f"{checkpoint.name} {task_id} run {run}").remote(
-                    request
-                )
-            except RayActorError:
-                error = "its worker died"
-                continue
-            finally:
-                load[player] -= 1
-                slots.release(worker)
-            usage += played.usage
-            if played.evaluation is not None:
-                self._outputs.write(checkpoint.name, run, task_id, played.saved)
-                return RolloutResult(
-                    evaluation=played.evaluation,
-                    usage=usage,
-                    seconds=time.monotonic() - began,
-                    attempts=attempt + 1,
-                )
-            error = played.error or "the world was lost"
-        self._outputs.write(checkpoint.name, run, task_id, {})
-        return lost_rollout(task_id, run, usage, seconds=time.monotonic() - began, attempts=attempts, error=error)
+        """One (task, run), and what it leaves beside its result."""
+        began = time.monotonic()
+        group = f"{checkpoint.name}/{task_id}"
+        played = await pool.run(task_id, group, run, step=checkpoint.version, priority=priority)
+        usage = played.usage if self._price is None else priced(played.usage, self._price)
+        seconds = time.monotonic() - began
+        if played.member is None:
+            self._keep(checkpoint, task_id, run, {}, None)
+            evaluation = lost_evaluation(self._environment.task(task_id), run)
+            return RolloutResult(
+                evaluation=evaluation, usage=usage, seconds=seconds, attempts=played.attempts, error=played.error
+            )
+        evaluated: Evaluated = await played.member.evaluation
+        self._keep(checkpoint, task_id, run, evaluated.saved, await played.member.trajectory)
+        return RolloutResult(evaluation=evaluated.evaluation, usage=usage, seconds=seconds, attempts=played.attempts)
+
+    def _keep(
+        self, checkpoint: Checkpoint, task_id: str, run: int, saved: Mapping[str, str], trajectory: Trajectory | None
+    ) -> None:
+        if self._outputs is not None:
+            self._outputs.write(checkpoint.name, run, task_id, saved)
+        if trajectory is not None:
+            keep_trajectory(self._directory, checkpoint.name, trajectory)
 
     async def _load(self, checkpoint: Checkpoint) -> None:
         """Bring a checkpoint to every engine and make sure that it is live."""
@@ -326,7 +326,7 @@ class _Evaluator:
         trained = any(np.any(values) for name, values in adapter.tensors.items() if "lora_B" in name)
         if not trained:
             return
-        probe = _probe(self._config, next(iter(self._directory.plan.tasks)))
+        probe = _probe(self._config, self._environment, next(iter(self._directory.plan.tasks)))
         for client in self._clients:
             on = await client.logprobs(probe, adapter=True)
             off = await client.logprobs(probe, adapter=False)
@@ -422,35 +422,17 @@ async def _gather(work: Sequence[Awaitable[None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _probe(config: DracoConfig, task_id: str) -> list[int]:
+def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[int]:
     from transformers import AutoTokenizer
 
     from draco_ray.engine.chat import ChatTokens
-    from draco_ray.rollout.agent_prompt import render_agent_prompt
+    from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
 
     chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
-    prompt = render_agent_prompt(config.agent.prompt, load_task(config.data.root, task_id))
+    prompt = fill_agent_prompt(agent_template(config.agent.prompt, environment.agent_prompt), environment.task(task_id))
     return chat.prompt(prompt)[-_PROBE_TOKENS:]
 
 
-def _difficulty(root: Path, task_id: str) -> int | None:
-    """AppWorld's label. Raises ConfigError where the data has no ground truth to evaluate with."""
-    folder = root / "data" / "tasks" / task_id / "ground_truth"
-    if not folder.is_dir():
-        raise ConfigError(
-            f"data root {root}: task {task_id} has no ground truth, which evaluation needs; use the data as AppWorld "
-            "ships it, or a sandbox of `draco sandbox build`"
-        )
-    try:
-        level = json.loads((folder / "metadata.json").read_text(encoding="utf-8")).get("difficulty")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return level if isinstance(level, int) else None
-
-
-def world_digest(root: Path, tasks: Sequence[str]) -> str:
-    """What tells two worlds with the same task ids apart."""
-    digest = hashlib.sha256()
-    for task in tasks:
-        digest.update((root / "data" / "tasks" / task / "specs.json").read_bytes())
-    return digest.hexdigest()[:16]
+def priced(usage: Usage, price: Price) -> Usage:
+    """What an endpoint of that price would have charged."""
+    return replace(usage, dollars=price_of(price, usage.input_tokens, usage.cached_tokens, usage.output_tokens))

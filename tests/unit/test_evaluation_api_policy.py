@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from draco_ray.config.schema import AgentConfig, JudgeConfig, Price
+from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, JudgeUnavailable
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.lab.evaluation.appworld import turn_tokens
-from draco_ray.lab.evaluation.players import ChatPlayer, token_usage
-from draco_ray.lab.evaluation.results import Usage
-from draco_ray.records import EpisodeEnd, Task, Trajectory
+from draco_ray.lab.evaluation.api_policy import ChatPolicy
+from draco_ray.lab.evaluation.evaluate import turn_tokens
+from draco_ray.records import EpisodeEnd, Task, Trajectory, Usage
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.agent_prompt import agent_template
+from draco_ray.rollout.code_agent import CodeAgent
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
-from tests.support.small_run import a_trajectory
 
 CELL = "<code>\nprint(1)\n</code>"
 TASK = Task(
@@ -38,11 +40,17 @@ class World:
     executed: list[str] = field(default_factory=list)
     task: Task = TASK
 
-    async def execute(self, code: str) -> str:
-        self.executed.append(code)
+    async def act(self, action: str) -> str:
+        self.executed.append(action)
         if len(self.executed) == self.crash_at:
             raise EnvironmentCrashed("the server died")
         return f"output {len(self.executed)}"
+
+    async def evaluate(self) -> WorldVerdict:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return
 
 
 async def play(
@@ -62,13 +70,13 @@ async def play(
         async def at_once(seconds: float) -> None:
             return None
 
-        player = ChatPlayer(
-            LiteLLMClient(client, sleep=at_once),
-            AgentConfig(prompt=Path("prompts/agent_starter.txt"), **limits),
-            priced=price is not None,
-        )
-        trajectory, usage = await player.play(world or World(), run=1, attempt=0, seed=0)
-        return trajectory, usage, server.requests
+        config = AgentConfig(prompt=Path("prompts/agent_starter.txt"), **limits)
+        complete = LiteLLMClient(client, sleep=at_once)
+        policy = ChatPolicy(complete, config, name="scripted", priced=price is not None)
+        agent = CodeAgent(policy, config, agent_template(config.prompt, ""))
+        request = RolloutRequest(task_id="abc_1", group="evaluation/abc_1", rollout=1, attempt=0, seed=0)
+        trajectory = await agent.run(world or World(), request)
+        return trajectory, trajectory.usage, server.requests
 
 
 @pytest.mark.parametrize(
@@ -149,12 +157,3 @@ async def test_a_rate_limit_is_waited_out_and_a_refused_key_stops_the_evaluation
     assert usage.requests == 2
     with pytest.raises(JudgeUnavailable):
         await play(Reply(status=401))
-
-
-def test_tokens_are_counted_as_an_endpoint_would() -> None:
-    trajectory = a_trajectory(1, "aaa1111_1", 0)
-    usage = token_usage(trajectory, Price(input=1.0, cached_input=0.0, output=2.0))
-    # Turns begin at tokens 1, 4 and 9 and end at 3, 8 and 10; seven tokens are sampled.
-    assert (usage.calls, usage.input_tokens, usage.cached_tokens, usage.output_tokens) == (3, 14, 11, 7)
-    assert usage.dollars == pytest.approx((3 * 1.0 + 7 * 2.0) / 1e6)
-    assert token_usage(trajectory, None).dollars is None

@@ -1,0 +1,128 @@
+"""A policy that is only an API: an episode in chat messages, with the endpoint's own counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from draco_ray.config.schema import AgentConfig, JudgeConfig
+from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.limiter import Leases
+from draco_ray.records import Message, Usage
+from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
+
+_ATTEMPTS = 1_000
+"""More attempts than a rollout has: they part the requests of one run from another's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiPolicies:
+    """Makes the policy of a rollout worker; travels to it."""
+
+    client: JudgeConfig
+    """LiteLLM model, endpoint, limits, retries and prices."""
+    priced: bool
+    leases: Leases | None = None
+    """Asked before every request; None: nothing is limited."""
+
+    def __call__(self, agent: AgentConfig) -> list[Policy]:
+        """The one policy."""
+        from draco_ray.judging.client import LiteLLMClient
+
+        client = LiteLLMClient(
+            self.client, leases=self.leases, role="evaluated model", settings="--policy, --api-base, --api-key-env"
+        )
+        return [ChatPolicy(client, agent, name=self.client.model, priced=self.priced)]
+
+
+class ChatPolicy:
+    """A chat endpoint."""
+
+    def __init__(self, complete: Complete, config: AgentConfig, *, name: str, priced: bool) -> None:
+        """Build it.
+
+        Args:
+            complete: asks the model; at most ``agent.max_turn_tokens`` a turn is its business.
+            config: limits.
+            name: of the model.
+            priced: whether the dollars it reports mean anything.
+        """
+        self.name = name
+        self._complete = complete
+        self._config = config
+        self._priced = priced
+
+    def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> ChatConversation:
+        """See `Policy`; the request's seed is not used: an endpoint promises nothing of it."""
+        vote = request.rollout * _ATTEMPTS + request.attempt
+        return ChatConversation(self._complete, self._config, prompt, vote=vote, priced=self._priced)
+
+
+class ChatConversation:
+    """An episode in messages; nothing of it is for the learner.
+
+    A turn's length is the endpoint's own count. The response (everything after the prompt) is measured by it as well:
+    what the last turn read, less what the first one read, plus what it wrote. A turn that reaches
+    ``agent.max_response_length`` so ends the episode before its action is taken.
+    """
+
+    def __init__(
+        self, complete: Complete, config: AgentConfig, prompt: tuple[Message, ...], *, vote: int, priced: bool
+    ) -> None:
+        self._complete = complete
+        self._config = config
+        self._messages = list(prompt)
+        self._vote = vote
+        self._priced = priced
+        self._usage = Usage()
+        self._first_input: int | None = None
+        self._text = ""
+
+    async def sample(self) -> Said:
+        """See `Conversation`. Raises: JudgeUnavailable when no request can succeed (key refused, model unknown)."""
+        reply = await self._complete(Request(messages=tuple(self._messages), vote=self._vote))
+        self._usage += self._took(reply)
+        self._text = reply.text
+        if reply.error is not None:
+            return Said(text=reply.text, cut=False, error=f"the model did not answer: {reply.error}")
+        self._first_input = reply.input_tokens if self._first_input is None else self._first_input
+        length = reply.input_tokens - self._first_input + reply.output_tokens
+        # Of an endpoint that does not count nobody knows it.
+        too_long = reply.usage_known and length >= self._config.max_response_length
+        return Said(text=reply.text, cut=reply.finish_reason == "length", too_long=too_long)
+
+    def keep(self, step: int) -> tuple[int, int]:
+        """See `Conversation`: there are no tokens."""
+        return 0, 0
+
+    def tell(self, observation: str) -> bool:
+        """See `Conversation`: whether it fits shows with the next turn."""
+        # An empty message is refused by some endpoints.
+        self._messages += [
+            Message(role="assistant", content=self._text or "-"),
+            Message(role="user", content=observation or "-"),
+        ]
+        return True
+
+    def books(self) -> Books:
+        """See `Conversation`."""
+        return Books(
+            token_ids_T=np.zeros(0, dtype=np.int32),
+            sampled_T=np.zeros(0, dtype=np.bool_),
+            logprob_T=np.zeros(0, dtype=np.float32),
+            step_T=np.zeros(0, dtype=np.int32),
+            prompt_length=0,
+            policy_version=0,
+            usage=self._usage,
+        )
+
+    def _took(self, reply: Completion) -> Usage:
+        return Usage(
+            calls=1,
+            requests=reply.requests,
+            input_tokens=reply.input_tokens if reply.usage_known else 0,
+            cached_tokens=reply.cached_tokens,
+            output_tokens=reply.output_tokens if reply.usage_known else 0,
+            dollars=reply.dollars if self._priced or reply.dollars else None,
+        )

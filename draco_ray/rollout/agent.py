@@ -1,0 +1,130 @@
+"""The seams of a rollout: an agent turns an open task and a policy into a trajectory.
+
+::
+
+    Agent ──► Conversation (what was said so far, and its tokens) ──► an engine, or an API
+      └─────► World (draco_ray.environments.base)
+
+An agent decides what a turn means and what the policy is told next; a conversation samples, and keeps the books. A step
+is an action, whatever an agent's kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.environments.base import World
+from draco_ray.errors import EnvironmentCrashed, WorldBroken
+from draco_ray.records import BoolArray, EpisodeEnd, FloatArray, IntArray, Message, Task, Trajectory, Usage
+from draco_ray.registry import find
+
+AGENTS: Mapping[str, str] = {"code": "draco_ray.rollout.code_agent:CodeAgent"}
+"""The agents that ship, by the name that ``agent.use`` may give them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """One rollout to play."""
+
+    task_id: str
+    group: str
+    rollout: int
+    """Index in the group; of an evaluation the run."""
+    attempt: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A turn of the policy."""
+
+    text: str
+    """Decoded, without the end-of-turn token."""
+    cut: bool
+    """A limit ended it."""
+    opens_thinking: bool = False
+    """The chat template had opened its reasoning."""
+    too_long: bool = False
+    """It ends the response: nothing of it may be done."""
+    error: str | None = None
+    """Why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """The tokens of a conversation, as `Trajectory` has them, and what it took."""
+
+    token_ids_T: IntArray
+    sampled_T: BoolArray
+    logprob_T: FloatArray
+    step_T: IntArray
+    prompt_length: int
+    policy_version: int
+    usage: Usage
+
+
+class Conversation(Protocol):
+    """One episode's exchange with a policy."""
+
+    async def sample(self) -> Said:
+        """Have the policy take its turn."""
+        ...
+
+    def keep(self, step: int) -> tuple[int, int]:
+        """Record that turn as ``step`` (0-based), or as a gap.
+
+        Returns: the half-open span of its tokens.
+        """
+        ...
+
+    def tell(self, observation: str) -> bool:
+        """Tell the policy what its action led to; False where that does not fit the response any more."""
+        ...
+
+    def books(self) -> Books:
+        """What was recorded."""
+        ...
+
+
+class Policy(Protocol):
+    """What samples: an engine of this run, or an API."""
+
+    @property
+    def name(self) -> str:
+        """For the record."""
+        ...
+
+    def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> Conversation:
+        """An episode that opens with ``prompt``."""
+        ...
+
+
+class Agent(Protocol):
+    """Plays episodes. Its constructor takes a `Policy`, the `AgentConfig`, and the text of the prompt's template."""
+
+    def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None: ...
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """The messages that open an episode."""
+        ...
+
+    async def run(self, world: World, request: RolloutRequest) -> Trajectory:
+        """Play one episode; every way to end is in the trajectory, a crashed world included.
+
+        Raises: whatever the policy raises.
+        """
+        ...
+
+
+def find_agent(use: str) -> type[Agent]:
+    """The class behind a name of ``agent.use``. Raises: ConfigError."""
+    kind: type[Agent] = find("agent.use", use, AGENTS)
+    return kind
+
+
+def end_of(crash: EnvironmentCrashed) -> EpisodeEnd:
+    """How an episode has ended whose world was lost."""
+    return EpisodeEnd.CRASHED if isinstance(crash, WorldBroken) else EpisodeEnd.SERVER_ERROR

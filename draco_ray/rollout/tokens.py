@@ -1,0 +1,142 @@
+"""A policy behind the engines of this run, token-in and token-out: what is sampled is what is recorded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.sampler import Sample, Sampler
+from draco_ray.records import GAP, Message, Usage
+from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePolicies:
+    """Makes the policies of a rollout worker, one for each engine; travels to it."""
+
+    samplers: Sequence[Sampler]
+    model_path: str
+
+    def __call__(self, agent: AgentConfig) -> list[Policy]:
+        """The policies, in the order of the engines."""
+        from transformers import AutoTokenizer
+
+        chat = ChatTokens(AutoTokenizer.from_pretrained(self.model_path), thinking=agent.thinking)
+        return [TokenPolicy(sampler, chat, agent) for sampler in self.samplers]
+
+
+class TokenPolicy:
+    """One engine."""
+
+    def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig) -> None:
+        self._sampler = sampler
+        self._chat = chat
+        self._config = config
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self._sampler.name
+
+    def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
+        """See `Policy`. A prompt that is too long (its task was not filtered) loses its left end."""
+        tokens = self._chat.prompt(prompt)[-self._config.max_prompt_length :]
+        return TokenConversation(self._sampler, self._chat, self._config, tokens, request.seed)
+
+
+class TokenConversation:
+    """An episode in tokens: four lists of the same length, only ever appended to."""
+
+    def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig, prompt: list[int], seed: int) -> None:
+        """Begin it; sampling seeds come from ``seed`` and the turn's number."""
+        self._sampler = sampler
+        self._chat = chat
+        self._config = config
+        self._seed = seed
+        self._prompt_length = len(prompt)
+        self._ids: list[int] = []
+        self._sampled: list[bool] = []
+        self._logprobs: list[float] = []
+        self._steps: list[int] = []
+        self._add(prompt, False, [0.0] * len(prompt), GAP)
+        self._turn: Sample | None = None
+        self._spans: list[tuple[int, int]] = []
+        self._policy_version: int | None = None
+
+    async def sample(self) -> Said:
+        """See `Conversation`. Raises: EngineError."""
+        room = self._config.max_response_length - self._response_length
+        self._turn = sample = await self._sampler.sample(
+            list(self._ids),
+            max_tokens=min(self._config.max_turn_tokens or room, room),
+            seed=_turn_seed(self._seed, len(self._spans)),
+        )
+        if len(sample.token_ids) != len(sample.logprobs):
+            raise ValueError(f"the engine returned {len(sample.token_ids)} tokens but {len(sample.logprobs)} log-probs")
+        # Weights do not change within an episode; were they to, the older version would be the safe one to record.
+        self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
+        return Said(
+            text=self._chat.text(sample.token_ids),
+            cut=sample.finish_reason == "length",
+            opens_thinking=self._chat.opens_thinking,
+        )
+
+    def keep(self, step: int) -> tuple[int, int]:
+        """See `Conversation`."""
+        assert self._turn is not None
+        first = len(self._ids)
+        self._add(self._turn.token_ids, True, self._turn.logprobs, step)
+        self._spans.append((first, len(self._ids)))
+        return self._spans[-1]
+
+    def tell(self, observation: str) -> bool:
+        """See `Conversation`."""
+        assert self._turn is not None
+        glue = self._chat.after_turn(self._turn.token_ids, observation)
+        if self._response_length + len(glue) >= self._config.max_response_length:
+            return False
+        self._add(glue, False, [0.0] * len(glue), GAP)
+        return True
+
+    def books(self) -> Books:
+        """See `Conversation`.
+
+        Its usage is what an endpoint would have counted: every turn reads all before it, the turn before being cached
+        by then.
+        """
+        usage = Usage(
+            calls=len(self._spans),
+            input_tokens=sum(first for first, _ in self._spans),
+            cached_tokens=sum(last for _, last in self._spans[:-1]),
+            output_tokens=sum(self._sampled),
+        )
+        return Books(
+            token_ids_T=np.array(self._ids, dtype=np.int32),
+            sampled_T=np.array(self._sampled, dtype=np.bool_),
+            logprob_T=np.array(self._logprobs, dtype=np.float32),
+            step_T=np.array(self._steps, dtype=np.int32),
+            prompt_length=self._prompt_length,
+            policy_version=self._policy_version or 0,
+            usage=usage,
+        )
+
+    @property
+    def _response_length(self) -> int:
+        """Tokens after the prompt."""
+        return len(self._ids) - self._prompt_length
+
+    def _add(self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], step: int) -> None:
+        self._ids += ids
+        self._sampled += [sampled] * len(ids)
+        self._logprobs += logprobs
+        self._steps += [step] * len(ids)
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{turn}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
