@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -71,6 +72,24 @@ def build_scripted_policy(directory: Path) -> Path:
         token(PASS): {token("<|im_end|>"): SURE},
         token(FAIL): {token("<|im_end|>"): SURE},
     }
+    return save_bigram_policy(directory, tokenizer, follows)
+
+
+def save_bigram_policy(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, follows: Mapping[int, Mapping[int, float]]
+) -> Path:
+    """Save a model whose next token depends on the last one alone.
+
+    Args:
+        directory: where it goes, its tokenizer beside it.
+        tokenizer: knows ``<|im_end|>`` and ``<|endoftext|>``.
+        follows: token -> what may follow it, with the weight of the head on each.
+    Returns: the directory.
+    """
+
+    def token(piece: str) -> int:
+        return int(tokenizer.convert_tokens_to_ids(piece))
+
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,
