@@ -60,7 +60,7 @@ class PooledJudge:
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
     """With the facts of the first groups' world, where nobody has given others: workers judge all groups alike."""
-    if getattr(judge, "environment_facts", "") is not None:
+    if judge.environment_facts is not None:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]
     return judge.model_copy(update={"environment_facts": environment_facts(traces)})

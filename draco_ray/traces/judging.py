@@ -204,7 +204,7 @@ class TraceJudge:
         """The judge, told of the world of these traces."""
         if self._asker is not None:
             return self._asker
-        prompts: Any = self._prompts
+        prompts = self._prompts
         if not prompts.facts:
             prompts = replace(prompts, facts=environment_facts(traces))
         return panel_judge(self._config.judge, prompts, self._complete, self._open_other)

@@ -8,19 +8,19 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, RunConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.judge import prompts_of
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.outage import Outage
 from draco_ray.judging.panel import with_fallbacks
 from draco_ray.judging.pricing import check_budget
-from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
+from draco_ray.judging.prompts import Prompts, load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.records import Criterion
@@ -224,10 +224,7 @@ def open_judge(settled: Plan) -> Meter:
 
 def trace_judge(settled: Plan, complete: Complete, asker: Asker | None = None) -> TraceJudge:
     """What judges by a plan."""
-    key = evidence_key(settled.config.judge.cache)
-    prompts: Any = load_prompts(settled.config.judge.prompts, key)
-    if told := getattr(settled.config.judge, "environment_facts", None):
-        prompts = replace(prompts, facts=told)
+    prompts = prompts_of(settled.config.judge)
     opens = complete.open_other if isinstance(complete, Meter) else None
     return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric, opens, asker)
 

@@ -93,6 +93,16 @@ def test_a_group_is_judged_as_the_method_says() -> None:
     assert group.dollars == pytest.approx(0.08)
 
 
+def test_every_prompt_tells_of_the_world_of_these_traces_and_of_no_other() -> None:
+    canned = Canned()
+    judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=canned)
+    for request in canned.asked:
+        prompt = request.messages[0].content
+        assert "Tools seen here: book, search_flights." in prompt
+        assert "complete_task" not in prompt
+        assert "<code>" not in prompt
+
+
 def test_a_single_trace_has_a_rubric_verdicts_and_citations_but_no_advantage() -> None:
     canned = Canned()
     (group, _) = judge_sync(load_traces(FILES / "openai_chat.jsonl", group_by="none"), MODEL, complete=canned)
