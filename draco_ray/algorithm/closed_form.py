@@ -5,6 +5,7 @@ NumPy only; nothing is asked and nothing is read. With `draco_ray.judge` the ver
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
 from draco_ray.algorithm.credit import step_advantages as spread
 from draco_ray.algorithm.credit import step_quality
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
-from draco_ray.records import Attribution, FloatArray, Verdict
+from draco_ray.records import Attribution, FloatArray, IntArray, Verdict
 
 Citations = Mapping[int, Sequence[int]] | Sequence[Attribution] | None
 """Of one rollout: criterion (0-based) to the steps (1-based) responsible for its verdict, or the credit call's own
@@ -38,7 +39,8 @@ def step_advantages(
         reward: R_i, (G,), where it comes from elsewhere; None: the rubric's, in [-1, 1].
         std_epsilon: added to the group's standard deviation.
     Returns: a_j of each rollout, one array a rollout. Criteria that nobody fails have dropped out.
-    Raises: ValueError if the numbers of rollouts differ, a verdict is none, or a citation is out of range.
+    Raises: ValueError, in one line, if the numbers of rollouts differ, a verdict is none, or a citation, a reward or a
+        number of tokens cannot be; what belongs to a rollout is named with it.
 
     The first of two rollouts passes, and nobody says where; the second fails the first criterion at its third step and
     passes the last at its first:
@@ -52,31 +54,72 @@ def step_advantages(
     (array([0.71, 0.71]), array([-0.  , -0.71, -1.41]))
     """
     verdict_GK = np.asarray(verdicts)
-    verdict_GK = verdict_GK.reshape(len(tokens), -1) if verdict_GK.size == 0 else verdict_GK
-    if not len(verdict_GK) == len(citations) == len(tokens):
+    if verdict_GK.dtype == np.bool_:
+        raise ValueError("verdicts are true or false: expected +1 pass, -1 fail, 0 not applicable")
+    if verdict_GK.size == 0 and len(tokens):
+        verdict_GK = verdict_GK.reshape(len(tokens), -1)
+    if not len(verdict_GK) == len(citations) == len(tokens) > 0:
         raise ValueError(
             f"{len(verdict_GK)} rows of verdicts, {len(citations)} of citations and {len(tokens)} of tokens: expected "
             "one of each a rollout"
         )
+    if not 0.0 <= std_epsilon < np.inf:
+        raise ValueError(f"std_epsilon is {std_epsilon}, expected a number that is not negative")
     surviving_K = surviving_criteria(verdict_GK)
     reward_G = rubric_rewards(verdict_GK, surviving_K) if reward is None else np.asarray(reward, dtype=float)
     if reward_G.shape != (len(tokens),):
         raise ValueError(f"reward has shape {reward_G.shape}, expected ({len(tokens)},)")
-    found = []
     advantage_G = group_advantages_G(reward_G, std_epsilon=std_epsilon)
-    for verdict_K, cited, counts, advantage in zip(verdict_GK, citations, tokens, advantage_G, strict=True):
-        tokens_M = np.asarray(counts, dtype=np.int64)
-        quality = step_quality(_attributions(cited, verdict_K), surviving_K, len(tokens_M))
-        found.append(spread(float(advantage), quality.quality_M, tokens_M))
+    found = []
+    for rollout, (verdict_K, cited, counts) in enumerate(zip(verdict_GK, citations, tokens, strict=True)):
+        try:
+            tokens_M = _tokens_M(counts)
+            quality = step_quality(_attributions(cited, verdict_K), surviving_K, len(tokens_M))
+            found.append(spread(float(advantage_G[rollout]), quality.quality_M, tokens_M))
+        except ValueError as error:
+            raise ValueError(f"rollout {rollout}: {error}") from None
     return found
 
 
-def _attributions(cited: Citations, verdict_K: np.ndarray) -> Sequence[Attribution]:
-    if not isinstance(cited, Mapping):
-        return cited or ()
-    if unknown := [criterion for criterion in cited if not 0 <= criterion < len(verdict_K)]:
-        raise ValueError(f"citation of criterion {unknown[0]} of a rubric of {len(verdict_K)}")
-    return [
-        Attribution(criterion=criterion, verdict=Verdict(int(verdict_K[criterion])), steps=tuple(sorted(set(steps))))
-        for criterion, steps in cited.items()
-    ]
+def _tokens_M(counts: ArrayLike) -> IntArray:
+    tokens_M = np.asarray(counts)
+    if tokens_M.size == 0:
+        tokens_M = tokens_M.astype(np.int64)
+    if tokens_M.ndim != 1 or not np.issubdtype(tokens_M.dtype, np.integer):
+        raise ValueError(f"tokens are {counts!r}, expected a whole number a step")
+    return tokens_M.astype(np.int64)
+
+
+def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution]:
+    """The citations as attributions. Raises ValueError if one is none, or names a criterion that there is not."""
+    by_criterion: list[tuple[int, Sequence[int], Verdict | None]]
+    if isinstance(cited, Mapping):
+        by_criterion = [(criterion, steps, None) for criterion, steps in cited.items()]
+    elif all(isinstance(each, Attribution) for each in cited or ()):
+        by_criterion = [(each.criterion, each.steps, each.verdict) for each in cited or ()]
+    else:
+        raise ValueError(f"citations are {cited!r:.80}, expected steps by criterion, or attributions")
+    found = []
+    for named, steps, verdict in by_criterion:
+        criterion = _whole("a criterion", named)
+        if not 0 <= criterion < len(verdict_K):
+            raise ValueError(f"citation of criterion {criterion} of a rubric of {len(verdict_K)}")
+        if isinstance(steps, str) or not np.iterable(steps):
+            raise ValueError(f"citation of criterion {criterion}: its steps are {steps!r}, expected a list of numbers")
+        said = int(verdict_K[criterion]) if verdict is None else verdict
+        found.append(
+            Attribution(
+                criterion=criterion,
+                verdict=Verdict(said),
+                steps=tuple(sorted({_whole("a step", step) for step in steps})),
+            )
+        )
+    return found
+
+
+def _whole(what: str, value: object) -> int:
+    """``value`` as an int. Raises ValueError if it is another thing, 1.5 or "1" included."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{what} is {value!r}, expected a whole number") from None

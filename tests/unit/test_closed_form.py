@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,11 @@ from draco_ray.records import Attribution, Verdict
 
 VERDICTS = [[1, 1, -1], [-1, -1, 1]]
 TOKENS = [[20, 10], [10, 10, 10]]
+
+
+def cited(criterion: float, step: float = 1, verdict: int = Verdict.FAIL) -> Attribution:
+    """What a credit call says, with values that it may not have."""
+    return Attribution(criterion=criterion, verdict=verdict, steps=(step,))  # type: ignore[arg-type]
 
 
 def test_a_reward_from_elsewhere_takes_the_place_of_the_rubrics() -> None:
@@ -51,8 +58,43 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
             "2 rows of verdicts, 1 of citations and 2 of tokens: expected one of each a rollout",
         ),
         ({"reward": [1.0]}, r"reward has shape (1,), expected (2,)"),
-        ({"citations": [{3: [1]}, None]}, "citation of criterion 3 of a rubric of 3"),
-        ({"citations": [{-1: [1]}, None]}, "citation of criterion -1 of a rubric of 3"),
+        (
+            {"citations": [], "verdicts": [], "tokens": []},
+            "0 rows of verdicts, 0 of citations and 0 of tokens: expected one of each a rollout",
+        ),
+        ({"citations": [{3: [1]}, None]}, "rollout 0: citation of criterion 3 of a rubric of 3"),
+        ({"citations": [None, {-1: [1]}]}, "rollout 1: citation of criterion -1 of a rubric of 3"),
+        ({"citations": [None, [cited(3)]]}, "rollout 1: citation of criterion 3 of a rubric of 3"),
+        ({"citations": [[cited(-1)], None]}, "rollout 0: citation of criterion -1 of a rubric of 3"),
+        ({"citations": [[cited(0), cited(0)], None]}, "rollout 0: criterion 0 is attributed twice"),
+        ({"citations": [[cited(0.5)], None]}, "rollout 0: a criterion is 0.5, expected a whole number"),
+        ({"citations": [{"0": [1]}, None]}, "rollout 0: a criterion is '0', expected a whole number"),
+        ({"citations": [[cited(0, 3)], None]}, "rollout 0: criterion 0 cites step 3 of a trajectory of 2 steps"),
+        ({"citations": [{0: [0]}, None]}, "rollout 0: criterion 0 cites step 0 of a trajectory of 2 steps"),
+        ({"citations": [{0: [1.5]}, None]}, "rollout 0: a step is 1.5, expected a whole number"),
+        ({"citations": [[cited(0, 1.5)], None]}, "rollout 0: a step is 1.5, expected a whole number"),
+        (
+            {"citations": [{0: 1}, None]},
+            "rollout 0: citation of criterion 0: its steps are 1, expected a list of numbers",
+        ),
+        (
+            {"citations": [{0: "12"}, None]},
+            "rollout 0: citation of criterion 0: its steps are '12', expected a list of numbers",
+        ),
+        (
+            {"citations": [[1, 2], None]},
+            "rollout 0: citations are [1, 2], expected steps by criterion, or attributions",
+        ),
+        ({"citations": [[cited(0, verdict=7)], None]}, "rollout 0: 7 is not a valid Verdict"),
+        ({"tokens": [[20, 10], [10, 10.5]]}, "rollout 1: tokens are [10, 10.5], expected a whole number a step"),
+        ({"tokens": [[[20, 10]], [10]]}, "rollout 0: tokens are [[20, 10]], expected a whole number a step"),
+        ({"tokens": [[20, -1], [10]]}, "rollout 0: a step has a negative number of tokens: [20 -1]"),
+        (
+            {"verdicts": [[True, False], [True, True]]},
+            "verdicts are true or false: expected +1 pass, -1 fail, 0 not applicable",
+        ),
+        ({"std_epsilon": math.nan}, "std_epsilon is nan, expected a number that is not negative"),
+        ({"std_epsilon": -1.0}, "std_epsilon is -1.0, expected a number that is not negative"),
     ],
 )
 def test_what_does_not_fit_is_named(changed: dict[str, object], message: str) -> None:
