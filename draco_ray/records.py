@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -102,6 +103,8 @@ class Turn:
     role: str = "assistant"
     """Who speaks: the agent, or, in a trace that somebody else's agent left, a user or another agent. Theirs are gaps
     without sampled tokens."""
+    branch: int = 0
+    """Which of the rollout's token sequences it stands in (`Trajectory.branches`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,9 @@ class Trajectory:
         tokens     P  P  P  a  a  a  g  g  c  c
         sampled_T  0  0  0  1  1  1  0  0  1  1
         step_T    -1 -1 -1  0  0  0 -1 -1 -1 -1
+
+    An agent that rewrites its history, or has sub-agents, leaves several token sequences: its *branches*. They stand
+    one behind the other in the arrays; turns, and so steps, are numbered in time over all of them.
     """
 
     task_id: str
@@ -170,11 +176,17 @@ class Trajectory:
     usage: Usage = field(default_factory=Usage)
     termination: Termination | None = None
     """What the environment says of how it ended; None until it was asked."""
+    branches: tuple[int, ...] = (0,)
+    """Where in the arrays each token sequence begins, ascending from 0. No token sees those of another branch."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
         if len(lengths) != 1:
             raise ValueError(f"trajectory {self.name}: token arrays of different lengths {sorted(lengths)}")
+        if self.branches[:1] != (0,) or any(later <= earlier for earlier, later in pairwise(self.branches)):
+            raise ValueError(f"trajectory {self.name}: branches begin at {self.branches}, expected ascending from 0")
+        if len(self.branches) > 1 and self.branches[-1] >= len(self.token_ids_T):
+            raise ValueError(f"trajectory {self.name}: branch {len(self.branches)} has no token")
 
     @property
     def name(self) -> str:
@@ -191,6 +203,11 @@ class Trajectory:
         """n_j: sampled tokens inside each of the M steps."""
         inside = self.step_T[self.step_T != GAP]
         return np.bincount(inside, minlength=len(self.steps)).astype(np.int64)
+
+    @property
+    def branch_spans(self) -> tuple[slice, ...]:
+        """The part of the arrays that each branch is."""
+        return tuple(slice(*ends) for ends in pairwise((*self.branches, len(self.token_ids_T))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +353,7 @@ class GroupAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One trajectory ready for the learner: T tokens and what each of them is pushed by."""
+    """One branch of a trajectory ready for the learner: T tokens and what each of them is pushed by."""
 
     group: str
     task_id: str
@@ -350,6 +367,7 @@ class TrainingSample:
     logprob_T: FloatArray
     """The engine's log-prob at sampling; 0.0 off the mask."""
     prompt_length: int
+    branch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,8 +111,12 @@ def group_advantages_from_rewards(
     )
 
 
-def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool) -> TrainingSample:
-    """Put a rollout's step advantages on its tokens.
+def training_samples(
+    trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool
+) -> list[TrainingSample]:
+    """Put a rollout's step advantages on its tokens; every branch of it becomes a sample.
+
+    A rollout has one advantage, whatever its branches: A_i, spread by n_j and Q_j over the steps of all of them.
 
     With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a closing turn, or one that a
     length limit cut before its code closed), and also where a fallback made a_j uniform: the conserved total is that of
@@ -140,17 +144,26 @@ def training_sample(trajectory: Trajectory, rollout_advantage: RolloutAdvantage,
         advantage_T[in_step_T] = advantage_M[trajectory.step_T[in_step_T]]
     else:
         advantage_T[trajectory.sampled_T] = rollout_advantage.advantage
-    return TrainingSample(
-        group=trajectory.group,
-        task_id=trajectory.task_id,
-        rollout=trajectory.rollout,
-        policy_version=trajectory.policy_version,
-        token_ids_T=trajectory.token_ids_T,
-        loss_mask_T=trajectory.sampled_T,
-        advantage_T=advantage_T,
-        logprob_T=trajectory.logprob_T,
-        prompt_length=trajectory.prompt_length,
-    )
+    return [
+        TrainingSample(
+            group=trajectory.group,
+            task_id=trajectory.task_id,
+            rollout=trajectory.rollout,
+            policy_version=trajectory.policy_version,
+            token_ids_T=trajectory.token_ids_T[span],
+            loss_mask_T=trajectory.sampled_T[span],
+            advantage_T=advantage_T[span],
+            logprob_T=trajectory.logprob_T[span],
+            prompt_length=_unsampled(trajectory.sampled_T[span]) if branch else trajectory.prompt_length,
+            branch=branch,
+        )
+        for branch, span in enumerate(trajectory.branch_spans)
+    ]
+
+
+def _unsampled(sampled_T: BoolArray) -> int:
+    """Tokens before the first sampled one."""
+    return int(sampled_T.argmax()) if sampled_T.any() else len(sampled_T)
 
 
 def _attributed(

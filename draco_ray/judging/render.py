@@ -24,8 +24,10 @@ rubric_scores          JSON array of rubric_index, rubric_title, evaluator_instr
                        justification
 =====================  ==============================================================================================
 
-In traces of other agents a turn of somebody else's stands under its role: ``[USER c0de]``, ``### USER [c0de]``. Steps
-are numbered from 1; ``Reasoning`` is left out where a turn is only its action, an output where there is none.
+In traces of other agents a turn of somebody else's stands under its role: ``[USER c0de]``, ``### USER [c0de]``. Of a
+rollout with several branches every turn names its own: ``[ASSISTANT c0de] (branch 2, step N)``, and in the summary a
+line ``Branch 2`` below the heading; what opened a branch stands before it under its role. Steps are numbered from 1;
+``Reasoning`` is left out where a turn is only its action, an output where there is none.
 """
 
 from __future__ import annotations
@@ -85,12 +87,13 @@ def steps_summary(trajectory: Trajectory, code: str) -> str:
     blocks = []
     step = 0
     for turn in trajectory.turns:
+        named = [f"Branch {turn.branch + 1}"] if len(trajectory.branches) > 1 else []
         if turn.action is None:
             heading = _gap(turn, turn is trajectory.turns[-1])
-            blocks.append(f"### {heading} [{code}]\n{escape(turn.text.strip())}".rstrip())
+            blocks.append("\n".join([f"### {heading} [{code}]", *named, escape(turn.text.strip())]).rstrip())
             continue
         step += 1
-        sections = [f"### Step {step} [{code}]"]
+        sections = [f"### Step {step} [{code}]", *named]
         if reasoning := _outside_code(turn.text, turn.action):
             sections.append(f"Reasoning [{code}]:\n{escape(reasoning)}")
         # Its indentation stays: on the first line it is an error, which must be seen.
@@ -151,20 +154,20 @@ def _conversation(trajectory: Trajectory, code: str) -> str:
     blocks = []
     step = 0
     for turn in trajectory.turns:
+        branch = f"branch {turn.branch + 1}" if len(trajectory.branches) > 1 else ""
         if turn.role != AGENT:
-            blocks.append(f"[{turn.role.upper()} {code}]\n{escape(turn.text.strip())}")
+            named = f" ({branch})" if branch else ""
+            blocks.append(f"[{turn.role.upper()} {code}]{named}\n{escape(turn.text.strip())}")
             continue
-        blocks.append(f"[ASSISTANT {code}] {_heading(turn, step + 1)}\n{escape(turn.text.strip())}")
+        what = "no action" if turn.action is None else f"step {step + 1}"
+        named = ", ".join(filter(None, (branch, what)))
+        blocks.append(f"[ASSISTANT {code}] ({named})\n{escape(turn.text.strip())}")
         if turn.action is None:
             continue
         step += 1
         if turn.observation is not None:
             blocks.append(f"[ENVIRONMENT {code}] (output of step {step})\n{escape(turn.observation.strip())}")
     return "\n\n".join([*blocks, f"[END {code}] {trajectory.ended.value}"])
-
-
-def _heading(turn: Turn, step: int) -> str:
-    return "(no action)" if turn.action is None else f"(step {step})"
 
 
 def _gap(turn: Turn, last: bool) -> str:

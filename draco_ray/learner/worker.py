@@ -21,7 +21,7 @@ from draco_ray.learner.packing import deal
 from draco_ray.learner.shares import Shares
 from draco_ray.records import Adapter, FloatArray, TrainingSample
 
-SampleKey = tuple[str, int]
+SampleKey = tuple[str, int, int]
 """A sample's group and rollout."""
 
 
@@ -154,4 +154,4 @@ class LearnerWorker:
 
 
 def _key(sample: TrainingSample) -> SampleKey:
-    return sample.group, sample.rollout
+    return sample.group, sample.rollout, sample.branch

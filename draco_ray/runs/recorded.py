@@ -64,6 +64,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
         error=row["error"],
         engine=row["engine"],
         termination=None if row["termination"] is None else Termination(row["termination"]),
+        branches=tuple(row["branches"] or (0,)),
     )
 
 
@@ -78,6 +79,7 @@ def _turn(row: Row) -> Turn:
         seconds_executing=row["seconds_executing"],
         # Runs of earlier versions do not say: only the agent spoke in them.
         role=row["role"] or "assistant",
+        branch=row["branch"] or 0,
     )
 
 

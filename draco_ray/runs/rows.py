@@ -42,6 +42,7 @@ def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
             "started_at": trajectory.started_at,
             "ended_at": trajectory.ended_at,
             "termination": trajectory.termination and trajectory.termination.value,
+            "branches": list(trajectory.branches),
         }
     ]
 
@@ -67,6 +68,7 @@ def step_rows(step: int, trajectory: Trajectory) -> list[Row]:
                 "seconds_generating": turn.seconds_generating,
                 "seconds_executing": turn.seconds_executing,
                 "role": turn.role,
+                "branch": turn.branch,
             }
         )
     return rows

@@ -31,6 +31,7 @@ TABLES: dict[str, pa.Schema] = {
             ("started_at", pa.float64()),
             ("ended_at", pa.float64()),
             ("termination", pa.string()),
+            ("branches", pa.list_(pa.int32())),
         ]
     ),
     "steps": pa.schema(
@@ -46,6 +47,7 @@ TABLES: dict[str, pa.Schema] = {
             ("seconds_generating", pa.float64()),
             ("seconds_executing", pa.float64()),
             ("role", pa.string()),
+            ("branch", pa.int32()),
         ]
     ),
     "criteria": pa.schema(

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from draco_ray.algorithm.credit import quality_spread
-from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_sample
+from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_samples
 from draco_ray.algorithm.reward import mixed_verdicts, random_rewards
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
@@ -133,7 +133,9 @@ class AdvantageComputerActor:
         self, advantages: GroupAdvantages, played: dict[int, Trajectory], *, credit: bool
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         shares = advantages.rollouts
-        samples = [training_sample(played[share.rollout], share, credit=credit) for share in shares]
+        samples = [
+            sample for share in shares for sample in training_samples(played[share.rollout], share, credit=credit)
+        ]
         spreads = [(share.inert, quality_spread(share.quality_M)) for share in shares if share.cited_M.any()]
         summary = AdvantageSummary(
             rollouts=tuple(share.rollout for share in shares),

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from draco_ray.algorithm.advantage import group_advantages_G
 from draco_ray.algorithm.credit import unanimous_attributions
-from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_sample
+from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_samples
 from draco_ray.algorithm.reward import random_rewards, rubric_rewards, surviving_criteria
 from draco_ray.algorithm.rules import AdvantageRule, Grpo
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
@@ -248,7 +248,7 @@ def test_credit_reaches_step_tokens_and_leaves_gaps_alone() -> None:
     member = group_advantages(
         "step0/t_1", np.array([[1, 1], [-1, -1]]), cited, [played.tokens_M, np.array([3])], [4, 5], rule=DRACO
     ).rollouts[0]
-    sample = training_sample(played, member, credit=True)
+    sample = training_samples(played, member, credit=True)[0]
     first, second = member.step_advantage_M
     assert first * 2 == pytest.approx(2 * second)  # Q = (1, 1/2): twice the total on twice the tokens
     assert sample.advantage_T == pytest.approx(np.array([0, 0, first, first, 0, second, 0, 0]), rel=1e-6)
@@ -257,8 +257,8 @@ def test_credit_reaches_step_tokens_and_leaves_gaps_alone() -> None:
     assert (sample.policy_version, sample.prompt_length, sample.rollout) == (3, 2, 4)
     assert (sample.group, sample.task_id) == (played.group, played.task_id)
     assert sample.advantage_T.dtype == np.float32
-    assert sample.token_ids_T is played.token_ids_T
-    assert sample.logprob_T is played.logprob_T
+    assert np.shares_memory(sample.token_ids_T, played.token_ids_T)
+    assert np.shares_memory(sample.logprob_T, played.logprob_T)
 
 
 def test_a_uniform_fallback_under_credit_covers_step_tokens_only() -> None:
@@ -266,7 +266,7 @@ def test_a_uniform_fallback_under_credit_covers_step_tokens_only() -> None:
     member = group_advantages(
         "g", np.array([[1], [-1]]), [None, None], [played.tokens_M, np.array([3])], [4, 5], rule=DRACO
     ).rollouts[0]
-    advantage_T = training_sample(played, member, credit=True).advantage_T
+    advantage_T = training_samples(played, member, credit=True)[0].advantage_T
     assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
 
 
@@ -293,11 +293,11 @@ def test_a_rollout_without_a_step_takes_the_advantage_on_all_it_sampled(attribut
     if attributed is not None:
         assert (idled.fallback, idled.inert) == (CreditFallback.NO_STEP, True)
     assert idled.advantage == pytest.approx(-(0.5**0.5))
-    advantage_T = training_sample(idle, idled, credit=True).advantage_T
+    advantage_T = training_samples(idle, idled, credit=True)[0].advantage_T
     assert advantage_T == pytest.approx(idled.advantage * idle.sampled_T)
     # Its neighbour in the group is credited as ever, its closing turn with nothing.
     assert acted.fallback is CreditFallback.NONE
-    assert training_sample(played, acted, credit=True).advantage_T[-1] == 0.0
+    assert training_samples(played, acted, credit=True)[0].advantage_T[-1] == 0.0
 
 
 def test_a_turn_that_was_cut_before_its_code_takes_nothing_beside_steps() -> None:
@@ -308,7 +308,7 @@ def test_a_turn_that_was_cut_before_its_code_takes_nothing_beside_steps() -> Non
         ended=EpisodeEnd.RESPONSE_LIMIT,
     )
     member = group_advantages("g", np.array([[-1], [1]]), [(), ()], [cut.tokens_M] * 2, [4, 5], rule=DRACO).rollouts[0]
-    sample = training_sample(cut, member, credit=True)
+    sample = training_samples(cut, member, credit=True)[0]
     assert sample.advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
     assert sample.loss_mask_T[-1]
 
@@ -318,7 +318,7 @@ def test_vanilla_grpo_covers_every_sampled_token() -> None:
     member = group_advantages_from_rewards(
         "g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5], rule=GRPO
     ).rollouts[0]
-    advantage_T = training_sample(played, member, credit=False).advantage_T
+    advantage_T = training_samples(played, member, credit=False)[0].advantage_T
     assert advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 1]))
 
 
@@ -328,16 +328,16 @@ def test_advantages_of_another_rollout_are_refused() -> None:
         "g", np.array([1.0, 0.0]), [played.tokens_M, np.array([3])], [4, 5], rule=GRPO
     ).rollouts
     with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: given the advantages of rollout 5"):
-        training_sample(played, members[1], credit=True)
+        training_samples(played, members[1], credit=True)
     with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
-        training_sample(replace(played, rollout=5), members[1], credit=True)
+        training_samples(replace(played, rollout=5), members[1], credit=True)
     # As many steps as advantages, but a token of a step beyond them, and the other way round.
     beyond = replace(played, step_T=np.array([-1, -1, 0, 0, -1, 2, -1, -1]))
     with pytest.raises(ValueError, match="2 steps, its advantages are for 2"):
-        training_sample(beyond, members[0], credit=True)
+        training_samples(beyond, members[0], credit=True)
     shorter = replace(played, step_T=np.array([-1, -1, 0, 0, -1, -1, -1, -1]), rollout=5)
     with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
-        training_sample(shorter, members[1], credit=True)
+        training_samples(shorter, members[1], credit=True)
 
 
 def test_a_step_token_that_was_not_sampled_is_refused() -> None:
@@ -346,7 +346,7 @@ def test_a_step_token_that_was_not_sampled_is_refused() -> None:
         "g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5], rule=GRPO
     ).rollouts[0]
     with pytest.raises(ValueError, match="a step holds a token that was not sampled"):
-        training_sample(played, member, credit=True)
+        training_samples(played, member, credit=True)
 
 
 @pytest.mark.parametrize("module", ["reward", "advantage", "credit", "closed_form"])
@@ -398,3 +398,49 @@ def test_without_a_credit_call_the_scoring_verdicts_say_what_is_inert() -> None:
     members = group_advantages("g", verdict_GK, [(), (), ()], TOKENS, [0, 1, 2], rule=DRACO).rollouts
     assert [member.advantage for member in members] == [0, 0, 0]
     assert [member.inert for member in members] == [False, False, True]
+
+
+def branched() -> Trajectory:
+    """A main line of two steps and a sub-agent between them: three tokens of context, one step of three tokens."""
+    return replace(
+        trajectory(),
+        turns=(
+            Turn(text="a", action="a", observation="out", first_token=2, last_token=4),
+            Turn(text="sub", action="sub", observation=None, first_token=10, last_token=13, branch=1),
+            Turn(text="b", action="b", observation="out", first_token=5, last_token=6),
+        ),
+        token_ids_T=np.arange(13),
+        sampled_T=np.array([0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1], dtype=bool),
+        logprob_T=np.arange(13) / -10,
+        step_T=np.array([-1, -1, 0, 0, -1, 2, -1, -1, -1, -1, 1, 1, 1]),
+        branches=(0, 7),
+    )
+
+
+def test_the_branches_of_a_rollout_share_its_advantage_and_are_samples_of_their_own() -> None:
+    played = branched()
+    assert played.tokens_M.tolist() == [2, 3, 1]
+    cited = [[Attribution(criterion=0, verdict=Verdict.PASS, steps=(2,))], []]
+    member = group_advantages(
+        "g", np.array([[1], [-1]]), cited, [played.tokens_M, np.array([3])], [4, 5], rule=DRACO
+    ).rollouts[0]
+    main, sub = training_samples(played, member, credit=True)
+    assert (main.branch, sub.branch, main.rollout, sub.rollout) == (0, 1, 4, 4)
+    assert main.token_ids_T.tolist() == list(range(7))
+    assert sub.token_ids_T.tolist() == list(range(7, 13))
+    assert (main.prompt_length, sub.prompt_length) == (2, 3)
+    assert sub.logprob_T.tolist() == played.logprob_T[7:].tolist()
+    assert sub.loss_mask_T.tolist() == [False] * 3 + [True] * 3
+    # The total over all branches is the rollout's, each token taking its own step's part.
+    assert main.advantage_T.sum() + sub.advantage_T.sum() == pytest.approx(member.advantage * 6)
+    a_M = member.step_advantage_M
+    assert main.advantage_T.tolist() == pytest.approx([0, 0, a_M[0], a_M[0], 0, a_M[2], 0])
+    assert sub.advantage_T.tolist() == pytest.approx([0, 0, 0, a_M[1], a_M[1], a_M[1]])
+    plain = training_samples(played, member, credit=False)
+    assert [sample.advantage_T.sum() for sample in plain] == pytest.approx([3 * member.advantage] * 2)
+
+
+@pytest.mark.parametrize("branches", [(), (1,), (0, 0), (0, 9, 7), (0, 13)])
+def test_branches_that_are_none_are_refused(branches: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="trajectory t_1/4: branch"):
+        replace(branched(), branches=branches)

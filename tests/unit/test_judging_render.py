@@ -85,6 +85,29 @@ def test_the_conversation_is_flattened_with_numbered_steps() -> None:
     )
 
 
+def test_the_branches_of_a_rollout_are_named_and_its_steps_numbered_through() -> None:
+    example = example_trajectory()
+    first, second, closing = example.turns
+    opened = Turn(text="You check totals.", action=None, observation=None, first_token=6, last_token=6, branch=1)
+    turns = (first, replace(opened, role="system"), replace(second, branch=1), closing)
+    branched = replace(example, turns=turns, branches=(0, 6))
+    assert lines_like(r"\[", inside(render.agent_trajectory(branched, CODE)))[2:] == [
+        "[ASSISTANT c0de1234] (branch 1, step 1)",
+        "[ENVIRONMENT c0de1234] (output of step 1)",
+        "[SYSTEM c0de1234] (branch 2)",
+        "[ASSISTANT c0de1234] (branch 2, step 2)",
+        "[ENVIRONMENT c0de1234] (output of step 2)",
+        "[ASSISTANT c0de1234] (branch 1, no action)",
+        "[END c0de1234] finished",
+    ]
+    assert re.findall(r"### .*\n.*", inside(render.steps_summary(branched, CODE)).replace(f" [{CODE}]", "")) == [
+        "### Step 1\nBranch 1",
+        "### SYSTEM\nBranch 2",
+        "### Step 2\nBranch 2",
+        "### Closing turn (no action)\nBranch 1",
+    ]
+
+
 def test_a_step_that_was_cut_off_by_a_dead_server_has_no_output_block() -> None:
     turn = Turn(text="<code>\nx\n</code>", action="x", observation=None, first_token=2, last_token=3)
     trajectory = replace(example_trajectory(), turns=(turn,), ended=EpisodeEnd.SERVER_ERROR)

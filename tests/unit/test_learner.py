@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -646,8 +647,22 @@ def test_samples_that_were_not_remembered_are_refused_after_an_update(model: Mod
     worker, samples = make_worker(make_learner(model)), make_samples()
     worker.execute(Accumulate(groups=(samples[:4],)))
     worker.execute(Update())
-    with pytest.raises(ValueError, match=r"4 samples, first \('step0/t_1', 0\), follow an update"):
+    with pytest.raises(ValueError, match=r"4 samples, first \('step0/t_1', 0, 0\), follow an update"):
         worker.execute(Accumulate(groups=(samples[4:],)))
+
+
+def test_branches_of_one_rollout_are_remembered_each_for_itself(model: ModelConfig) -> None:
+    samples = make_samples()
+    branches = [replace(sample, rollout=7, branch=branch) for branch, sample in enumerate(samples[4:])]
+    updates = []
+    for later in (samples[4:], branches):
+        worker = make_worker(make_learner(model))
+        worker.execute(Remember(groups=(later,)))
+        worker.execute(Accumulate(groups=(samples[:4],)))
+        worker.execute(Update())
+        worker.execute(Accumulate(groups=(later,)))
+        updates.append(worker.execute(Update()))
+    assert updates[0] == updates[1]
 
 
 def test_rank_zero_speaks_for_all(model: ModelConfig, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from draco_ray.records import (
 )
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import read_trajectory
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 
@@ -92,6 +94,17 @@ def test_a_trajectory_reads_back_whole(store: RunStore) -> None:
     assert row["token_step"] == trajectory.step_T.tolist()
     assert row["prompt"][1] == {"role": "user", "content": "Grüße ☃"}
     assert (row["ended"], row["steps"], row["turns"]) == ("finished", 1, 2)
+
+
+def test_a_rollout_with_branches_reads_back_whole(store: RunStore) -> None:
+    plain = a_trajectory()
+    first, closing = plain.turns
+    played = replace(plain, group="step1/abc1234_1", turns=(first, replace(closing, branch=1)), branches=(0, 5))
+    store.write("trajectories", 1, f"{played.task_id}-{played.rollout}", rows.trajectory_rows(1, played))
+    store.write("steps", 1, f"{played.task_id}-{played.rollout}", rows.step_rows(1, played))
+    again = read_trajectory(store.directory, 1, played.task_id, played.rollout)
+    assert (again.branches, again.turns, again.branch_spans) == (played.branches, played.turns, played.branch_spans)
+    assert again.branch_spans == (slice(0, 5), slice(5, 9))
 
 
 def test_a_closing_turn_has_no_step_number(store: RunStore) -> None:
