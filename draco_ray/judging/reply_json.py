@@ -36,10 +36,11 @@ INTEGER = re.compile(r"\+?(?:0|[1-9][0-9]{0,5})|-[1-9][0-9]{0,5}")
 _ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
 _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
 _WRAPPER = re.compile(r"\{\s*+\"\w++\"\s*+:\s*+")
-_SPACE = re.compile(r"\s*+")
-_KEY = re.compile(r"\"(\w[\w -]*+)\"\s*+:\s*+")
+# JSON's white space and no other: what stands in a minus sign's place is not passed over.
+_SPACE = re.compile(r"[ \t\n\r]*+")
+_KEY = re.compile(r"\"(\w[\w -]*+)\"[ \t\n\r]*+:[ \t\n\r]*+")
 _KEY_INSIDE = re.compile(r"(?<!\\)\"[^\"\\\n]{1,60}+\"\s*+:")
-_TOKEN = re.compile(r"[^\s,\[\]{}\":]++")
+_TOKEN = re.compile(r"[^ \t\n\r,\[\]{}\":]++")
 _NUMBER = re.compile(rf"({INTEGER.pattern})(?:\.0{{1,6}})?")
 _QUOTE = re.compile(r"\\.|\"", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})|\\|\"")
@@ -54,7 +55,7 @@ NO_ARRAY = "no complete JSON array of objects was found in the reply"
 def integer(value: object) -> object:
     """Integers as judges write them: 1, "1", "+1", "−1". Everything else stays as it is, or becomes text, and fails."""
     if isinstance(value, str):
-        plain = value.strip().translate(_ASCII_MINUS)
+        plain = value.strip(" \t\n\r").translate(_ASCII_MINUS)
         return int(plain) if INTEGER.fullmatch(plain) else value
     return str(value) if isinstance(value, bool | float) else value
 

@@ -15,6 +15,8 @@ import json
 import os
 import random
 import re
+import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 
@@ -271,3 +273,17 @@ def test_a_quotation_with_its_own_quotes_changes_nothing(part: int) -> None:
         text = json.dumps(entries).replace("QUOTATION", quoted)
         found = read(text, credit)
         assert found in (None, truth(entries)), text
+
+
+def test_no_character_in_a_minus_signs_place_is_passed_over() -> None:
+    """Whatever an encoding made of it: a failed criterion stays failed, or the judge is asked again."""
+    _, text = reply(random.Random(0), credit=False)
+    before, after = re.split(r'(?<="score": )-?\d', text, maxsplit=1)
+    for number in range(sys.maxunicode + 1):
+        if unicodedata.category(sign := chr(number)) in ("Cn", "Co", "Cs", "Lo"):
+            continue
+        # Behind JSON's white space, and behind a plus, the number is plainly 1.
+        for token in (f"{sign}1", f'"{sign}1"'):
+            found = read(before + token + after, credit=False)
+            plainly = 1 if sign in " \t\n\r+" else -1
+            assert found is None or found[0][0] == plainly, f"U+{number:04X}: {token!r}"
