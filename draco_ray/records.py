@@ -24,6 +24,10 @@ GAP = -1
 """Step index of a token that belongs to no step: prompt, template glue, tool output, a turn without an action."""
 
 
+TOOLS = "tools"
+"""Role of the message in a prompt that lists what the agent may call."""
+
+
 class EpisodeEnd(StrEnum):
     """What stopped the agent's loop; `Termination` says how that counts."""
 
@@ -75,11 +79,13 @@ class Task:
     instruction: str
     fields: Mapping[str, str] = field(default_factory=dict)
     """What else the agent's prompt may say of it, by the name of its placeholder."""
+    tools: str = ""
+    """What may be called to do it: a JSON array of function schemas, as in OpenAI's ``tools``. Empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message: role is ``system``, ``user`` or ``assistant``."""
+    """One chat message: role is ``system``, ``user``, ``assistant``, or `TOOLS` with a JSON array of schemas."""
 
     role: str
     content: str

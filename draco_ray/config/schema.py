@@ -65,8 +65,11 @@ class AgentConfig(Tree):
     """The agent's loop and its limits."""
 
     use: Part = "code"
-    """code (AppWorld's Simplified ReAct Code Agent), or one of your own, package.module:Class or
-    folder/file.py:Class."""
+    """code (AppWorld's Simplified ReAct Code Agent), tool_calling (tools in the model's own chat template), or one of
+    your own, package.module:Class or folder/file.py:Class."""
+    tool_parser: str | None = None
+    """How turns of tool_calling are read: a tool parser of vLLM, e.g. hermes (Qwen2.5, Qwen3), qwen3_xml (Qwen3.5,
+    Qwen3.6), llama3_json; null: by the form in which the chat template writes calls."""
     prompt: Path | None = None
     """Prompt template; a relative path is looked up in the working directory, then where the project is installed.
     null: the environment's own, for AppWorld prompts/agent_think.txt."""

@@ -12,13 +12,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from draco_ray.errors import ConfigError
-from draco_ray.records import Message
+from draco_ray.records import TOOLS, Message
+
+END_OF_CALL = "<|eom_id|>"
+"""Llama's other end of a turn, after a call."""
 
 
 class ChatTokens:
@@ -41,7 +45,7 @@ class ChatTokens:
             raise ConfigError(
                 f"tokenizer {tokenizer.name_or_path!r} has no tokenizer.json (a fast tokenizer is needed)"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._thinking = thinking
         backend: Tokenizer = tokenizer.backend_tokenizer
         self._control = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
@@ -53,6 +57,7 @@ class ChatTokens:
         self._plain = Tokenizer.from_str(json.dumps(description))
         # Stands for a control token inside somebody's text while the template is rendered. Nobody can guess it.
         self._nonce = secrets.token_hex(8)
+        self._call: str | None = None
         glue = self._encode_after_turn("")
         if not glue or glue[0] not in self._control.values():
             raise ConfigError(
@@ -60,6 +65,8 @@ class ChatTokens:
             )
         self.end_of_turn_id: int = glue[0]
         """What ends a turn; normally sampled by the policy."""
+        end_of_turn = next(text for text, id_ in self._control.items() if id_ == self.end_of_turn_id)
+        self._ends_turn = re.compile(f"{re.escape(end_of_turn)}|{re.escape(END_OF_CALL)}")
         self._ends = {self.end_of_turn_id, *tokenizer.all_special_ids}
 
     @property
@@ -69,10 +76,18 @@ class ChatTokens:
         return rendered.rfind("<think>") > rendered.rfind("</think>")
 
     def prompt(self, messages: Iterable[Message]) -> list[int]:
-        """Token ids of the opening messages and of the beginning of the first turn."""
+        """Token ids of the opening messages and of the beginning of the first turn; the tools of a message with the
+        role `TOOLS` go where the template puts them.
+
+        Raises: ConfigError where there are tools and the template has no place for them.
+        """
         hidden: list[str] = []
-        chat = [{"role": message.role, "content": self._hide(message.content, hidden)} for message in messages]
-        return self._encode(self._render(chat), hidden)
+        told = list(messages)
+        chat = [{"role": each.role, "content": self._hide(each.content, hidden)} for each in told if each.role != TOOLS]
+        tools = [tool for each in told if each.role == TOOLS for tool in json.loads(each.content)]
+        if tools:
+            self.written_call()
+        return self._encode(self._render(chat, tools=self._hide_all(tools, hidden)), hidden)
 
     def after_turn(self, sampled: list[int], output: str) -> list[int]:
         """What follows a sampled turn: its end if it was cut, the tool's output, the beginning of the next turn.
@@ -84,10 +99,46 @@ class ChatTokens:
         glue = self._encode_after_turn(output)
         return glue[1:] if sampled and sampled[-1] == self.end_of_turn_id else glue
 
+    def after_calls(self, sampled: list[int], results: Sequence[str]) -> list[int]:
+        """What follows a turn that called tools: its end if it was cut, a tool message for each result, the beginning
+        of the next turn.
+
+        Args:
+            sampled: the turn's token ids, exactly as sampled.
+            results: what the calls returned, in their order, already cut.
+        """
+        hidden: list[str] = []
+        rendered, mark = self._render_call(tuple(self._hide(result, hidden) for result in results))
+        # After the call's arguments comes what closes the call, which was sampled, and then the end of the turn.
+        end = self._ends_turn.search(rendered, rendered.rindex(mark))
+        assert end is not None, "written_call has seen it"
+        glue = self._encode(rendered[end.start() :], hidden)
+        ended = sampled and sampled[-1] in (self.end_of_turn_id, self._control.get(END_OF_CALL))
+        return glue[1:] if ended else glue
+
+    def written_call(self) -> str:
+        """How the template writes a call of a function ``NAME``, up to the value of its argument.
+
+        Raises: ConfigError where the template shows the model no tools, or has no place for calls and their results.
+        """
+        if self._call is None:
+            ask = [{"role": "user", "content": "-"}]
+            name, content = f"name{self._nonce}", f"content{self._nonce}"
+            rendered, mark = self._render_call(("",))
+            head, found, rest = rendered.rpartition(mark)
+            if name not in self._render(ask, tools=[_function(name)]) or not found or not self._ends_turn.search(rest):
+                raise ConfigError(
+                    f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools (`tools=`, calls "
+                    "and role `tool`): use a model that was trained to call tools, or give its tokenizer such a one"
+                )
+            turn = self._render([*ask, {"role": "assistant", "content": content}]).partition(content)[0]
+            self._call = head.removeprefix(turn).rpartition("</think>")[2].strip().replace(name, "NAME")
+        return self._call
+
     def text(self, sampled: list[int]) -> str:
         """A sampled turn as text, without the token that ended it."""
         kept = sampled[:-1] if sampled and sampled[-1] in self._ends else sampled
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode_after_turn(self, output: str) -> list[int]:
         # Any earlier conversation does: what follows a turn does not depend on what came before it.
@@ -100,12 +151,44 @@ class ChatTokens:
         ]
         return self._encode(self._render(chat).rpartition(turn)[2], hidden)
 
-    def _render(self, chat: list[dict[str, str]]) -> str:
+    def _render_call(self, results: Sequence[str]) -> tuple[str, str]:
+        """A conversation in which one call is answered by all ``results``, and the mark in the call's arguments."""
+        mark = f"argument{self._nonce}"
+        identity = {"tool_call_id": "call00001", "name": f"name{self._nonce}"}
+        function = {"name": identity["name"], "arguments": {"x": mark}}
+        call = {"id": identity["tool_call_id"], "type": "function", "function": function}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            *({"role": "tool", "content": result, **identity} for result in results),
+        ]
+        try:
+            return self._render(chat), mark
+        except (TemplateError, TypeError) as error:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses results of tools: {error}"
+            ) from error
+
+    def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         return str(
-            self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, enable_thinking=self._thinking
+            self.tokenizer.apply_chat_template(
+                chat,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self._thinking,
             )
         )
+
+    def _hide_all(self, value: Any, hidden: list[str]) -> Any:
+        """`_hide` in every text of a JSON value, names of its keys included."""
+        if isinstance(value, str):
+            return self._hide(value, hidden)
+        if isinstance(value, list):
+            return [self._hide_all(each, hidden) for each in value]
+        if isinstance(value, dict):
+            return {self._hide(key, hidden): self._hide_all(each, hidden) for key, each in value.items()}
+        return value
 
     def _hide(self, text: str, hidden: list[str]) -> str:
         """Replace control tokens spelled in ``text`` by marks, remembering them in ``hidden``."""
@@ -129,3 +212,9 @@ class ChatTokens:
     def _encode_text(self, text: str, hidden: list[str]) -> list[int]:
         spelled = re.sub(rf"{self._nonce}:(\d+);", lambda match: hidden[int(match[1])], text)
         return list(self._plain.encode(spelled, add_special_tokens=False).ids)
+
+
+def _function(name: str) -> dict[str, Any]:
+    """The schema of a function without arguments."""
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": "-", "parameters": parameters}}

@@ -36,7 +36,7 @@ import hmac
 from collections.abc import Iterable, Sequence
 
 from draco_ray.judging.escaping import escape, json_text
-from draco_ray.records import Criterion, Message, ScoredCriterion, Trajectory, Turn
+from draco_ray.records import TOOLS, Criterion, Message, ScoredCriterion, Trajectory, Turn
 
 AGENT = "assistant"
 """Role of the agent's own turns; those of others stand under their own."""
@@ -147,7 +147,12 @@ def rubric_scores(criteria: Sequence[Criterion], scores: Sequence[ScoredCriterio
 
 
 def _prompt_blocks(messages: Iterable[Message], code: str) -> list[str]:
-    return [f"[{message.role.upper()} {code}]\n{escape(message.content.strip())}" for message in messages]
+    return [
+        f"[{message.role.upper()} {code}]\n{escape(message.content.strip())}"
+        for message in messages
+        # The environment's facts list them.
+        if message.role != TOOLS
+    ]
 
 
 def _conversation(trajectory: Trajectory, code: str) -> str:

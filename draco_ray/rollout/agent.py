@@ -11,17 +11,21 @@ is an action, whatever an agent's kind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.tool_calls import ToolUse
 from draco_ray.environments.base import World
 from draco_ray.errors import EnvironmentCrashed, WorldBroken
 from draco_ray.records import BoolArray, EpisodeEnd, FloatArray, IntArray, Message, Task, Trajectory, Usage
 from draco_ray.registry import find
 
-AGENTS: Mapping[str, str] = {"code": "draco_ray.rollout.code_agent:CodeAgent"}
+AGENTS: Mapping[str, str] = {
+    "code": "draco_ray.rollout.code_agent:CodeAgent",
+    "tool_calling": "draco_ray.rollout.tool_agent:ToolAgent",
+}
 """The agents that ship, by the name that ``agent.use`` may give them."""
 
 
@@ -51,6 +55,8 @@ class Said:
     """It ends the response: nothing of it may be done."""
     error: str | None = None
     """Why there is none."""
+    tool_use: ToolUse | None = None
+    """What it calls, where the prompt lists tools (`draco_ray.records.TOOLS`); None too for a turn that was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,10 @@ class Conversation(Protocol):
 
     def tell(self, observation: str) -> bool:
         """Tell the policy what its action led to; False where that does not fit the response any more."""
+        ...
+
+    def answer(self, results: Sequence[str]) -> bool:
+        """Tell it what its calls returned, in their order, as `tell` does."""
         ...
 
     def books(self) -> Books:

@@ -2,94 +2,25 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
-from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
-from draco_ray.errors import EnvironmentCrashed
-from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn
-from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
-from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.agent import Conversation, Said
 from draco_ray.rollout.code_block import cut_output, extract_code
+from draco_ray.rollout.turn_agent import Step, TurnAgent
 
 
-class CodeAgent:
+class CodeAgent(TurnAgent):
     """AppWorld's Simplified ReAct Code Agent; an action is the contents of the turn's code block."""
 
-    def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
-        self._policy = policy
-        self._config = config
-        self._template = template
+    def step(self, said: Said) -> Step | None:
+        """See `TurnAgent`."""
+        code = extract_code(said.text, thinking=said.opens_thinking, complete=not said.cut)
+        if code is None:
+            return None
 
-    def prompt(self, task: Task) -> tuple[Message, ...]:
-        """See `Agent`."""
-        return fill_agent_prompt(self._template, task)
+        async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
+            output = cut_output(await world.act(code), self._config.max_output_characters)
+            return output, lambda conversation: conversation.tell(output)
 
-    async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """See `Agent`."""
-        config, started_at = self._config, time.time()
-        prompt = self.prompt(world.task)
-        conversation = self._policy.begin(prompt, request)
-        turns: list[Turn] = []
-        steps = 0
-        error: str | None = None
-        ended: EpisodeEnd | None = None
-        while ended is None:
-            asked_at = time.monotonic()
-            said = await conversation.sample()
-            sampled_at = time.monotonic()
-            if said.error is not None:
-                error, ended = said.error, EpisodeEnd.SERVER_ERROR
-                break
-            action = None
-            if not said.too_long:
-                action = extract_code(said.text, thinking=said.opens_thinking, complete=not said.cut)
-            first, last = conversation.keep(GAP if action is None else steps)
-            observation: str | None = None
-            if action is None:
-                # A turn cut before it came to its code did not decide to end.
-                ended = EpisodeEnd.RESPONSE_LIMIT if said.cut or said.too_long else EpisodeEnd.FINISHED
-            else:
-                steps += 1
-                try:
-                    observation = cut_output(await world.act(action), config.max_output_characters)
-                except EnvironmentCrashed as crash:
-                    error, ended = str(crash), end_of(crash)
-            turns.append(
-                Turn(
-                    text=said.text,
-                    action=action,
-                    observation=observation,
-                    first_token=first,
-                    last_token=last,
-                    seconds_generating=sampled_at - asked_at,
-                    seconds_executing=0.0 if action is None else time.monotonic() - sampled_at,
-                )
-            )
-            if observation is None:
-                continue
-            if len(turns) >= config.max_turns:
-                ended = EpisodeEnd.TURN_LIMIT
-            elif not conversation.tell(observation):
-                ended = EpisodeEnd.RESPONSE_LIMIT
-        books = conversation.books()
-        return Trajectory(
-            task_id=world.task.task_id,
-            group=request.group,
-            rollout=request.rollout,
-            attempt=request.attempt,
-            policy_version=books.policy_version,
-            prompt=prompt,
-            turns=tuple(turns),
-            token_ids_T=books.token_ids_T,
-            sampled_T=books.sampled_T,
-            logprob_T=books.logprob_T,
-            step_T=books.step_T,
-            prompt_length=books.prompt_length,
-            ended=ended,
-            started_at=started_at,
-            ended_at=time.time(),
-            error=error,
-            engine=self._policy.name,
-            usage=books.usage,
-        )
+        return Step(action=code, act=act)

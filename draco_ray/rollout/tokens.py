@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy as np
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample, Sampler
-from draco_ray.records import GAP, Message, Usage
+from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
+from draco_ray.records import GAP, TOOLS, Message, Usage
 from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
 
 
@@ -37,6 +39,8 @@ class TokenPolicy:
         self._sampler = sampler
         self._chat = chat
         self._config = config
+        # Made with the first prompt that lists tools: vLLM's parsers take seconds to load.
+        self._reader: ToolCallReader | None = None
 
     @property
     def name(self) -> str:
@@ -46,14 +50,31 @@ class TokenPolicy:
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
         """See `Policy`. A prompt that is too long (its task was not filtered) loses its left end."""
         tokens = self._chat.prompt(prompt)[-self._config.max_prompt_length :]
-        return TokenConversation(self._sampler, self._chat, self._config, tokens, request.seed)
+        tools = next((message.content for message in prompt if message.role == TOOLS), None)
+        read_calls = None
+        if tools is not None:
+            self._reader = self._reader or ToolCallReader(self._chat, self._config.tool_parser)
+            read_calls = functools.partial(self._reader.read, tools=tools)
+        return TokenConversation(self._sampler, self._chat, self._config, tokens, request.seed, read_calls)
 
 
 class TokenConversation:
     """An episode in tokens: four lists of the same length, only ever appended to."""
 
-    def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig, prompt: list[int], seed: int) -> None:
-        """Begin it; sampling seeds come from ``seed`` and the turn's number."""
+    def __init__(
+        self,
+        sampler: Sampler,
+        chat: ChatTokens,
+        config: AgentConfig,
+        prompt: list[int],
+        seed: int,
+        read_calls: Callable[..., ToolUse | None] | None = None,
+    ) -> None:
+        """Begin it; sampling seeds come from ``seed`` and the turn's number.
+
+        Args:
+            read_calls: `ToolCallReader.read` for the tools of the prompt, if it lists any.
+        """
         self._sampler = sampler
         self._chat = chat
         self._config = config
@@ -64,7 +85,9 @@ class TokenConversation:
         self._logprobs: list[float] = []
         self._steps: list[int] = []
         self._add(prompt, False, [0.0] * len(prompt), GAP)
+        self._read_calls = read_calls
         self._turn: Sample | None = None
+        self._thinking = chat.opens_thinking
         self._spans: list[tuple[int, int]] = []
         self._policy_version: int | None = None
 
@@ -80,11 +103,9 @@ class TokenConversation:
             raise ValueError(f"the engine returned {len(sample.token_ids)} tokens but {len(sample.logprobs)} log-probs")
         # Weights do not change within an episode; were they to, the older version would be the safe one to record.
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
-        return Said(
-            text=self._chat.text(sample.token_ids),
-            cut=sample.finish_reason == "length",
-            opens_thinking=self._chat.opens_thinking,
-        )
+        text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
+        use = None if cut or self._read_calls is None else self._read_calls(text, thinking=thinking)
+        return Said(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
 
     def keep(self, step: int) -> tuple[int, int]:
         """See `Conversation`."""
@@ -97,7 +118,14 @@ class TokenConversation:
     def tell(self, observation: str) -> bool:
         """See `Conversation`."""
         assert self._turn is not None
-        glue = self._chat.after_turn(self._turn.token_ids, observation)
+        return self._append(self._chat.after_turn(self._turn.token_ids, observation))
+
+    def answer(self, results: Sequence[str]) -> bool:
+        """See `Conversation`."""
+        assert self._turn is not None
+        return self._append(self._chat.after_calls(self._turn.token_ids, results))
+
+    def _append(self, glue: list[int]) -> bool:
         if self._response_length + len(glue) >= self._config.max_response_length:
             return False
         self._add(glue, False, [0.0] * len(glue), GAP)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from draco_ray.config.schema import AgentConfig, JudgeConfig
+from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.limiter import Leases
-from draco_ray.records import Message, Usage
+from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
 
 _ATTEMPTS = 1_000
@@ -54,7 +56,15 @@ class ChatPolicy:
         self._priced = priced
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> ChatConversation:
-        """See `Policy`; the request's seed is not used: an endpoint promises nothing of it."""
+        """See `Policy`; the request's seed is not used: an endpoint promises nothing of it.
+
+        Raises: ConfigError where the prompt lists tools.
+        """
+        if any(message.role == TOOLS for message in prompt):
+            raise ConfigError(
+                f"--policy {self.name}: an agent that calls tools plays on a model directory only; give its "
+                "weights here"
+            )
         vote = request.rollout * _ATTEMPTS + request.attempt
         return ChatConversation(self._complete, self._config, prompt, vote=vote, priced=self._priced)
 
@@ -104,6 +114,10 @@ class ChatConversation:
             Message(role="user", content=observation or "-"),
         ]
         return True
+
+    def answer(self, results: Sequence[str]) -> bool:
+        """See `Conversation`; without tools there is one."""
+        return self.tell("\n".join(results))
 
     def books(self) -> Books:
         """See `Conversation`."""

@@ -50,6 +50,7 @@ SOURCES = (
     "rollout/code_agent.py",
     "rollout/code_block.py",
     "rollout/tokens.py",
+    "rollout/turn_agent.py",
     "engine/chat.py",
 )
 """Code that decides the weights, below the package's folder."""

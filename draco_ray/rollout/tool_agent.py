@@ -1,0 +1,64 @@
+"""The tool-calling agent: the model's own chat template with its tools, calls made in their order, until none is made.
+
+A step is a turn that asks for at least one call; several calls of a turn are one step. A call that cannot be read is a
+step as well, and is answered with what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from draco_ray.engine.tool_calls import ToolCall, ToolUse
+from draco_ray.environments.base import World
+from draco_ray.errors import ConfigError
+from draco_ray.records import TOOLS, Message, Task
+from draco_ray.rollout.agent import Conversation, Said
+from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.code_block import cut_output
+from draco_ray.rollout.turn_agent import Step, TurnAgent
+
+
+class ToolAgent(TurnAgent):
+    """Plays in environments whose tasks list tools (`draco_ray.records.Task.tools`). The world is given one call at a
+    time, as ``{"name": ..., "arguments": {...}}``."""
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """See `Agent`. Raises: ConfigError where the task has no tools."""
+        if not task.tools:
+            raise ConfigError(
+                f"agent.use=tool_calling: task {task.task_id!r} has no tools; use an environment that has, such as "
+                "environment.use=tools"
+            )
+        return (Message(role=TOOLS, content=task.tools), *fill_agent_prompt(self._template, task))
+
+    def step(self, said: Said) -> Step | None:
+        """See `TurnAgent`."""
+        use = said.tool_use
+        if use is None:
+            return None
+
+        async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
+            results = [cut_output(result, self._config.max_output_characters) for result in await _results(use, world)]
+            return _observation(use, results), lambda conversation: conversation.answer(results)
+
+        return Step(action=use.text, act=act)
+
+
+async def _results(use: ToolUse, world: World) -> list[str]:
+    if use.problem is not None:
+        return [f"error: {use.problem}; nothing was called"]
+    return [await world.act(in_json(call)) for call in use.calls]
+
+
+def in_json(call: ToolCall) -> str:
+    """One call as a world takes it."""
+    return json.dumps({"name": call.name, "arguments": call.arguments})
+
+
+def _observation(use: ToolUse, results: list[str]) -> str:
+    """What came of a step: of several calls each result under its number and name."""
+    if len(results) == 1:
+        return results[0]
+    numbered = enumerate(zip(use.calls, results, strict=True), start=1)
+    return "\n".join(f"({number}) {call.name}: {result}" for number, (call, result) in numbered)

@@ -1,0 +1,111 @@
+"""What agents that take turns have in common: sample a turn, act, tell what came of it, until a turn does nothing."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.environments.base import World
+from draco_ray.errors import EnvironmentCrashed
+from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn
+from draco_ray.rollout.agent import Conversation, Policy, RolloutRequest, Said, end_of
+from draco_ray.rollout.agent_prompt import fill_agent_prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a turn does."""
+
+    action: str
+    """For the record, and for the judge."""
+    act: Callable[[World], Awaitable[tuple[str, Callable[[Conversation], bool]]]]
+    """Does it. Returns: what came of it, for the record; and what tells the policy, False where that does not fit.
+
+    Raises: EnvironmentCrashed."""
+
+
+class TurnAgent(ABC):
+    """An agent that is known by what its turns do (`step`)."""
+
+    def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
+        self._policy = policy
+        self._config = config
+        self._template = template
+
+    @abstractmethod
+    def step(self, said: Said) -> Step | None:
+        """What a turn does, None where it does nothing; turns that may do nothing are not asked about."""
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """See `Agent`."""
+        return fill_agent_prompt(self._template, task)
+
+    async def run(self, world: World, request: RolloutRequest) -> Trajectory:
+        """See `Agent`."""
+        config, started_at = self._config, time.time()
+        prompt = self.prompt(world.task)
+        conversation = self._policy.begin(prompt, request)
+        turns: list[Turn] = []
+        steps = 0
+        error: str | None = None
+        ended: EpisodeEnd | None = None
+        while ended is None:
+            asked_at = time.monotonic()
+            said = await conversation.sample()
+            sampled_at = time.monotonic()
+            if said.error is not None:
+                error, ended = said.error, EpisodeEnd.SERVER_ERROR
+                break
+            step = None if said.too_long else self.step(said)
+            first, last = conversation.keep(GAP if step is None else steps)
+            observation: str | None = None
+            if step is None:
+                # A turn cut before it came to its action did not decide to end.
+                ended = EpisodeEnd.RESPONSE_LIMIT if said.cut or said.too_long else EpisodeEnd.FINISHED
+            else:
+                steps += 1
+                try:
+                    observation, tell = await step.act(world)
+                except EnvironmentCrashed as crash:
+                    error, ended = str(crash), end_of(crash)
+            turns.append(
+                Turn(
+                    text=said.text,
+                    action=None if step is None else step.action,
+                    observation=observation,
+                    first_token=first,
+                    last_token=last,
+                    seconds_generating=sampled_at - asked_at,
+                    seconds_executing=0.0 if step is None else time.monotonic() - sampled_at,
+                )
+            )
+            if observation is None:
+                continue
+            if len(turns) >= config.max_turns:
+                ended = EpisodeEnd.TURN_LIMIT
+            elif not tell(conversation):
+                ended = EpisodeEnd.RESPONSE_LIMIT
+        books = conversation.books()
+        return Trajectory(
+            task_id=world.task.task_id,
+            group=request.group,
+            rollout=request.rollout,
+            attempt=request.attempt,
+            policy_version=books.policy_version,
+            prompt=prompt,
+            turns=tuple(turns),
+            token_ids_T=books.token_ids_T,
+            sampled_T=books.sampled_T,
+            logprob_T=books.logprob_T,
+            step_T=books.step_T,
+            prompt_length=books.prompt_length,
+            ended=ended,
+            started_at=started_at,
+            ended_at=time.time(),
+            error=error,
+            engine=self._policy.name,
+            usage=books.usage,
+        )

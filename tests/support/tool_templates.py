@@ -1,0 +1,90 @@
+"""Chat templates with tools in the forms of several families, in words of our own, with small real tokenizers."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.chat_tokenizer import chat_tokenizer
+
+_TOOLS = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}"
+    "{{- 'Tools you may call:\\n<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}"
+)
+_RESULTS = (
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"
+)
+_OTHERS = (
+    "{%- elif not (tools and loop.first and message.role == 'system') %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+)
+_BEGIN = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}GENERATION{%- endif %}"
+_CALLS = (
+    "{%- for message in messages %}{%- if message.role == 'assistant' %}"
+    "{{- '<|im_start|>assistant\\n' + THOUGHT + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}"
+    "{{- '<tool_call>\\n' }}CALL{{- '\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}"
+)
+_JSON_CALL = (
+    "{{- '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) + '}' }}"
+)
+_XML_CALL = (
+    "{{- '<function=' + call.function.name + '>' }}{%- for name, value in call.function.arguments | items %}"
+    "{{- '\\n<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>' }}"
+    "{%- endfor %}{{- '\\n</function>' }}"
+)
+
+_QWEN = _TOOLS + _CALLS + _RESULTS + _OTHERS + _BEGIN
+QWEN25 = _QWEN.replace("THOUGHT", "''").replace("CALL{{", _JSON_CALL + "{{").replace("GENERATION", "")
+"""Calls in JSON; no reasoning. Qwen2.5's form."""
+QWEN3 = (
+    _QWEN.replace("THOUGHT", "''")
+    .replace("CALL{{", _JSON_CALL + "{{")
+    .replace(
+        "GENERATION",
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
+    )
+)
+"""The same, with reasoning that the policy opens itself."""
+QWEN35 = (
+    _QWEN.replace("THOUGHT", "'<think>\\n\\n</think>\\n\\n'")
+    .replace("CALL{{", _XML_CALL + "{{")
+    .replace(
+        "GENERATION",
+        "{{- '<think>\\n' }}"
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- '\\n</think>\\n\\n' }}{%- endif %}",
+    )
+)
+"""Calls in tags, reasoning that the template opens. The form of Qwen3.5 and Qwen3.6."""
+LLAMA = (
+    "{%- for message in messages %}"
+    "{%- if message.role == 'assistant' and message.tool_calls %}"
+    "{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}"
+    "{%- set call = message.tool_calls[0].function %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    "{{- '{\"name\": \"' + call.name + '\", \"parameters\": ' + (call.arguments | tojson) + '}' + '<|eot_id|>' }}"
+    "{%- else %}"
+    "{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}"
+    "{%- if tools and loop.first %}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{%- endif %}"
+    "{{- message.content + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+"""A bare JSON object is a call; results come from ``ipython``; one call in a turn of the template. Llama 3's form."""
+
+TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "llama": LLAMA}
+
+
+def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with the control tokens of the families."""
+    tokenizer = chat_tokenizer(template)
+    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in tags])
+    specials = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(specials)})
+    return tokenizer
