@@ -172,6 +172,8 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
                 errors = resumed_errors
         if "Traceback" in errors:
             how += ", with a traceback"
+        if how != "goes on" and how != "resumed":
+            print(f"chaos: {fault}: {how}:\n{output}\n{errors}", file=sys.stderr)
         stats = httpx.get(judge.base_url.removesuffix("/v1") + "/stats", trust_env=False).json()
     directory = RunDirectory(run)
     metrics = directory.metrics()

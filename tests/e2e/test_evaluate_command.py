@@ -201,10 +201,11 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
         server.script = [*[Reply()] * answered, Reply(status=500), Reply(status=401, text="who are you?")]
         refused = draco(*command, timeout=300)
         assert refused.returncode == 1, refused.stdout + refused.stderr
-        assert refused.stderr.count("\n") == 1
-        assert "evaluated model openai/scripted at" in refused.stderr
-        assert "check --policy, --api-base, --api-key-env" in refused.stderr
-        assert "2 of 3 rollouts are kept, and the same command goes on" in refused.stderr
+        [lost, ended] = refused.stderr.splitlines()
+        assert "rollout 0 attempt 0: server_error: the model did not answer" in lost
+        assert "evaluated model openai/scripted at" in ended
+        assert "check --policy, --api-base, --api-key-env" in ended
+        assert "2 of 3 rollouts are kept, and the same command goes on" in ended
 
         directory = EvaluationDirectory.open(out)
         [(task, run)] = directory.missing("openai_scripted")
@@ -212,7 +213,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
         over = draco(*command)
         assert over.returncode == 0, over.stdout + over.stderr
         assert "2 of 3 rollouts were lost and count as failures (the last: another)" in over.stdout
-        assert json.loads((out / "summary.json").read_text())["ended"]["server_error"] == pytest.approx(2 / 3)
+        assert json.loads((out / "summary.json").read_text())["terminations"]["server_error"] == pytest.approx(2 / 3)
 
         server.script = script
         done = draco(*command, "--retry-errors", timeout=300)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
@@ -20,6 +19,7 @@ from draco_ray.errors import LearnerError
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
 from draco_ray.records import Adapter, TrainingSample
+from tests.support.command import descendants
 
 pytestmark = pytest.mark.slow
 
@@ -166,11 +166,7 @@ async def test_a_checkpoint_that_does_not_fit_stops_at_once(model: ModelConfig, 
 
 def worker_pids() -> list[int]:
     """Process ids of Ray Train's workers; Ray was started here, so they are our descendants."""
-    return [
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if any("RayTrainWorker" in word for word in process.cmdline())
-    ]
+    return [process.pid for process in descendants(os.getpid(), "RayTrainWorker")]
 
 
 @pytest.mark.parametrize("learner", ["full"], indirect=True)  # the other worker is then waiting for its part

@@ -111,5 +111,6 @@ def test_another_world_and_names_that_lead_elsewhere_are_refused(
     elsewhere = EvaluationDirectory.begin(tmp_path / "elsewhere", plan)
     elsewhere.add("starter", a_result("../../x", 0, True))
     done = reevaluate(elsewhere.path, sandbox_root)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert done.stderr.count("\n") == 1
+    assert "'../../x', run 0 is none of the plan's" in done.stderr

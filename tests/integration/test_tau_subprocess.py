@@ -5,25 +5,22 @@ from __future__ import annotations
 import importlib
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
-from draco_ray.benchmarks.tau.installation import find_tau2
+from draco_ray.benchmarks.tau.installation import RUNNER, find_tau2
 from draco_ray.benchmarks.tau.policy import api_policy
 from draco_ray.benchmarks.tau.tau2_runner import ADJUSTED
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import read_split
-from tests.support.command import draco, start_draco
+from tests.support.command import descendants, draco, start_draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
 
 pytestmark = pytest.mark.slow
@@ -173,7 +170,7 @@ def test_ctrl_c_ends_tau2_and_keeps_what_was_finished(machine: Path) -> None:
     while not list(kept.glob("[!.]*.json")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    [tau2] = psutil.Process(process.pid).children()
+    tau2, *_ = descendants(process.pid, str(RUNNER))
     with pytest.raises(ConfigError, match="another process is at it"), EvaluationDirectory.open(out).claimed():
         pass
     process.send_signal(signal.SIGINT)
@@ -181,11 +178,7 @@ def test_ctrl_c_ends_tau2_and_keeps_what_was_finished(machine: Path) -> None:
     assert process.returncode == 130, stdout + stderr
     assert f"stopped; 1 of 2 episodes are in {out}" in stderr
     assert not tau2.is_running()
-    # The script of a Ray job is the same command.
-    job = Path(__file__).parents[2] / "jobs" / "tau_bench.py"
-    done = subprocess.run(
-        [sys.executable, str(job), *command[2:]], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = draco(*command, timeout=120)
     assert done.returncode == 0, done.stderr
     assert EvaluationDirectory.open(out).finished() == 2
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+
+import psutil
 
 DRACO = [sys.executable, "-m", "draco_ray.cli"]
 
@@ -38,3 +41,13 @@ def start_draco(arguments: Sequence[str], *, environment: Mapping[str, str] | No
         text=True,
         start_new_session=True,
     )
+
+
+def descendants(pid: int, words: str) -> list[psutil.Process]:
+    """Running processes below ``pid`` whose command line contains ``words``, parents before children."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is a zombie
+            if words in " ".join(process.cmdline()):
+                found.append(process)
+    return found
