@@ -1,4 +1,4 @@
-"""A drawing: a list of shapes, in points, y downwards; `draco_ray.lab.report.output` makes SVG, PDF or PNG of it."""
+"""A drawing: shapes in points, y downwards; `draco_ray.lab.report.svg` makes SVG of it, `figures` writes files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 INK, MUTED, GRID, PAPER = "ink", "muted", "grid", "paper"
 """Colours by role: a page in dark mode shows them differently from paper. Other colours are ``#rrggbb``."""
+
+ON_PAPER = {INK: "#22272e", MUTED: "#5f6b78", GRID: "#dfe3e8", PAPER: "#ffffff"}
+"""What the roles are on paper."""
 
 PALETTE = ("#3b73c8", "#e08a2e", "#2f9e77", "#c9485b", "#8a63c4", "#7a8794", "#b79a1f", "#2aa3b8", "#d86fa8", "#6b8e23")
 """Colours of series, in order; past the end it begins again."""

@@ -25,7 +25,7 @@ from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
 from draco_ray.lab.report.drawing import Drawing
 from draco_ray.lab.report.groups import pack, packed_groups
-from draco_ray.lab.report.output import to_svg, visible
+from draco_ray.lab.report.svg import to_svg, visible
 from draco_ray.runs.directory import RunDirectory
 
 PAGE_WIDTH = 980.0

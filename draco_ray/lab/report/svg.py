@@ -1,0 +1,85 @@
+"""A drawing as SVG, and how wide its texts are."""
+
+from __future__ import annotations
+
+import re
+
+from markupsafe import Markup, escape
+
+from draco_ray.lab.report.drawing import ON_PAPER, Box, Dot, Drawing, Line, Shape, Text
+
+# Advance widths of Helvetica's printable ASCII, in thousandths of the size; it places centred and right-aligned text.
+_WIDTHS = [
+    *(278, 278, 355, 556, 556, 889, 667, 191, 333, 333, 389, 584, 278, 333, 278, 278),
+    *(556, 556, 556, 556, 556, 556, 556, 556, 556, 556, 278, 278, 584, 584, 584, 556),
+    *(1015, 667, 667, 722, 722, 667, 611, 778, 722, 278, 500, 667, 556, 833, 722, 778),
+    *(667, 778, 722, 667, 611, 722, 667, 944, 667, 667, 611, 278, 278, 278, 469, 556),
+    *(333, 556, 556, 500, 556, 556, 278, 556, 556, 222, 222, 500, 222, 833, 556, 556),
+    *(556, 556, 333, 500, 278, 556, 500, 722, 500, 500, 500, 334, 260, 334, 584),
+]
+_OTHER_WIDTH = 556
+_DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """``text`` with the characters spelled out that change the direction of what follows them on a page.
+
+    >>> visible("a\u202eb")
+    'a⟨U+202E⟩b'
+    """
+    return _DIRECTION.sub(lambda found: f"⟨U+{ord(found[0]):X}⟩", text)
+
+
+def to_svg(drawing: Drawing) -> Markup:
+    """An ``<svg>`` element; colours by role are CSS variables of the page, so that it follows light and dark."""
+    title = escape(visible(drawing.title))
+    parts = [f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">']
+    parts += [_svg_shape(shape) for shape in drawing.shapes]
+    return Markup("".join(parts) + "</svg>")
+
+
+def text_width(string: str, size: float) -> float:
+    """Points a text is wide in Helvetica.
+
+    >>> text_width("00", 10)
+    11.12
+    """
+    units = (_WIDTHS[ord(c) - 32] if 32 <= ord(c) < 127 else _OTHER_WIDTH for c in string)
+    return sum(units) * size / 1000
+
+
+def shortened(string: str, size: float, width: float) -> str:
+    """The text, cut with an ellipsis to fit ``width`` points."""
+    room, fitting = width - text_width("…", size), 0
+    for place, character in enumerate(string):
+        room -= text_width(character, size)
+        if room >= 0:
+            fitting = place + 1
+        elif room + text_width("…", size) < 0:
+            return string[:fitting].rstrip() + "…"
+    return string
+
+
+def _svg_shape(shape: Shape) -> str:
+    match shape:
+        case Line():
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
+            stroke = f'stroke="{_svg(shape.color)}" stroke-width="{shape.width:g}"'
+            return f'<polyline points="{points}" fill="none" {stroke} stroke-linejoin="round"/>'
+        case Box():
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
+            return f'<rect {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "rect")}'
+        case Dot():
+            place = f'cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}"'
+            return f'<circle {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "circle")}'
+        case Text():
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
+            return f'<text {place} fill="{_svg(shape.color)}">{escape(visible(shape.string))}</text>'
+
+
+def _svg_hint(hint: str, element: str) -> str:
+    return f"><title>{escape(visible(hint))}</title></{element}>" if hint else "/>"
+
+
+def _svg(color: str) -> str:
+    return f"var(--{color})" if color in ON_PAPER else color
