@@ -111,6 +111,8 @@ class Turn:
     without sampled tokens."""
     branch: int = 0
     """Which of the rollout's token sequences it stands in (`Trajectory.branches`)."""
+    policy_version: int | None = None
+    """Adapter version that sampled it, where that is known for each turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

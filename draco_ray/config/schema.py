@@ -65,8 +65,19 @@ class AgentConfig(Tree):
     """The agent's loop and its limits."""
 
     use: Part = "code"
-    """code (AppWorld's Simplified ReAct Code Agent), tool_calling (tools in the model's own chat template), or one of
-    your own, package.module:Class or folder/file.py:Class."""
+    """code (AppWorld's Simplified ReAct Code Agent), tool_calling (tools in the model's own chat template), command (a
+    program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), or one of your own,
+    package.module:Class or folder/file.py:Class."""
+    command: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """Of agent.use=command: what plays one episode, in the words of a command line; no shell reads it."""
+    function: Part | None = None
+    """In its place a Python function, package.module:name or folder/file.py:name, called in a process of its own."""
+    folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
+    """Working directory of the command."""
+    pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
+    """Environment variables that the command gets beside PATH, HOME and their like: keys of services that it uses."""
+    timeout_seconds: float = Field(3600.0, gt=0)
+    """Wall clock of one run of the command; it and all that it started are ended then."""
     tool_parser: str | None = None
     """How turns of tool_calling are read: a tool parser of vLLM, e.g. hermes (Qwen2.5, Qwen3), qwen3_xml (Qwen3.5,
     Qwen3.6), llama3_json; null: by the form in which the chat template writes calls."""

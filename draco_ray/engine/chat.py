@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -107,14 +107,60 @@ class ChatTokens:
             sampled: the turn's token ids, exactly as sampled.
             results: what the calls returned, in their order, already cut.
         """
+        return self.after_messages(sampled, True, [{"role": "tool", "content": result} for result in results])
+
+    def conversation(self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
+        """Token ids of a conversation in OpenAI's form, and of the beginning of the next turn.
+
+        Args:
+            chat: messages, their contents texts, the arguments of their calls objects.
+            tools: function schemas.
+
+        Raises: ConfigError where the template has no place for tools, or refuses these messages.
+        """
         hidden: list[str] = []
-        rendered, mark = self._render_call(tuple(self._hide(result, hidden) for result in results))
-        # After the call's arguments comes what closes the call, which was sampled, and then the end of the turn.
+        if tools:
+            self.written_call()
+        told = self._hide_all(list(chat), hidden)
+        return self._encode(self._render_checked(told, self._hide_all(list(tools), hidden)), hidden)
+
+    def after_messages(self, sampled: list[int], called: bool, chat: Sequence[Mapping[str, Any]]) -> list[int]:
+        """What follows a sampled turn: its end if it was cut, messages in OpenAI's form, the beginning of the next one.
+
+        Args:
+            sampled: the turn's token ids, exactly as sampled.
+            called: whether it called tools.
+            chat: what came after it.
+
+        Raises: ConfigError where the template refuses these messages.
+        """
+        hidden: list[str] = []
+        mark, name = f"turn{self._nonce}", f"name{self._nonce}"
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if called else mark}
+        if called:
+            function = {"name": name, "arguments": {"x": mark}}
+            turn["tool_calls"] = [{"id": "call00001", "type": "function", "function": function}]
+        told = self._hide_all(list(chat), hidden)
+        results = [
+            each | {"name": name, "tool_call_id": "call00001"} if each["role"] == "tool" else each for each in told
+        ]
+        rendered = self._render_checked([{"role": "user", "content": "-"}, turn, *results], [])
+        # After a call's arguments comes what closes the call, which was sampled, and then the end of the turn.
         end = self._ends_turn.search(rendered, rendered.rindex(mark))
-        assert end is not None, "written_call has seen it"
+        if end is None:
+            raise ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} does not end this turn")
         glue = self._encode(rendered[end.start() :], hidden)
         ended = sampled and sampled[-1] in (self.end_of_turn_id, self._control.get(END_OF_CALL))
         return glue[1:] if ended else glue
+
+    def _render_checked(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
+        try:
+            return self._render(chat, tools=tools)
+        except (TemplateError, TypeError) as error:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses these messages: "
+                f"{' '.join(str(error).split())}"
+            ) from error
 
     def written_call(self) -> str:
         """How the template writes a call of a function ``NAME``, up to the value of its argument.

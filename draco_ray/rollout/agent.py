@@ -24,6 +24,7 @@ from draco_ray.registry import find
 
 AGENTS: Mapping[str, str] = {
     "code": "draco_ray.rollout.code_agent:CodeAgent",
+    "command": "draco_ray.rollout.program_agent:ProgramAgent",
     "tool_calling": "draco_ray.rollout.tool_agent:ToolAgent",
 }
 """The agents that ship, by the name that ``agent.use`` may give them."""

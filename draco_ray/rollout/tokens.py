@@ -36,26 +36,31 @@ class TokenPolicy:
     """One engine."""
 
     def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig) -> None:
-        self._sampler = sampler
-        self._chat = chat
+        self.sampler = sampler
+        self.chat = chat
         self._config = config
-        # Made with the first prompt that lists tools: vLLM's parsers take seconds to load.
-        self._reader: ToolCallReader | None = None
 
     @property
     def name(self) -> str:
         """The engine's."""
-        return self._sampler.name
+        return self.sampler.name
+
+    @functools.cached_property
+    def reader(self) -> ToolCallReader:
+        """What finds calls in turns. Made with the first prompt that lists tools: vLLM's parsers take seconds to load.
+
+        Raises: ConfigError.
+        """
+        return ToolCallReader(self.chat, self._config.tool_parser)
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
         """See `Policy`. A prompt that is too long (its task was not filtered) loses its left end."""
-        tokens = self._chat.prompt(prompt)[-self._config.max_prompt_length :]
+        tokens = self.chat.prompt(prompt)[-self._config.max_prompt_length :]
         tools = next((message.content for message in prompt if message.role == TOOLS), None)
         read_calls = None
         if tools is not None:
-            self._reader = self._reader or ToolCallReader(self._chat, self._config.tool_parser)
-            read_calls = functools.partial(self._reader.read, tools=tools)
-        return TokenConversation(self._sampler, self._chat, self._config, tokens, request.seed, read_calls)
+            read_calls = functools.partial(self.reader.read, tools=tools)
+        return TokenConversation(self.sampler, self.chat, self._config, tokens, request.seed, read_calls)
 
 
 class TokenConversation:
@@ -97,7 +102,7 @@ class TokenConversation:
         self._turn = sample = await self._sampler.sample(
             list(self._ids),
             max_tokens=min(self._config.max_turn_tokens or room, room),
-            seed=_turn_seed(self._seed, len(self._spans)),
+            seed=turn_seed(self._seed, len(self._spans)),
         )
         if len(sample.token_ids) != len(sample.logprobs):
             raise ValueError(f"the engine returned {len(sample.token_ids)} tokens but {len(sample.logprobs)} log-probs")
@@ -165,6 +170,7 @@ class TokenConversation:
         self._steps += [step] * len(ids)
 
 
-def _turn_seed(seed: int, turn: int) -> int:
+def turn_seed(seed: int, turn: int) -> int:
+    """The sampling seed of one turn of a rollout."""
     digest = hashlib.sha256(f"{seed}/{turn}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

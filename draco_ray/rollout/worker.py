@@ -158,6 +158,7 @@ def start_rollout_workers(
     remote = ray.remote(RolloutWorkerActor)
     # Workers need not share this process's working directory.
     data = data.model_copy(update={"root": data.root.resolve()})
+    agent = agent.model_copy(update={"folder": agent.folder.resolve()})
     workers = []
     for index, first in enumerate(range(0, environment.slots, environment.slots_per_worker)):
         slots = min(environment.slots_per_worker, environment.slots - first)

@@ -80,6 +80,7 @@ def _turn(row: Row) -> Turn:
         # Runs of earlier versions do not say: only the agent spoke in them.
         role=row["role"] or "assistant",
         branch=row["branch"] or 0,
+        policy_version=row["policy_version"],
     )
 
 

@@ -69,6 +69,7 @@ def step_rows(step: int, trajectory: Trajectory) -> list[Row]:
                 "seconds_executing": turn.seconds_executing,
                 "role": turn.role,
                 "branch": turn.branch,
+                "policy_version": turn.policy_version,
             }
         )
     return rows

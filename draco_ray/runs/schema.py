@@ -48,6 +48,7 @@ TABLES: dict[str, pa.Schema] = {
             ("seconds_executing", pa.float64()),
             ("role", pa.string()),
             ("branch", pa.int32()),
+            ("policy_version", pa.int32()),
         ]
     ),
     "criteria": pa.schema(

@@ -1,0 +1,40 @@
+"""``python -m draco_ray.rollout.call_function FILE:NAME``: one episode of an agent that is a Python function.
+
+The function is given the task as a dictionary (``task_id``, ``group``, ``instruction``, ``fields``, and ``prompt``, the
+text on standard input); it may be a coroutine function. What it returns is printed, and so handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+
+from draco_ray.errors import DracoError
+from draco_ray.registry import find
+
+
+def main() -> None:
+    """Run the function that the first argument names."""
+    try:
+        function = find("agent.function", sys.argv[1], {})
+    except DracoError as error:
+        raise SystemExit(str(error)) from None
+    task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
+    result = function({**task, "prompt": sys.stdin.read()})
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    if result is not None:
+        print(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
+
+
+async def _awaited(result: object) -> object:
+    assert inspect.isawaitable(result)
+    return await result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What a request asks of the policy and what it gets, in one form for both of OpenAI's APIs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draco_ray.engine.tool_calls import ToolCall
+
+
+class Refused(Exception):
+    """A request that is not answered; what it says goes to the agent, as OpenAI's errors look.
+
+    Raised with a message of one line, the HTTP status, and OpenAI's name of the error.
+    """
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """The whole conversation as chat messages: ``role``, ``content`` a text, and of the policy's turns ``tool_calls``
+    with their arguments as objects."""
+    tools: str = "[]"
+    """A JSON array of function schemas."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage_in_stream: bool = False
+    model: str = ""
+    """What the agent calls the policy."""
+    instructed: bool = False
+    """The first message is of this request alone, and not of those that go on from its answer by an id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The policy's turn."""
+
+    content: str
+    reasoning: str
+    calls: tuple[tuple[str, ToolCall], ...]
+    """Each with its id."""
+    finish_reason: str
+    """``stop``, ``tool_calls`` or ``length``."""
+    prompt_tokens: int
+    cached_tokens: int
+    """The part of ``prompt_tokens`` that was recorded before."""
+    completion_tokens: int
+
+    def message(self) -> dict[str, Any]:
+        """It as a chat message."""
+        return {
+            "role": "assistant",
+            "content": self.content,
+            "tool_calls": [
+                {"id": each, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for each, call in self.calls
+            ],
+        }
+
+
+def identity(message: Mapping[str, Any]) -> str:
+    """What makes two messages the same: role, text and calls.
+
+    The ids of calls do not, nor does white space around what the policy said: many agents trim it.
+
+    >>> said = {"role": "assistant", "content": "Done.", "tool_calls": []}
+    >>> identity(said) == identity({"role": "assistant", "content": " Done. "})
+    True
+    """
+    content = message.get("content") or ""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    if message["role"] == "assistant":
+        content = content.strip()
+    return json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,158 @@
+"""Runs an agent's program: it and all that it starts, within a time, what it prints kept up to a length."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "DRACO_EPISODE"
+"""Environment variable by which processes are found that left their program's group."""
+_READ_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a program ended."""
+
+    exit_code: int | None
+    """As `subprocess` has it, negative for a signal; None where it was ended for its time, or for ``until``."""
+    output: str
+    """The end of what it printed."""
+    errors: str
+    """The end of what it printed on standard error."""
+    seconds: float
+
+
+class _Tail:
+    """The last bytes of a pipe that is read as fast as it is written, whoever holds its other end."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept = bytearray()
+        self._cut = 0
+        self._reading, self.writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reading, False)
+        asyncio.get_running_loop().add_reader(self._reading, self._read)
+
+    def _read(self) -> bool:
+        try:
+            read = os.read(self._reading, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not read:
+            asyncio.get_running_loop().remove_reader(self._reading)
+        self._kept += read
+        if (excess := len(self._kept) - self._most) > 0:
+            del self._kept[:excess]
+            self._cut += excess
+        return bool(read)
+
+    def finish(self) -> str:
+        """What was kept, with a mark that says what is missing; nothing is read any more."""
+        while self._read():
+            pass
+        asyncio.get_running_loop().remove_reader(self._reading)
+        os.close(self._reading)
+        mark = f"[output cut: {self._cut} bytes before]\n" if self._cut else ""
+        return mark + self._kept.decode("utf-8", "replace")
+
+
+async def run_program(
+    words: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    told: str,
+    seconds: float,
+    most_bytes: int,
+    until: asyncio.Future[None],
+) -> Ran:
+    """Run a program in a process group of its own; nothing that it started is left when this returns.
+
+    Args:
+        folder: its working directory.
+        environment: all of its variables.
+        told: its standard input.
+        seconds: wall clock after which it is ended.
+        most_bytes: of what it prints that are kept, of each stream.
+        until: ends it when done.
+
+    Raises: OSError where it cannot be started.
+    """
+    began = time.monotonic()
+    mark = secrets.token_hex(16)
+    output, errors = _Tail(most_bytes), _Tail(most_bytes)
+    exit_code: int | None = None
+    try:
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(told.encode("utf-8", "replace"))
+            stdin.seek(0)
+            # Not asyncio's: this may be any thread's loop, of any kind, and the start itself is quick.
+            process = subprocess.Popen(  # noqa: ASYNC220
+                list(words),
+                stdin=stdin,
+                stdout=output.writing,
+                stderr=errors.writing,
+                cwd=folder,
+                env={**environment, MARK: mark},
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        try:
+            await _ended(process, seconds, until)
+            exit_code = process.poll()
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            await asyncio.shield(asyncio.to_thread(_end_strays, mark))
+    finally:
+        os.close(output.writing)
+        os.close(errors.writing)
+        said, complained = output.finish(), errors.finish()
+    return Ran(exit_code=exit_code, output=said, errors=complained, seconds=time.monotonic() - began)
+
+
+async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None]) -> None:
+    """Return when the process has ended, its time is over, or ``until`` is done."""
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    watched = os.pidfd_open(process.pid)
+    loop.add_reader(watched, gone.set)
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(gone.wait())
+    try:
+        await asyncio.wait({waiting, until}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        loop.remove_reader(watched)
+        os.close(watched)
+
+
+def _end_strays(mark: str) -> None:
+    """End processes that a program has started and that have left its group."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real == os.getuid() and process.environ().get(MARK) == mark:
+                process.kill()
+
+
+# Found now: nothing may be imported between fork and exec.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

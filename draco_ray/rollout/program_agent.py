@@ -1,0 +1,181 @@
+"""An agent that is a program of the user's: it does one task, and asks the policy through an endpoint of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.environments.base import World
+from draco_ray.errors import ConfigError, EnvironmentCrashed
+from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
+from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
+from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.endpoint.episode import Episode
+from draco_ray.rollout.endpoint.server import Endpoint
+from draco_ray.rollout.program import Ran, run_program
+from draco_ray.rollout.tokens import TokenPolicy
+
+PASSED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "TERM",
+    "TZ",
+    "LANG",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "SSL_CERT_FILE",
+)
+"""Variables that every program gets; so does one that begins with ``LC_``."""
+RUNNER = "draco_ray.rollout.call_function"
+WORKSPACE = "workspace"
+"""Field of a task that names a folder to work in, for environments that look at what is left there."""
+_SAID_CHARACTERS = 300
+
+
+class ProgramAgent:
+    """Starts ``agent.command`` (or ``agent.function``, in a process of its own) once an episode.
+
+    The program's standard output is what it hands in: it is the one action that the world is given, when the program
+    has ended by itself.
+    """
+
+    def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
+        """Raises: ConfigError where there is no program, or a policy without tokens."""
+        if not isinstance(policy, TokenPolicy):
+            raise ConfigError(
+                f"agent.use=command: policy {policy.name} has no tokens to record; it plays with policies of a run's "
+                "engines, not with an API"
+            )
+        self._policy, self._config, self._template = policy, config, template
+        self._words = _words(config)
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """See `Agent`: what the program is told."""
+        return fill_agent_prompt(self._template, task)
+
+    async def run(self, world: World, request: RolloutRequest) -> Trajectory:
+        """See `Agent`. Raises: what the policy raises; ConfigError where the program cannot be started."""
+        task = world.task
+        prompt = self.prompt(task)
+        episode = Episode(task, request, self._policy, self._config)
+        with tempfile.TemporaryDirectory(prefix="draco-agent-") as scratch:
+            async with _endpoint().serving(episode) as base_url:
+                environment = self._environment(Path(scratch), task, episode.key, base_url)
+                try:
+                    ran = await run_program(
+                        self._words,
+                        folder=self._config.folder,
+                        environment=environment,
+                        told="\n\n".join(message.content for message in prompt) + "\n",
+                        seconds=self._config.timeout_seconds,
+                        most_bytes=self._config.max_output_characters,
+                        until=episode.failed,
+                    )
+                except OSError as error:
+                    raise ConfigError(f"agent.command: {self._words[0]!r} cannot be started: {error}") from error
+        if episode.failed.done():
+            episode.failed.result()
+        ended, why = self._end(episode, ran)
+        if ended is EpisodeEnd.FINISHED:
+            try:
+                await world.act(ran.output)
+            except EnvironmentCrashed as crash:
+                ended, why = end_of(crash), str(crash)
+        return episode.trajectory(ended, why, prompt=prompt, closing=_closing(ran, self._config))
+
+    def _end(self, episode: Episode, ran: Ran) -> tuple[EpisodeEnd, str | None]:
+        """How the episode counts, and why where that has to be said."""
+        how = f"ended with exit code {ran.exit_code}"
+        if ran.exit_code is None:
+            how = f"did not end within agent.timeout_seconds={self._config.timeout_seconds:g}"
+        elif ran.exit_code < 0:
+            how = f"was ended by signal {-ran.exit_code}"
+        last = " ".join((ran.errors.strip() or ran.output.strip()).split())[-_SAID_CHARACTERS:]
+        said = f"; its last words: {last}" if last else ""
+        if not episode.turns and episode.refused is None:
+            return EpisodeEnd.SERVER_ERROR, f"the agent's program {how} and never called the endpoint{said}"
+        if ran.exit_code == 0:
+            return episode.refused or EpisodeEnd.FINISHED, None
+        if episode.refused is not None:
+            return episode.refused, f"the agent's program {how} after the limit{said}"
+        return EpisodeEnd.CRASHED, f"the agent's program {how}{said}"
+
+    def _environment(self, scratch: Path, task: Task, key: str, base_url: str) -> Mapping[str, str]:
+        """The variables of one program: those that are let through, and its own."""
+        file = scratch / "task.json"
+        told = {
+            "task_id": task.task_id,
+            "group": task.group,
+            "instruction": task.instruction,
+            "fields": {**task.fields},
+        }
+        file.write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8", errors="replace")
+        passed = {*PASSED, *self._config.pass_environment}
+        kept = {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
+        work = task.fields.get(WORKSPACE) or str(scratch)
+        return kept | {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_BASE": base_url,
+            "OPENAI_API_KEY": key,
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+            "TMPDIR": str(scratch),
+            "PYTHONUNBUFFERED": "1",
+            "DRACO_TASK_FILE": str(file),
+            "DRACO_TASK_ID": task.task_id,
+            "DRACO_MODEL": "policy",
+            "DRACO_WORKSPACE": work,
+        }
+
+
+@functools.cache
+def _endpoint_of(loop: asyncio.AbstractEventLoop) -> Endpoint:
+    return Endpoint()
+
+
+def _endpoint() -> Endpoint:
+    """The one server of this process, for the agents of all its policies."""
+    return _endpoint_of(asyncio.get_running_loop())
+
+
+def _words(config: AgentConfig) -> list[str]:
+    if (config.command is None) == (config.function is None):
+        raise ConfigError(
+            "agent.use=command: expected agent.command='python my_agent.py', or agent.function=file.py:name"
+        )
+    if not config.folder.is_dir():
+        raise ConfigError(f"agent.folder={str(config.folder)!r}: no such folder")
+    if config.function is not None:
+        return [sys.executable, "-m", RUNNER, config.function]
+    try:
+        words = shlex.split(config.command or "")
+    except ValueError as error:
+        raise ConfigError(f"agent.command={config.command!r}: {error}") from None
+    if not words:
+        raise ConfigError("agent.command: empty; expected a command such as 'python my_agent.py'")
+    # As the program will be looked for: in its folder where it has a slash, along PATH otherwise.
+    found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
+    if found is None:
+        raise ConfigError(f"agent.command: no program {words[0]!r} that can be run (agent.folder is {config.folder})")
+    return [str(Path(found).absolute()), *words[1:]]
+
+
+def _closing(ran: Ran, config: AgentConfig) -> str:
+    how = "ended for its time" if ran.exit_code is None else f"exit code {ran.exit_code}"
+    parts = [f"The agent's program: {how} after {ran.seconds:.1f} s."]
+    for name, text in (("standard output", ran.output), ("standard error", ran.errors)):
+        if text.strip():
+            parts.append(f"{name}:\n{text.strip()}")
+    return "\n".join(parts)
