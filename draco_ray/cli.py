@@ -423,8 +423,9 @@ def replay(
     from rich.console import Console
 
     from draco_ray.algorithm.rules import RULES, find_rule
-    from draco_ray.commands.analysis import replay_algorithm, replay_judge
+    from draco_ray.commands.replay import replay_algorithm, replay_judge
     from draco_ray.errors import ConfigError
+    from draco_ray.lab.analysis.judges import NamedJudge
 
     console = Console(highlight=False, soft_wrap=True, width=120)
     for name in rule or ():
@@ -442,14 +443,12 @@ def replay(
     else:
         written = replay_judge(
             directory,
-            judge=judge,
-            api_base=api_base,
-            api_key_env=api_key_env,
+            judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
+            pairing=None
+            if pairing is None
+            else NamedJudge(model=pairing, api_base=pairing_api_base, api_key_env=pairing_api_key_env),
             phases=phase or ([] if static_rubric else [Score.name, Credit.name]),
             steps=step,
-            pairing=pairing,
-            pairing_api_base=pairing_api_base,
-            pairing_api_key_env=pairing_api_key_env,
             static_rubric=static_rubric,
             out=out,
             console=console,
@@ -497,20 +496,16 @@ def attribution_bench(
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
     from rich.console import Console
 
-    from draco_ray.commands.analysis import attribution_bench as run_bench
+    from draco_ray.commands.attribution_bench import Solutions
+    from draco_ray.commands.attribution_bench import attribution_bench as run_bench
+    from draco_ray.lab.analysis.judges import NamedJudge
 
     written = run_bench(
-        judge=judge,
+        Solutions(
+            run=run, steps=step, world=world, sandbox=SANDBOX_ROOT, split=split, tasks=tasks, processes=processes
+        ),
+        judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
         config=config,
-        api_base=api_base,
-        api_key_env=api_key_env,
-        run=run,
-        steps=step,
-        world=world,
-        sandbox=SANDBOX_ROOT,
-        split=split,
-        tasks=tasks,
-        processes=processes,
         out=out,
         console=Console(highlight=False, soft_wrap=True, width=120),
         trust=trust,

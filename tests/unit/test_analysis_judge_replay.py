@@ -15,7 +15,7 @@ from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import RuleComplete, judge_config
+from draco_ray.lab.analysis.judges import NamedJudge, RuleComplete, judge_config
 from draco_ray.lab.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay
 from draco_ray.records import Attribution, Criterion, JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows
@@ -184,6 +184,6 @@ def test_another_model_takes_nothing_of_the_old_endpoint() -> None:
         extra_body={"thinking": False},
         temperature=0.3,
     )
-    other = judge_config(offline, "anthropic/new", api_base=None, api_key_env=None, cache=None)
+    other = judge_config(offline, NamedJudge(model="anthropic/new"), None)
     assert (other.model, other.api_base, other.api_key_env) == ("anthropic/new", None, "ANTHROPIC_API_KEY")
     assert (other.temperature, other.extra_body, other.rule_judge.start) == (0.3, {}, False)

@@ -16,7 +16,7 @@ from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.lab.analysis.judges import OWN, RULES, RuleComplete, judge_config
+from draco_ray.lab.analysis.judges import OWN, RULES, NamedJudge, RuleComplete, judge_config
 from draco_ray.lab.analysis.pairing import pair_criteria, pairing_prompt, pairing_template, parse_pairs
 from draco_ray.lab.analysis.rubric_overlap import (
     CEILING,
@@ -217,13 +217,13 @@ def test_anything_else_is_refused_with_the_reason(text: str, problem: str) -> No
 
 def test_the_runs_own_judge_can_be_asked_again() -> None:
     asked = JudgeConfig(model="openai/x", api_base="http://127.0.0.1:1/v1", extra_body={"a": 1})
-    again = judge_config(asked, OWN, api_base=None, api_key_env=None, cache=Path("cache"))
+    again = judge_config(asked, NamedJudge(model=OWN), Path("cache"))
     assert (again.model, again.api_base, again.extra_body) == ("openai/x", "http://127.0.0.1:1/v1", {"a": 1})
     started = JudgeConfig(rule_judge=RuleJudgeConfig(start=True))
-    assert judge_config(started, OWN, api_base=None, api_key_env=None, cache=None).model == RULES
+    assert judge_config(started, NamedJudge(model=OWN), None).model == RULES
     policy = JudgeConfig(self_judge=SelfJudgeConfig(enabled=True))
     with pytest.raises(ConfigError, match="its own policy"):
-        judge_config(policy, OWN, api_base=None, api_key_env=None, cache=None)
+        judge_config(policy, NamedJudge(model=OWN), None)
 
 
 def test_written_criteria_need_a_third_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

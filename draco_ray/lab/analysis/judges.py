@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
@@ -44,49 +45,58 @@ class RuleComplete:
         """It always answers."""
 
 
-def judge_config(
-    config: JudgeConfig, model: str, *, api_base: str | None, api_key_env: str | None, cache: Path | None
-) -> JudgeConfig:
-    """``config`` with another model: its prompts, sampling, attempts and prices stay, its endpoint and body do not.
+@dataclass(frozen=True, kw_only=True)
+class NamedJudge:
+    """Who is asked, as a command line names it."""
+
+    model: str
+    """LiteLLM model name, `RULES`, `OWN` (the judge that a configuration is of) or `POLICY`."""
+    api_base: str | None = None
+    """Endpoint; None is the provider's own."""
+    api_key_env: str | None = None
+    """Variable that holds the key; None is ``<PROVIDER>_API_KEY``."""
+
+
+def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
+    """``config`` with another judge: its prompts, sampling, attempts and prices stay, its endpoint and body do not.
 
     Args:
         config: whose other settings to take.
-        model: LiteLLM model name, `RULES`, or `OWN` for the judge that ``config`` is of.
-        api_base: endpoint; None is the provider's own.
-        api_key_env: variable that holds the key; None is ``<PROVIDER>_API_KEY``.
-        cache: folder of the durable reply cache.
+        judge: who is asked.
+        cache: folder of the durable reply cache; the rule judge has none, it answers faster than a disk.
 
     Raises:
         ConfigError: the run's own judge was its policy, which changes with every step.
     """
+    model = judge.model
     if model == OWN:
-        return _own(config, api_base=api_base, api_key_env=api_key_env, cache=cache)
+        return _own(config, judge, cache)
     provider = model.partition("/")[0] if "/" in model else "openai"
     return config.model_copy(
         update={
             "model": model,
-            "api_base": api_base,
-            "api_key_env": api_key_env or f"{provider.upper()}_API_KEY",
+            "api_base": judge.api_base,
+            "api_key_env": judge.api_key_env or f"{provider.upper()}_API_KEY",
             "extra_body": {} if model != config.model else config.extra_body,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
-            "cache": cache,
+            "cache": None if model == RULES else cache,
         }
     )
 
 
-def _own(config: JudgeConfig, *, api_base: str | None, api_key_env: str | None, cache: Path | None) -> JudgeConfig:
+def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
     if config.self_judge.enabled:
         raise ConfigError(
             "--judge own: this run's judge was its own policy, which changed with every step; ask its checkpoints with "
             f"--judge {POLICY}"
         )
     if config.rule_judge.start:
-        return judge_config(config, RULES, api_base=None, api_key_env=None, cache=cache)
+        return judge_config(config, NamedJudge(model=RULES), None)
     return config.model_copy(
         update={
-            "api_base": api_base or config.api_base,
-            "api_key_env": api_key_env or config.api_key_env,
+            "api_base": judge.api_base or config.api_base,
+            "api_key_env": judge.api_key_env or config.api_key_env,
             "cache": cache,
         }
     )

@@ -1,0 +1,126 @@
+"""What `draco attribution-bench` does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from rich.console import Console
+
+from draco_ray.commands.printing import print_table
+from draco_ray.commands.replay import judges_own_config, open_run
+from draco_ray.config.load import load_config
+from draco_ray.errors import WorldError
+from draco_ray.judging.judge import Judge, prompts_of
+from draco_ray.lab.analysis.attribution.bench import judge_groups
+from draco_ray.lab.analysis.attribution.measure import measures, rollout_rows
+from draco_ray.lab.analysis.attribution.plant import PlantedRollout, planted_groups
+from draco_ray.lab.analysis.attribution.recorded import recorded_groups
+from draco_ray.lab.analysis.judges import NamedJudge, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.tables import write_table
+from draco_ray.lab.files import check_folder
+
+SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
+"""Measures printed for each kind of fault."""
+ROLLOUTS = "rollouts.jsonl"
+"""Executed rollouts, below the folder of the tables; those that are there are used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solutions:
+    """What faults are planted in: a run's successful rollouts, or a sandbox's reference solutions."""
+
+    run: Path | None
+    """None takes the reference solutions."""
+    steps: Sequence[int] | None
+    """Training steps of the run; None is all."""
+    world: Path | None
+    """Data root; None is the run's, or ``sandbox`` where there is no run."""
+    sandbox: Path
+    """The usual place of a sandbox."""
+    split: str
+    """Of the sandbox."""
+    tasks: int | None
+    """At most so many."""
+    processes: int
+    """AppWorld processes side by side."""
+
+    def plant(self, kept: Path, *, trust: bool) -> tuple[list[list[PlantedRollout]], Path]:
+        """The groups, and the data root that they belong to.
+
+        Raises:
+            ConfigError: an unknown split or step, or not a run.
+            WorldError: no sandbox, no successful rollout, or AppWorld fails.
+        """
+        if self.run is None:
+            world = self.world or self.sandbox
+            groups = planted_groups(world, self.split, self.tasks, self.processes, kept)
+            if not groups:
+                raise WorldError(
+                    f"{world}: no reference of split {self.split} passes; check it with `draco sandbox verify`"
+                )
+            return groups, world
+        recorded = open_run(self.run, self.steps)
+        of_run = load_config(str(recorded.path), trust=trust)
+        world = self.world or of_run.data.root
+        groups = recorded_groups(recorded, self.steps, self.tasks, world, of_run.environment, self.processes, kept)
+        if not groups:
+            raise WorldError(
+                f"{self.run}: no rollout passes its task's tests in {world} without an error and breaks with a planted "
+                "fault; take more training steps, or a run whose policy succeeds"
+            )
+        return groups, world
+
+
+def attribution_bench(
+    solutions: Solutions, *, judge: NamedJudge, config: str | None, out: Path, console: Console, trust: bool = False
+) -> list[Path]:
+    """Plant faults in solutions, let a judge find them, print how well it and credit do.
+
+    Args:
+        solutions: what faults are planted in.
+        judge: who is measured.
+        config: for the judge; None is the run's own, else the defaults.
+        out: folder of the tables.
+        console: where figures are printed.
+        trust: as of `draco_ray.config.load.load_config`.
+
+    Raises:
+        ConfigError: an unknown split or step, not a run, or a configuration that cannot be used.
+        WorldError: no sandbox, no successful rollout, or AppWorld fails.
+        JudgeUnavailable: the judge does not answer.
+    """
+    recorded = None if solutions.run is None else open_run(solutions.run, solutions.steps)
+    check_folder(out)
+    source = config if config is not None or recorded is None else str(recorded.path)
+    settings = judge_config(judges_own_config(source, [judge], trust=trust).judge, judge, out / "judge_cache")
+    prompts = prompts_of(settings)
+    groups, world = solutions.plant(out / ROLLOUTS, trust=trust)
+    faults = sum(rollout.fault is not None for group in groups for rollout in group)
+    console.print(
+        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; judge {judge.model}"
+    )
+    judged = asyncio.run(judge_groups(Judge(open_complete(settings), prompts, settings), groups, world))
+    found = measures(judged, judge.model)
+    _print(console, found)
+    tables = out / folder_name(judge.model)
+    return [
+        *write_table(found, tables, "measures"),
+        *write_table(rollout_rows(judged, judge.model), tables, "rollouts"),
+    ]
+
+
+def _print(console: Console, found: pa.Table) -> None:
+    rows = found.to_pylist()
+    heads = ("observations", "value", "low", "high", "chance", "last_step")
+    overall = {row["measure"]: [row[head] for head in heads] for row in rows if row["scope"] == "all"}
+    print_table(console, "all planted faults", ["", *heads], overall)
+    cells: dict[str, list[object]] = {}
+    for row in rows:
+        if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all":
+            of_fault = cells.setdefault(row["scope"], [None] * len(SHOWN_BY_FAULT))
+            of_fault[SHOWN_BY_FAULT.index(row["measure"])] = row["value"]
+    print_table(console, "by fault", ["", *SHOWN_BY_FAULT], cells)

@@ -1,0 +1,263 @@
+"""What `draco replay` does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+from rich.console import Console
+
+from draco_ray.commands.printing import print_means, print_overall, print_table
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.errors import ConfigError
+from draco_ray.judging.complete import Complete
+from draco_ray.judging.judge import Judge, prompts_of
+from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.lab.analysis import rubric_overlap
+from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
+from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
+from draco_ray.lab.analysis.judge_loss import judge_loss
+from draco_ray.lab.analysis.judges import OWN, POLICY, RULES, NamedJudge, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.replay import PHASES, ArchivedCall, agreement_table, archived_calls, check_steps, replay
+from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
+from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
+from draco_ray.lab.analysis.rules import replay_rules
+from draco_ray.lab.analysis.tables import write_table
+from draco_ray.lab.analysis.trend import trends
+from draco_ray.lab.files import check_folder
+from draco_ray.records import Criterion
+from draco_ray.runs.directory import RunDirectory
+
+FOLLOWED = ("agreement", "kappa", "ac1", "balanced_accuracy", "false_pass", "false_fail", "citation_overlap")
+"""Measures of agreement followed over training."""
+
+
+def replay_algorithm(
+    directory: Path, *, rules: Sequence[str], steps: Sequence[int] | None, out: Path | None, console: Console
+) -> list[Path]:
+    """Run advantage rules over the recorded verdicts, and vary the members of groups; no call is made.
+
+    Raises:
+        ConfigError: not a run, an unknown step, or nothing that could be replayed.
+    """
+    run = open_run(directory, steps)
+    std_epsilon = run.setting("algorithm.std_epsilon")
+    folder = check_folder(out or run.path / REPLAYS)
+    table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
+    if not table.num_rows:
+        raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
+    print_means(console, "advantage rules, means over steps", table, "rule", ("run", "training_step"))
+    dropout = dropout_variance(run, steps, std_epsilon=std_epsilon)
+    names = ("reward_deviation", "advantage_deviation", "advantage_deviation_fixed", "sign_flips")
+    print_means(console, "under resampled members, means over rollouts", dropout.select(["run", *names]), "run", ())
+    survival = survival_by_group_size(run, steps)
+    shown = survival.select(["group_size", "surviving", "survival"])
+    print_means(console, "criteria that survive dropout, by group size", shown, "group_size", ())
+    return [
+        path
+        for name, found in (("rules", table), ("dropout", dropout), ("survival", survival))
+        for path in write_table(found, folder, name)
+    ]
+
+
+def replay_judge(
+    directory: Path,
+    *,
+    judge: NamedJudge,
+    pairing: NamedJudge | None,
+    phases: Sequence[str],
+    steps: Sequence[int] | None,
+    static_rubric: Path | None,
+    out: Path | None,
+    console: Console,
+    trust: bool = False,
+) -> list[Path]:
+    """Send archived judge calls to another judge and print how far it agrees; ``pairing`` compares written criteria.
+
+    With ``static_rubric`` it also scores the recorded rollouts against that rubric.
+
+    Raises:
+        ConfigError: not a run, an unknown step, no call to replay, criteria to compare and no model that does, or a
+            policy's checkpoint that was not kept.
+        JudgeUnavailable: the judge does not answer.
+        EngineError: the policy cannot be served.
+    """
+    run = open_run(directory, steps)
+    _check_named(run, judge, pairing, phases, steps)
+    own = judges_own_config(str(run.path), [judge, *filter(None, [pairing])], trust=trust).judge
+    calls = archived_calls(run, steps, [phase for phase in phases if phase in PHASES])
+    written = rubric_overlap.writing_calls(run, steps, [p for p in phases if p in rubric_overlap.PHASES], own)
+    rubric = None if static_rubric is None else load_static_rubric(static_rubric)
+    if not calls and not written and rubric is None:
+        raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
+    folder = check_folder(out or run.path / REPLAYS)
+    asked = _Replay(run, judge.model, own, judge_config(own, judge, folder / "judge_cache"), folder, console)
+    found: list[Path] = []
+    if calls:
+        found += asked.verdicts(calls)
+    if written and pairing is not None:
+        found += asked.written(written, judge_config(own, pairing, folder / "judge_cache"))
+    if rubric is not None:
+        found += asked.static(rubric, steps or run.steps())
+    console.print(f"asked for {asked.dollars:.4f} dollars")
+    return found
+
+
+def _check_named(
+    run: RunDirectory,
+    judge: NamedJudge,
+    pairing: NamedJudge | None,
+    phases: Sequence[str],
+    steps: Sequence[int] | None,
+) -> None:
+    if judge.model == POLICY:
+        if judge.api_base is not None or judge.api_key_env is not None:
+            raise ConfigError(f"--judge {POLICY}: it is served here; expected no --api-base and no --api-key-env")
+        checkpoints_before(run, steps or run.steps())
+    writing = [phase for phase in phases if phase in rubric_overlap.PHASES]
+    if pairing is None:
+        if writing:
+            raise ConfigError(
+                f"--phase {writing[0]}: a third model says which criteria of the two judges are the same check; "
+                f"name it with --pairing MODEL ({RULES}: the offline judge)"
+            )
+    elif pairing.model == POLICY:
+        raise ConfigError(
+            f"--pairing {POLICY}: a policy cannot compare its own criteria; name a third model or {RULES}"
+        )
+    elif not writing:
+        raise ConfigError("--pairing: only verdicts were asked about; add --phase stage1, stage2 or union")
+
+
+class _Replay:
+    """One judge asked what a run asked its own; prints what is found and writes its tables."""
+
+    def __init__(
+        self, run: RunDirectory, judge: str, own: JudgeConfig, config: JudgeConfig, folder: Path, console: Console
+    ) -> None:
+        self._run = run
+        self._judge = judge
+        self._own = own
+        self._config = config
+        self._tables = folder / folder_name(judge)
+        self._console = console
+        self.dollars = 0.0
+
+    def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
+        """How far its verdicts and citations agree, and what training would lose."""
+        self._console.print(f"{len(calls)} archived prompts to {self._judge}")
+        replayed = self._ask(
+            self._config,
+            [call.training_step for call in calls],
+            lambda complete, mine: replay(
+                self._run, complete, [call for call in calls if call.training_step in mine], self._judge
+            ),
+        )
+        agreed = agreement_table(replayed)
+        print_overall(self._console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
+        lost = judge_loss(self._run, replayed)
+        _print_loss(self._console, lost)
+        tables = {"judge_loss": lost, "agreement": agreed, "replayed": replayed, "trends": trends(agreed, FOLLOWED)}
+        return self._written(tables)
+
+    def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
+        """How far its criteria are the same checks, as the third model says."""
+        self._console.print(f"{len(calls)} archived prompts to {self._judge}, paired by {third.model}")
+        model = rubric_overlap.ThirdModel(complete=open_complete(third), config=third)
+        compared = self._ask(
+            self._config,
+            [call.training_step for call in calls],
+            lambda complete, mine: rubric_overlap.compare_writing(
+                self._run,
+                [call for call in calls if call.training_step in mine],
+                self._judge,
+                complete,
+                self._own,
+                model,
+            ),
+        )
+        overlap = rubric_overlap.overlap_table(compared)
+        print_overall(self._console, "criteria, beside the run's own judge against itself", overlap, ("run",))
+        measured = ("recall", "precision", "criteria", "discriminative")
+        return self._written({"overlap": overlap, "comparisons": compared, "overlap_trends": trends(overlap, measured)})
+
+    def static(self, rubric: Sequence[Criterion], steps: Sequence[int]) -> list[Path]:
+        """The recorded rollouts scored against a static rubric, beside the run's own."""
+        scorer = self._config.model_copy(update={"score_votes": 1})
+        prompts = prompts_of(scorer)
+        again = self._ask(
+            scorer,
+            steps,
+            lambda complete, mine: rescore(self._run, mine, rubric, Judge(complete, prompts, scorer), self._judge),
+        )
+        rates = rubric_rates(self._run, again)
+        overall = [row for row in rates.to_pylist() if row["training_step"] is None]
+        names = [name for name in rates.column_names if name not in ("run", "training_step", "rubric")]
+        print_table(
+            self._console,
+            "the same rollouts against a static rubric",
+            ["rubric", *(row["rubric"] for row in overall)],
+            {name: [row[name] for row in overall] for name in names},
+        )
+        return self._written({"rubric_rates": rates, RESCORED_TABLE: again})
+
+    def _ask(
+        self,
+        config: JudgeConfig,
+        steps: Iterable[int],
+        ask: Callable[[Complete, Sequence[int]], Awaitable[pa.Table]],
+    ) -> pa.Table:
+        """Let ``ask`` put what these training steps hold to the judge, or step by step to a policy's checkpoints."""
+        wanted = sorted(set(steps))
+
+        async def asked() -> pa.Table:
+            # A client of its own each time: another one's locks belong to an event loop that has ended.
+            if self._judge != POLICY:
+                return await ask(open_complete(config), wanted)
+            # Whether its configuration may be acted on was asked when the judge was named.
+            trusted = load_config(str(self._run.path), trust=True)
+            async with open_checkpoints(trusted, self._run, wanted) as policy:
+                return pa.concat_tables([await ask(await policy.at(step), [step]) for step in wanted])
+
+        table = asyncio.run(asked())
+        self.dollars += sum(table.column("dollars").to_pylist())
+        return table
+
+    def _written(self, tables: Mapping[str, pa.Table]) -> list[Path]:
+        return [path for name, table in tables.items() for path in write_table(table, self._tables, name)]
+
+
+def judges_own_config(source: str | None, judges: Sequence[NamedJudge], *, trust: bool) -> DracoConfig:
+    """A configuration whose judge's prompts and sampling are taken; more only where it names who is asked."""
+    if not {OWN, POLICY} & {judge.model for judge in judges}:
+        return load_config(source, trust=True)
+    first = judges[0]
+    given = {"judge.api_base": first.api_base, "judge.api_key_env": first.api_key_env}
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+    return load_config(source, overrides if first.model == OWN else (), trust=trust)
+
+
+def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
+    """A run with rows, and with these steps.
+
+    Raises:
+        ConfigError: it is none, or has no such step.
+    """
+    run = RunDirectory.open(directory.resolve())
+    if not run.steps():
+        raise ConfigError(f"{directory}: nothing to replay, the run has no rows yet")
+    check_steps(run, steps or ())
+    return run
+
+
+def _print_loss(console: Console, table: pa.Table) -> None:
+    """A line a measure of what training would lose, where both judges have scored a group."""
+    for row in table.to_pylist():
+        if row["groups"]:
+            names = [name for name in table.column_names if name not in ("run", "judge")]
+            print_table(
+                console, "in its place, through the same rule", ["", row["judge"]], {n: [row[n]] for n in names}
+            )
