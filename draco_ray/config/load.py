@@ -1,6 +1,7 @@
 """From what the user typed to a `DracoConfig`: preset or YAML file, then a setting, then ``key=value`` overrides.
 
-Later ones win. A config file may start from another with ``extends: NAME``. Every mistake becomes one line that names
+Later ones win. A config file may start from another with ``extends: NAME``, and a text in it that begins with ``./`` is
+a path from the file's own folder. Every mistake becomes one line that names
 the key, what was found, what is expected, and the nearest right key.
 """
 
@@ -103,7 +104,7 @@ def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()
         ring = " -> ".join(str(each) for each in (*children[children.index(real) :], real))
         raise ConfigError(f"config {path}: extends itself ({ring}); remove one `extends`")
     text = _read_text(path)
-    tree = _parse(text, path)
+    tree = _from_folder(_parse(text, path), path.parent.resolve())
     parent = tree.pop("extends", None)
     base = {} if parent is None else _read(str(parent), foreign, (*children, real))
     of_run = Path(source).is_dir() or is_run_directory(path.parent)
@@ -113,6 +114,15 @@ def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()
     _note_keys(tree, foreign, path if theirs else None)
     _merge(base, tree)
     return base
+
+
+def _from_folder(node: Any, folder: Path) -> Any:
+    """``node`` with every text that begins with ``./`` as a path in ``folder``."""
+    if isinstance(node, dict):
+        return {key: _from_folder(value, folder) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_from_folder(value, folder) for value in node]
+    return str(folder / node) if isinstance(node, str) and node.startswith("./") else node
 
 
 def _source_file(source: str) -> Path:
@@ -138,7 +148,9 @@ def _note_keys(tree: Mapping[str, Any], foreign: dict[str, Path], theirs: Path |
         for part in key.split("."):
             node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
         if node is not _ABSENT:
-            foreign.pop(key, None)
+            # A mapping is merged: what somebody else's has beside it stays theirs.
+            if not isinstance(node, Mapping):
+                foreign.pop(key, None)
             if theirs is not None:
                 foreign[key] = theirs
 

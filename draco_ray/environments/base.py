@@ -18,7 +18,10 @@ from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 from draco_ray.registry import find
 
-ENVIRONMENTS = {"appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment"}
+ENVIRONMENTS = {
+    "appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment",
+    "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
+}
 """The environments that ship, by the name that ``environment.use`` may give them."""
 
 
@@ -70,13 +73,13 @@ class Environment(ABC):
     Making one must be cheap: whatever a task needs is started by `open`.
     """
 
-    facts: ClassVar[str] = ""
+    facts: str = ""
     """What a judge has to know of it, as lines of a list: how actions look, what ends an episode, what an agent must do
     that no criterion may punish."""
     agent_prompt: ClassVar[Path | str] = "{task_description}"
     """The agent's prompt unless ``agent.prompt`` names another: a template file, or the template itself
     (`draco_ray.rollout.agent_prompt`)."""
-    evaluates: ClassVar[bool] = False
+    evaluates: bool = False
     """Whether its worlds can be evaluated."""
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:

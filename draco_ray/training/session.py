@@ -18,7 +18,7 @@ from draco_ray.config.load import project_file
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.base import Environment, find_environment
+from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
@@ -73,11 +73,11 @@ def with_environment(config: DracoConfig) -> DracoConfig:
     """The configuration with what the environment says of itself to the judge, so that a run directory tells it too.
 
     Raises:
-        ConfigError: ``environment.use`` names none.
+        ConfigError, WorldError: ``environment.use`` names none, or one that cannot be used.
     """
     facts = config.judge.environment_facts
     if facts is None:
-        facts = find_environment(config.environment.use).facts
+        facts = make_environment(config.environment, config.data).facts
     return config.model_copy(update={"judge": config.judge.model_copy(update={"environment_facts": facts})})
 
 

@@ -75,6 +75,17 @@ def test_a_received_run_needs_a_word_for_each_key(tmp_path: Path, monkeypatch: p
     assert mine.learner.lora_rank == 3
 
 
+def test_an_option_of_ones_own_does_not_vouch_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = "environment.options={tools: [/theirs/tools.py]}"
+    run = received(tmp_path / "run", monkeypatch, theirs, "learner.lora_rank=3")
+    extending = tmp_path / "mine.yaml"
+    extending.write_text(f"extends: {run}\nenvironment:\n  options:\n    facts: Be brief.\n")
+    for source, overrides in ((run, []), (extending, []), (run, ["environment.options.facts=brief"])):
+        with pytest.raises(ConfigError, match="/theirs/tools.py.*--trust"):
+            load_config(str(source), overrides)
+    assert load_config(str(extending), trust=True).environment.options["facts"] == "Be brief."
+
+
 def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confirmed() -> None:
     confirmed = {key for key, _ in confirmed_keys()}
     assert set(NAMED) < confirmed
@@ -96,7 +107,8 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
     # Says when the provider keeps what prompts share: no place of ours.
     no_place = {"judge.prompt_cache"}
     named = {key for key in dotted_keys() if key.rsplit(".", 1)[-1].endswith(telling)} - no_place
-    assert named == confirmed
+    # Whatever an environment takes: files of tools, commands, addresses.
+    assert named | {"environment.options"} == confirmed
     shutil_like = ("command", "program", "class", "module", "entry", "url", "hook", "script", "plugin", "executable")
     assert not [key for key in set(dotted_keys()) - named if any(word in key for word in shutil_like)]
 

@@ -1,6 +1,8 @@
-"""Confine the processes that will run model-written code, then start the world template in the jail.
+"""Confine the processes that will run model-written code, then start the program in the jail that the spec names:
+AppWorld's world template, or the server of tools that are functions.
 
-Run by AppWorld's Python: ``python -m draco_ray.environments.jail.confine '<spec as JSON>'``. Standard library only.
+Run by the Python of that program: ``python -m draco_ray.environments.jail.confine '<spec as JSON>'``. Standard library
+only.
 
 Four levels, strongest first; what each leaves of the host:
 
@@ -57,14 +59,27 @@ _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
 """Of a task's folder; its ground truth is not among them."""
 
-_CODE = ("__init__.py", "environments/__init__.py", "environments/jail", "environments/appworld")
-"""Of this package: what runs in the jail."""
+_CODE = ("__init__.py", "environments/__init__.py", "environments/jail")
+"""Of this package: what runs in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
 """What can be written where the file system is built from mounts. The first is home, and ``/tmp`` too where nothing
 that is shown lies below that name, as the interpreter of a clone in ``/tmp`` does."""
 _DEVICES = ("null", "zero", "random", "urandom")
+_NETWORK = tuple(
+    path
+    for path in (
+        "/etc/resolv.conf",
+        "/etc/hosts",
+        "/etc/nsswitch.conf",
+        "/etc/ssl",
+        "/etc/pki",
+        "/usr/share/ca-certificates",
+    )
+    if os.path.exists(path)
+)
+"""What programs read to find and trust other hosts."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ class JailSpec:
     directory: str
     """Private folder of the jail on the host."""
     data: str
-    """The data root's ``data`` folder."""
+    """AppWorld's data root's ``data`` folder; empty: none."""
     scratch_mib: int
     output_bytes: int
     """What one cell may print."""
@@ -86,6 +101,14 @@ class JailSpec:
     """Whether the file system is built from mounts, so that a slot and a task can be given their own view of it."""
     task_uids: tuple[int, int] | None = None
     """First and last user that tasks may become; None: they stay who the server is."""
+    module: str = "draco_ray.environments.appworld.world_template"
+    """What is started in the jail, with this spec as its argument."""
+    code: tuple[str, ...] = ("environments/appworld",)
+    """Of this package: what it consists of, beside what runs in every jail."""
+    shown: tuple[str, ...] = ()
+    """More of the host's files and folders, read-only and under their own names."""
+    network: bool = False
+    """Whether the host's network is there."""
 
     @property
     def program(self) -> str:
@@ -100,8 +123,9 @@ class JailSpec:
     def from_json(cls, text: str) -> JailSpec:
         """Inverse of `to_json`."""
         fields = json.loads(text)
-        users = fields.pop("task_uids")
-        return cls(**fields, task_uids=tuple(users) if users else None)
+        for name in ("task_uids", "code", "shown"):
+            fields[name] = None if fields[name] is None else tuple(fields[name])
+        return cls(**fields)
 
 
 def main() -> int:
@@ -152,12 +176,13 @@ def _leave_caretaker(spec: JailSpec) -> None:
 
 def _in_namespaces(spec: JailSpec) -> int:
     task_uids: tuple[int, int] | None = None
+    namespaces = _EVERYTHING & ~linux.NEW_NETWORK if spec.network else _EVERYTHING
     try:
         # A real root needs no user namespace, and may give tasks a user of their own.
-        linux.unshare(_EVERYTHING)
+        linux.unshare(namespaces)
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     except PermissionError:
-        linux.new_user_namespace(_EVERYTHING)
+        linux.new_user_namespace(namespaces)
     linux.detach_mounts()
     root = os.path.join(spec.directory, "root")
     os.mkdir(root)
@@ -211,8 +236,9 @@ def _in_bubblewrap(spec: JailSpec) -> None:
 def bubblewrap_arguments(spec: JailSpec) -> list[str]:
     """Options of ``bwrap`` that set up what `_in_namespaces` does."""
     arguments = [
-        *("--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--unshare-net", "--unshare-ipc"),
+        *("--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--unshare-ipc"),
         *("--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"),
+        *(() if spec.network else ("--unshare-net",)),
     ]
     for capability in ("DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SETPCAP", "SYS_ADMIN"):
         arguments += ["--cap-add", f"CAP_{capability}"]
@@ -232,7 +258,12 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
 def _in_place(spec: JailSpec) -> None:
     task_uids = None
     if os.geteuid() == 0 and _reachable_for_others(
-        sys.prefix, sys.base_prefix, spec.data, _package(), os.path.dirname(spec.directory)
+        sys.prefix,
+        sys.base_prefix,
+        *([spec.data] if spec.data else []),
+        *spec.shown,
+        _package(),
+        os.path.dirname(spec.directory),
     ):
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     world, home = make_world(spec.directory, spec.data)
@@ -246,7 +277,8 @@ def make_world(directory: str, data: str) -> tuple[str, str]:
     """
     world, home = os.path.join(directory, "world"), os.path.join(directory, "tmp")
     os.mkdir(world)
-    os.symlink(data, os.path.join(world, "data"))
+    if data:
+        os.symlink(data, os.path.join(world, "data"))
     os.chmod(directory, 0o711)
     for scratch in (os.path.join(world, "experiments"), home):
         os.mkdir(scratch)
@@ -260,7 +292,7 @@ def _serve(spec: JailSpec, home: str, program: str) -> None:
 
 
 def _template_arguments(spec: JailSpec) -> list[str]:
-    return ["-P", "-s", "-m", "draco_ray.environments.appworld.world_template", spec.to_json()]
+    return ["-P", "-s", "-m", spec.module, spec.to_json()]
 
 
 def environment(world: str, home: str, program: str) -> dict[str, str]:
@@ -305,6 +337,8 @@ def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
         tasks: what of ``data/tasks``, relative to it.
     """
     shown = [source for source, _ in _visible(spec) if source != spec.data]
+    if not spec.data:
+        return [*shown, *(f"/dev/{device}" for device in _DEVICES)]
     data = [os.path.join(spec.data, name) for name in os.listdir(spec.data) if name != "tasks"]
     data += [os.path.join(spec.data, "tasks", name) for name in tasks]
     return [*shown, *data, *(f"/dev/{device}" for device in _DEVICES)]
@@ -317,8 +351,9 @@ def _package() -> str:
 def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
     package = _package()
-    pairs = [(spec.data, f"{_WORLD}/data")]
-    pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in _CODE]
+    pairs = [(spec.data, f"{_WORLD}/data")] if spec.data else []
+    pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in (*_CODE, *spec.code)]
+    pairs += [(os.path.realpath(path), path) for path in (*spec.shown, *(_NETWORK if spec.network else ()))]
     system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))
     pairs += [(path, path) for path in system if os.path.exists(path)]
     pairs += [(f"/{name}", f"/{name}") for name in _libraries("/") if not os.path.islink(f"/{name}")]

@@ -249,7 +249,7 @@ def require_landlock() -> None:
         raise OSError(f"Landlock version {landlock_version()}, version {_LANDLOCK_OLDEST} (Linux 6.2) is needed")
 
 
-def reach_only(*, readable: Iterable[str], writable: Iterable[str]) -> None:
+def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
     """Landlock: open no file outside these any more, use no TCP port, signal nobody outside (newer kernels).
 
     Holds for this thread and what it starts, for good. Set no-new-privileges first (`drop_privileges`).
@@ -257,12 +257,13 @@ def reach_only(*, readable: Iterable[str], writable: Iterable[str]) -> None:
     Args:
         readable: files and folders; those that do not exist are passed over.
         writable: files and folders that may be read too.
+        network: whether TCP ports may be used after all.
     Raises: OSError where the kernel has no Landlock.
     """
     version = landlock_version()
     rights = max(mask for since, mask in _LANDLOCK_RIGHTS.items() if since <= version)
     # The kernel takes the fields it knows: TCP since version 4, signals and abstract sockets since version 6.
-    rules = _LandlockRules(rights, 0x3 if version >= 4 else 0, 0x3 if version >= 6 else 0)
+    rules = _LandlockRules(rights, 0x3 if version >= 4 and not network else 0, 0x3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _landlock(_SYS_LANDLOCK_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(size), 0)
     for paths, file_rights, folder_rights in (

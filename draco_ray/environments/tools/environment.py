@@ -1,0 +1,276 @@
+"""An environment of tools: tasks in JSONL, tools as Python functions in the jail, no class of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.tools.options import ToolsOptions, read_options
+from draco_ray.environments.tools.process import HARD_STOP, ToolProcess
+from draco_ray.environments.tools.rows import Row, read_rows
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.records import Task
+
+SHORTEST_SECRET = 4
+"""Characters: blotting out a shorter one would blot out words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What the tools of an environment are."""
+
+    tools: str
+    """JSON array of their schemas."""
+    evaluates: bool
+
+
+class ToolsEnvironment(Environment):
+    """``environment.use: tools``; see `ToolsOptions` for its options, docs/own-agent.md for how it is used.
+
+    An action is one call, ``{"name": ..., "arguments": {...}}`` in JSON (`draco_ray.rollout.tool_agent`).
+    """
+
+    def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
+        """See `Environment`."""
+        super().__init__(config, data, ground_truth=ground_truth, name=name)
+        self._options = read_options(config.options)
+        self._process: ToolProcess | None = None
+        self._open: ToolWorld | None = None
+
+    @property
+    def facts(self) -> str:  # type: ignore[override]
+        """What the judge is told: how an agent acts here, the tools, and ``environment.options.facts``."""
+        return "\n".join([*_HOW_AGENTS_ACT, *map(_described, json.loads(self._offer.tools)), *self._own_facts()])
+
+    @property
+    def evaluates(self) -> bool:  # type: ignore[override]
+        """Whether there is a function ``evaluate``."""
+        return self._offer.evaluates
+
+    def tasks(self, split: str) -> list[str]:
+        """See `Environment`."""
+        found = [row.task_id for row in self._rows.values() if row.split == split]
+        if not found:
+            splits = ", ".join(sorted({row.split for row in self._rows.values()}))
+            raise WorldError(f"{self._source}: no task of split {split!r}; there are {splits}")
+        return found
+
+    def task(self, task_id: str) -> Task:
+        """See `Environment`."""
+        return self._row(task_id).task(self._offer.tools)
+
+    async def open(self, task_id: str) -> ToolWorld:
+        """See `Environment`."""
+        row, task = self._row(task_id), self.task(task_id)
+        if self._open is not None:
+            await self._open.close()
+        if self._process is None or not self._process.alive:
+            await self.stop()
+            self._process = await ToolProcess.start(self._options, self.config, self._secrets)
+        told = row.told(ground_truth=self.ground_truth)
+        try:
+            # Told apart from what it raises: that reset itself takes too long is its own answer.
+            answer = await self._process.ask({"do": "open", "task": told}, 2 * self.config.start_timeout_seconds)
+        except (EOFError, EnvironmentCrashed) as error:
+            answer = {"failed": str(error) or "the process of tools is gone"}
+        if "opened" not in answer:
+            await self.stop()
+            failed = answer.get("failed") or f"its process ended (status {answer.get('died')})"
+            raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be begun: {failed}")
+        self._open = ToolWorld(self, self._process, task)
+        return self._open
+
+    async def stop(self) -> None:
+        """See `Environment`."""
+        process, self._process, self._open = self._process, None, None
+        if process is not None:
+            await process.kill()
+
+    def without_secrets(self, text: str) -> str:
+        """``text`` with the values of secrets blotted out, in the spellings of JSON and URLs too."""
+        for name, value in self._secrets.items():
+            for spelled in (value, json.dumps(value)[1:-1], urllib.parse.quote(value), urllib.parse.quote_plus(value)):
+                text = text.replace(spelled, f"[secret {name}]")
+        return text
+
+    def _own_facts(self) -> list[str]:
+        return [line if line.startswith("- ") else f"- {line}" for line in self._options.facts.splitlines() if line]
+
+    def _row(self, task_id: str) -> Row:
+        try:
+            return self._rows[task_id]
+        except KeyError:
+            raise WorldError(f"{self._source}: no task {task_id!r}") from None
+
+    @property
+    def _source(self) -> str:
+        return self._options.tasks or str(self.data.root / "tasks.jsonl")
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, Row]:
+        return read_rows(self._source)
+
+    @functools.cached_property
+    def _offer(self) -> Offer:
+        return _offers(self._options, self.config, self._secrets)
+
+    @functools.cached_property
+    def _secrets(self) -> dict[str, str]:
+        missing = [name for name in self._options.secrets if len(os.environ.get(name, "")) < SHORTEST_SECRET]
+        if missing:
+            raise ConfigError(
+                f"environment.options.secrets: set {', '.join(missing)} in the environment, to at least "
+                f"{SHORTEST_SECRET} characters"
+            )
+        return {name: os.environ[name] for name in self._options.secrets}
+
+
+class ToolWorld:
+    """One open task."""
+
+    def __init__(self, environment: ToolsEnvironment, process: ToolProcess, task: Task) -> None:
+        self.task = task
+        self._environment = environment
+        self._process = process
+        self._names = {each["function"]["name"] for each in process.tools}
+        self._broken = False
+
+    async def act(self, action: str) -> str:
+        """Make one call. Raises: WorldBroken where the tool has ended or hung its process; EnvironmentCrashed."""
+        call = json.loads(action)
+        name = call["name"]
+        if name not in self._names:
+            return f"error: there is no tool {name!r}; there are {', '.join(sorted(self._names))}"
+        limit = HARD_STOP * self._environment.config.cell_timeout_seconds
+        answer = await self._ask({"do": "call", "name": name, "arguments": call["arguments"]}, f"tool {name}", limit)
+        text = self._environment.without_secrets(answer["text"])
+        more = answer["length"] - len(answer["text"])
+        return f"{text}\n[output cut: {more} more characters]" if more > 0 else text
+
+    async def evaluate(self) -> WorldVerdict:
+        """What ``evaluate`` says. Raises: see `World`."""
+        if not self._environment.ground_truth or "evaluate" not in self._process.hooks:
+            raise WorldError(f"task {self.task.task_id}: the environment was opened without ground truth, or has none")
+        # Told apart from what it raises: `ask_task` is the later one.
+        limit = 2 * self._environment.config.start_timeout_seconds
+        answer = await self._ask({"do": "evaluate"}, "evaluate", limit)
+        if "failed" in answer:
+            raise EnvironmentCrashed(f"task {self.task.task_id}: {answer['failed']}")
+        return _verdict(self.task.task_id, answer["evaluated"])
+
+    async def close(self) -> None:
+        """End the task's process."""
+        if self._broken:
+            return
+        self._broken = True
+        await self._ask({"do": "close"}, "the task", self._environment.config.start_timeout_seconds)
+
+    async def _ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
+        try:
+            return await self._process.ask_task(order, what, timeout_seconds)
+        except EnvironmentCrashed as error:
+            self._broken = True
+            raise type(error)(f"environment {self._environment.name}: task {self.task.task_id}: {error}") from error
+
+
+def _verdict(task_id: str, said: Any) -> WorldVerdict:
+    """The verdict of ``evaluate``: whether the task is done, or a mapping of what is asked to whether it is met."""
+    if isinstance(said, bool):
+        said = {"evaluate": said}
+    if not isinstance(said, dict) or not said or not all(isinstance(met, bool) for met in said.values()):
+        raise WorldError(
+            f"task {task_id}: evaluate returned {str(said)[:100]!r}, expected True, False or a mapping of names to them"
+        )
+    failures = tuple(name for name, met in said.items() if not met)
+    return WorldVerdict(
+        success=not failures, passed_tests=len(said) - len(failures), total_tests=len(said), failures=failures
+    )
+
+
+_HOW_AGENTS_ACT = (
+    "- The agent acts by calling tools. A step is a turn with at least one call; several calls of a turn are one step, "
+    "made in the order in which they are written, and what each returned follows. How the calls are spelled is the "
+    "model's own form, and no criterion may punish it.",
+    "- A call that fails or cannot be read is answered with `error: ...`, which the agent sees and may mend.",
+    "- The episode is over once the agent sends a turn without a call, which is what it says to whom it serves.",
+)
+
+
+def _described(tool: Mapping[str, Any]) -> str:
+    """A tool as a line of facts: its name, its parameters with their types, what it does.
+
+    >>> _described({"function": {"name": "add", "description": "Adds.", "parameters": {
+    ...     "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "description": "second"}},
+    ...     "required": ["a"]}}})
+    '- Tool `add(a: integer, b?: integer)`: Adds. b: second'
+    """
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    parameters: Mapping[str, Any] = schema.get("properties") or {}
+    required = schema.get("required") or []
+    listed = ", ".join(f"{name}{'' if name in required else '?'}: {_type(each)}" for name, each in parameters.items())
+    said = [
+        f"{name}: {' '.join(str(each['description']).split())}"
+        for name, each in parameters.items()
+        if isinstance(each, Mapping) and each.get("description")
+    ]
+    description = " ".join(str(function.get("description") or "").split())
+    return f"- Tool `{function['name']}({listed})`: {' '.join([description, '; '.join(said)]).strip()}"
+
+
+def _type(schema: Any) -> str:
+    if not isinstance(schema, Mapping):
+        return "any"
+    if "enum" in schema:
+        return " | ".join(json.dumps(each) for each in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(map(_type, schema["anyOf"]))
+    found = schema.get("type", schema.get("$ref", "any").rpartition("/")[2])
+    return str(found)
+
+
+_known: dict[str, Offer] = {}
+
+
+def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
+    """What the tools are, by starting them once in this process. Raises: as `ToolProcess.start`."""
+    files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
+    key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
+    if key not in _known:
+        _known[key] = _in_a_loop_of_its_own(options, config, secrets)
+    return _known[key]
+
+
+def _in_a_loop_of_its_own(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
+    """`_ask_offer`, whether or not an event loop runs here."""
+    outcome: list[Offer | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(_ask_offer(options, config, secrets)))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
+    process = await ToolProcess.start(options, config, secrets)
+    try:
+        return Offer(tools=json.dumps(process.tools), evaluates="evaluate" in process.hooks)
+    finally:
+        await process.kill()

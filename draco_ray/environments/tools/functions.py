@@ -1,0 +1,202 @@
+"""Python functions as tools: which there are, their schemas from type hints and docstrings, calls that are checked.
+
+Runs in the jail: of this package it imports nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, cast
+
+import docstring_parser
+from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic_core import to_json
+
+HOOKS = ("reset", "evaluate")
+"""Functions of a tools file that are no tools."""
+_NOT_TOOLS = (*HOOKS, "tasks")
+LONGEST_ERROR = 500
+"""Characters of an exception that are told."""
+
+
+class UnusableTools(Exception):
+    """A file of tools cannot be used; the message is one line."""
+
+
+class TimedOut(BaseException):
+    """A call took too long. No ``except Exception`` of a tool swallows it."""
+
+
+@dataclass(slots=True)
+class Functions:
+    """What the files of tools define."""
+
+    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """In OpenAI's form, in the order of the files and of the functions in them."""
+    hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def load(files: Iterable[str]) -> Functions:
+    """Import files of tools: every public function that a file defines is one, or those in its list ``TOOLS``.
+
+    Raises: UnusableTools.
+    """
+    found = Functions()
+    for file in files:
+        module = _import(file)
+        for hook in HOOKS:
+            if callable(own := getattr(module, hook, None)):
+                if hook in found.hooks:
+                    raise UnusableTools(f"{file}: a second {hook}: keep one")
+                found.hooks[hook] = own
+        for function in _functions(module):
+            name = function.__name__
+            if name in found.tools:
+                raise UnusableTools(f"{file}: a second tool {name}: rename one")
+            found.schemas.append(_schema(file, function))
+            found.tools[name] = validate_call(function)
+    return found
+
+
+def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_seconds: float) -> str:
+    """What a tool returns, as the policy is told it: a text as it is, anything else as JSON; or what went wrong."""
+    tool = functions.tools[name]
+    try:
+        inspect.signature(tool).bind(**arguments)
+    except TypeError as error:
+        return f"error: {name}: {error}"
+    try:
+        with _limit(timeout_seconds):
+            returned = _run(tool, **arguments)
+            return returned if isinstance(returned, str) else to_json(returned, fallback=str).decode()
+    except TimedOut:
+        return f"error: {name}: stopped after {timeout_seconds:g} s without an answer"
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return f"error: {name}: {_short('; '.join(problems))}"
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return f"error: {name}: {_short(f'{type(error).__name__}: {error}')}"
+
+
+def run_hook(
+    functions: Functions, hook: str, task: Mapping[str, Any], timeout_seconds: float
+) -> tuple[Any, str | None]:
+    """What ``reset`` or ``evaluate`` returns for a task, None where there is none of it; or why it could not."""
+    function = functions.hooks.get(hook)
+    try:
+        with _limit(timeout_seconds):
+            return (None if function is None else _run(function, task)), None
+    except TimedOut:
+        return None, f"{hook}: no end after {timeout_seconds:g} s"
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return None, f"{hook}: {_short(f'{type(error).__name__}: {error}')}"
+
+
+def _run(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    returned = function(*given, **named)
+    return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+@contextmanager
+def _limit(seconds: float) -> Any:
+    """Raise `TimedOut` in the block after so long, and again every second where something holds it back."""
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimedOut
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _import(file: str) -> ModuleType:
+    path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UnusableTools(f"{file}: no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        hint = ""
+        if isinstance(error, ImportError | OSError):
+            hint = "; tools see their own file only: list what else they read in environment.options.reads"
+        raise UnusableTools(
+            f"{file}: cannot be imported: {_short(f'{type(error).__name__}: {error}')}{hint}"
+        ) from error
+    return module
+
+
+def _functions(module: ModuleType) -> list[Callable[..., Any]]:
+    listed = getattr(module, "TOOLS", None)
+    if listed is not None:
+        return list(listed)
+    return [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+        and name not in _NOT_TOOLS
+    ]
+
+
+def _schema(file: str, function: Callable[..., Any]) -> dict[str, Any]:
+    name = function.__name__
+    doc = docstring_parser.parse(inspect.getdoc(function) or "")
+    if not doc.short_description:
+        raise UnusableTools(f"{file}: tool {name} has no docstring, from which a model learns what it does")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UnusableTools(f"{file}: tool {name}: {parameter} cannot be given by name")
+        if parameter.annotation is parameter.empty:
+            raise UnusableTools(f"{file}: tool {name}: parameter {parameter.name} has no type hint")
+    try:
+        parameters = TypeAdapter(cast(Any, function)).json_schema()
+    except Exception as error:
+        raise UnusableTools(f"{file}: tool {name}: its type hints have no JSON schema: {_short(str(error))}") from error
+    _drop_titles(parameters)
+    parameters.setdefault("properties", {})
+    for each in doc.params:
+        if each.arg_name in parameters["properties"] and each.description:
+            parameters["properties"][each.arg_name].setdefault("description", " ".join(each.description.split()))
+    description = "\n\n".join(filter(None, (doc.short_description, doc.long_description)))
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _drop_titles(schema: Any) -> None:
+    """Take out the titles that pydantic makes of names; a parameter may itself be called so."""
+    if isinstance(schema, list):
+        for each in schema:
+            _drop_titles(each)
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("title"), str):
+        del schema["title"]
+    for key, value in schema.items():
+        for below in value.values() if key in ("properties", "$defs") and isinstance(value, dict) else (value,):
+            _drop_titles(below)
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:LONGEST_ERROR]

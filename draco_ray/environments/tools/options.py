@@ -1,0 +1,70 @@
+"""``environment.options`` of ``environment.use: tools``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from draco_ray.config.schema import Tree
+from draco_ray.errors import ConfigError
+
+
+class McpServerOptions(Tree):
+    """An MCP server: a command that speaks over its standard input and output, or the URL of one that is running."""
+
+    command: tuple[str, ...] = ()
+    """Started anew for every rollout, in the jail."""
+    reads: tuple[Path, ...] = ()
+    """Files and folders that the command may read."""
+    url: str | None = None
+    """Streamable HTTP; every rollout has a session of its own."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent to the URL; ``{NAME}`` stands for the secret of that name."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> McpServerOptions:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("expected either command or url")
+        return self
+
+
+class ToolsOptions(Tree):
+    """What an environment of tools consists of. In a file, a path that begins with ``./`` is relative to the file."""
+
+    tasks: str = ""
+    """A JSONL file, or ``folder/file.py:function`` that returns such rows: ``id``, ``instruction``, and where there are
+    any ``split`` (train unless told), ``group``, ``expected`` (what only ``evaluate`` may see), and fields of its own.
+    Empty: ``tasks.jsonl`` in data.root."""
+    tools: tuple[Path, ...] = ()
+    """Python files. Every public function is a tool; ``reset(task)`` and ``evaluate(task)`` are called before and after
+    a rollout."""
+    mcp: dict[str, McpServerOptions] = Field(default_factory=dict)
+    """MCP servers by a name for messages."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables that the tools get. Their values are blotted out of what the policy sees."""
+    reads: tuple[Path, ...] = ()
+    """Files and folders that the tools may read beside their own file."""
+    network: bool = False
+    """Whether tools may use the network."""
+    programs: bool = False
+    """Whether tools may start programs; so may those that use the network."""
+    facts: str = ""
+    """What the judge has to know beside the tools: the rules of the house, what no criterion may punish. Lines of a
+    list."""
+
+
+def read_options(given: dict[str, Any]) -> ToolsOptions:
+    """Check ``environment.options``. Raises: ConfigError, one line."""
+    try:
+        options = ToolsOptions.model_validate(given)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+    if not options.tools and not options.mcp:
+        raise ConfigError("environment.options: no tools: name Python files in tools, or servers in mcp")
+    for path in (*options.tools, *options.reads):
+        if not path.exists():
+            raise ConfigError(f"environment.options: no file {path}")
+    return options

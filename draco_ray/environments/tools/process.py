@@ -1,0 +1,208 @@
+"""The host's side of the process that runs tools: starting it in the strongest jail there is, asking it, ending it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.jail import linux
+from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, UNAVAILABLE, JailSpec
+from draco_ray.environments.tools.options import ToolsOptions
+from draco_ray.environments.tools.server import Setup
+from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken
+
+log = logging.getLogger(__name__)
+
+SCRATCH_MIB = 128
+"""What a task may write, and the largest file."""
+HARD_STOP = 1.25
+"""Times ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted costs the process."""
+_CPU_CALLS = 60
+_PACKAGE = Path(__file__).resolve().parents[2]
+_levels_reached: list[str] = []
+"""The level that ``auto`` reached in this process, so that later servers do not try again."""
+
+
+class _LevelUnavailable(Exception):
+    """The host does not offer an isolation level."""
+
+
+class ToolProcess:
+    """A running server of tools. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        directory: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._directory = directory
+        self._reader = reader
+        self._writer = writer
+        self.tools: list[dict[str, Any]] = []
+        """Schemas of the functions."""
+        self.hooks: frozenset[str] = frozenset()
+
+    @classmethod
+    async def start(cls, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> ToolProcess:
+        """Start a server and have it import the files of tools.
+
+        Raises: ConfigError where these cannot be used; IsolationUnavailable where the host offers no level that
+            ``environment.isolation`` allows; EnvironmentCrashed when it does not start.
+        """
+        levels = (config.isolation,) if config.isolation != "auto" else tuple(_levels_reached or AUTOMATIC_LEVELS)
+        complaints = []
+        for level in levels:
+            try:
+                started = await cls._start(level, options, config, secrets)
+            except _LevelUnavailable as error:
+                complaints.append(f"{level}: {error}")
+                continue
+            if config.isolation == "auto" and not _levels_reached:
+                _levels_reached.append(level)
+                log.info("tools are isolated by: %s", level)
+            return started
+        raise IsolationUnavailable(
+            f"tools cannot be confined: {'; '.join(complaints)}; environment.isolation=rlimits would run them with "
+            "limits alone"
+        )
+
+    @classmethod
+    async def _start(
+        cls, level: str, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]
+    ) -> ToolProcess:
+        directory = tempfile.mkdtemp(prefix="draco-tools-")
+        control, theirs = socket.socketpair()
+        files = [os.path.abspath(path) for path in options.tools]
+        spec = JailSpec(
+            level=level,
+            control_fd=theirs.fileno(),
+            directory=directory,
+            data="",
+            scratch_mib=SCRATCH_MIB,
+            output_bytes=config.max_output_bytes,
+            module="draco_ray.environments.tools.server",
+            code=("environments/tools",),
+            shown=(*files, *(os.path.abspath(path) for path in options.reads)),
+            network=options.network,
+        )
+        process = _spawn(spec, theirs.fileno())
+        theirs.close()
+        reader, writer = await asyncio.open_connection(sock=control, limit=8 * config.max_output_bytes + (1 << 20))
+        started = cls(process, directory, reader, writer)
+        setup = Setup(
+            files=files,
+            secrets=dict(secrets),
+            memory_mib=config.max_memory_mib,
+            cpu_seconds=math.ceil(_CPU_CALLS * config.cell_timeout_seconds),
+            timeout_seconds=config.cell_timeout_seconds,
+            hook_seconds=config.start_timeout_seconds,
+            programs=options.network or options.programs,
+        )
+        try:
+            answer = await started.ask(asdict(setup), config.start_timeout_seconds)
+        except EOFError:
+            complaint = last_line(directory)
+            await started.kill()
+            status = process.returncode
+            if status == UNAVAILABLE or complaint.startswith("bwrap: "):
+                raise _LevelUnavailable(complaint) from None
+            raise EnvironmentCrashed(f"the process of tools did not start (status {status}): {complaint}") from None
+        except BaseException:
+            await started.kill()
+            raise
+        if "unusable" in answer:
+            await started.kill()
+            raise ConfigError(answer["unusable"])
+        started.tools, started.hooks = answer["ready"]["tools"], frozenset(answer["ready"]["hooks"])
+        return started
+
+    async def ask(self, order: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        """One order and its answer.
+
+        Raises: EOFError when it is gone; EnvironmentCrashed when it does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                self._writer.write(json.dumps(order).encode() + b"\n")
+                await self._writer.drain()
+                line = await self._reader.readline()
+        except TimeoutError:
+            raise EnvironmentCrashed(f"the process of tools did not answer within {timeout_seconds:g} s") from None
+        except (OSError, ValueError) as error:
+            raise EOFError(str(error)) from error
+        if not line.endswith(b"\n"):
+            raise EOFError
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def ask_task(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
+        """`ask` of a task that is open. Raises: WorldBroken when ``what`` ended its process, or cannot be stopped."""
+        try:
+            answer = await self.ask(order, timeout_seconds)
+        except EnvironmentCrashed:
+            await self.kill()
+            raise WorldBroken(f"{what} could not be stopped after {timeout_seconds:g} s") from None
+        except EOFError:
+            await self.kill()
+            raise EnvironmentCrashed(f"the process of tools is gone: {last_line(self._directory)}") from None
+        if "died" in answer:
+            raise WorldBroken(f"{what} ended its process (status {answer['died']})")
+        return answer
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None and not self._reader.at_eof()
+
+    async def kill(self) -> None:
+        """End it and everything it has started, and remove its folder."""
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(linux.remove_tree, self._directory)
+
+
+def _spawn(spec: JailSpec, control: int) -> subprocess.Popen[bytes]:
+    program = Path(spec.program)
+    program.mkdir()
+    (program / "draco_ray").symlink_to(_PACKAGE)
+    with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()],
+            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(program), "LANG": "C.UTF-8"},
+            pass_fds=(control,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+            cwd="/",
+            # Whoever tasks run as must see what is made for them, however private a run's files are.
+            umask=0o022,
+        )
+
+
+def last_line(directory: str) -> str:
+    """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(directory, "stderr").read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else "it left no message"

@@ -1,0 +1,99 @@
+"""Tasks of an environment of tools: rows of a JSONL file, or of a function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.errors import ConfigError
+from draco_ray.records import Task
+from draco_ray.registry import find
+
+TRAIN = "train"
+"""Split of a row that names none."""
+_OURS = ("id", "instruction", "split", "group", "expected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One task."""
+
+    task_id: str
+    split: str
+    row: Mapping[str, Any]
+
+    def task(self, tools: str) -> Task:
+        """As the policy may see it; short fields of its own may stand in the prompt."""
+        fields = {
+            name: str(value)
+            for name, value in self.row.items()
+            if name not in _OURS and isinstance(value, str | int | float)
+        }
+        return Task(
+            task_id=self.task_id,
+            group=str(self.row.get("group", "")),
+            instruction=self.row["instruction"],
+            fields=fields,
+            tools=tools,
+        )
+
+    def told(self, *, ground_truth: bool) -> dict[str, Any]:
+        """As ``reset`` and ``evaluate`` get it: what is expected only where there is ground truth."""
+        return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
+
+
+def read_rows(source: str) -> dict[str, Row]:
+    """The tasks of a JSONL file or of ``folder/file.py:function``, by id, in their order.
+
+    Raises: ConfigError, one line that names the place.
+    """
+    is_file = ":" not in source.rpartition("/")[2]
+    found: dict[str, Row] = {}
+    places: dict[str, str] = {}
+    for place, row in _lines(Path(source)) if is_file else _returned(source):
+        task_id, instruction = row.get("id"), row.get("instruction")
+        if not isinstance(task_id, str | int) or task_id == "":
+            raise ConfigError(f"{source}: {place}: a task without an id: add one, unique in the file")
+        task_id = str(task_id)
+        if not isinstance(instruction, str) or not instruction.strip():
+            raise ConfigError(f"{source}: {place}: task {task_id!r} has no instruction: say what is to be done")
+        if task_id in found:
+            raise ConfigError(f"{source}: two tasks {task_id!r} ({places[task_id]} and {place}): rename one")
+        found[task_id] = Row(task_id=task_id, split=str(row.get("split", TRAIN)), row=row)
+        places[task_id] = place
+    if not found:
+        raise ConfigError(f"{source}: no tasks")
+    return found
+
+
+def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: tasks cannot be read: {' '.join(str(error).split())}") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: line {number}: no JSON: {' '.join(str(error).split())}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
+        yield f"line {number}", row
+
+
+def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    function = find("environment.options.tasks", source, {})
+    try:
+        rows = list(function())
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"environment.options.tasks={source}: {said}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{source}: row {number}: expected a mapping, found {type(row).__name__}")
+        yield f"row {number}", row

@@ -1,0 +1,161 @@
+"""Functions as tools: schemas from hints and docstrings, checked arguments, and what a call that goes wrong says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draco_ray.environments.tools.environment import _described
+from draco_ray.environments.tools.functions import Functions, UnusableTools, call, load, run_hook
+
+SHOP = '''
+from __future__ import annotations
+import asyncio, time
+from dataclasses import dataclass
+from typing import Literal
+
+@dataclass
+class Line:
+    sku: str
+    number: int
+
+def reset(task: dict) -> None:
+    if task.get("bad"):
+        raise KeyError("orders")
+
+def order(lines: list[Line], title: str = "none", how: Literal["fast", "slow"] = "slow") -> dict:
+    """Order some things.
+
+    They are shipped at once.
+
+    Args:
+        lines: What is ordered,
+            and how much of it.
+        title: Of the parcel.
+    """
+    return {"lines": [line.number for line in lines], "title": title, "how": how, "kind": type(lines[0]).__name__}
+
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "waited"
+
+def stubborn() -> str:
+    """Holds every exception back that it can."""
+    while True:
+        try:
+            time.sleep(1)
+        except Exception:
+            pass
+
+def wrong(function: str) -> str:
+    """Fails."""
+    raise LookupError("no\\nsuch " + function)
+
+def leave() -> None:
+    """Leaves."""
+    raise SystemExit(2)
+
+def nothing() -> None:
+    """Returns nothing."""
+
+def odd() -> object:
+    """Returns what has no JSON."""
+    return {"o": object}
+
+def _hidden() -> None:
+    pass
+'''
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Functions:
+    file = tmp_path / "shop_tools.py"
+    file.write_text(SHOP)
+    return load([str(file)])
+
+
+def test_schemas_say_what_hints_and_docstrings_say(shop: Functions) -> None:
+    assert list(shop.tools) == ["order", "wait", "stubborn", "wrong", "leave", "nothing", "odd"]
+    assert set(shop.hooks) == {"reset"}
+    function = shop.schemas[0]["function"]
+    assert function["description"] == "Order some things.\n\nThey are shipped at once."
+    properties = function["parameters"]["properties"]
+    assert function["parameters"]["required"] == ["lines"]
+    assert properties["lines"]["description"] == "What is ordered, and how much of it."
+    assert properties["how"]["enum"] == ["fast", "slow"]
+    # A parameter may be called like the titles that are taken out.
+    assert properties["title"] == {"default": "none", "type": "string", "description": "Of the parcel."}
+    assert function["parameters"]["$defs"]["Line"]["properties"]["number"] == {"type": "integer"}
+    assert _described(shop.schemas[0]).startswith(
+        '- Tool `order(lines: array, title?: string, how?: "fast" | "slow")`: Order some things. They are shipped'
+    )
+
+
+def test_arguments_are_checked_and_results_are_text(shop: Functions) -> None:
+    lines = [{"sku": "a", "number": "3"}]
+    assert call(shop, "order", {"lines": lines}, 5) == '{"lines":[3],"title":"none","how":"slow","kind":"Line"}'
+    assert call(shop, "wait", {"seconds": 0}, 5) == "waited"
+    assert call(shop, "nothing", {}, 5) == "null"
+    assert "class 'object'" in call(shop, "odd", {}, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("order", {}, "error: order: missing a required argument: 'lines'"),
+        ("order", {"lines": [], "x": 1}, "error: order: got an unexpected keyword argument 'x'"),
+        ("order", {"lines": [{"sku": "a"}]}, "error: order: lines.0.number: Field required"),
+        ("order", {"lines": [], "how": 5}, "error: order: how: Input should be 'fast' or 'slow'"),
+        ("wrong", {"function": "thing"}, "error: wrong: LookupError: no such thing"),
+        ("leave", {}, "error: leave: SystemExit: 2"),
+        ("stubborn", {}, "error: stubborn: stopped after 0.2 s without an answer"),
+        ("wait", {"seconds": 60}, "error: wait: stopped after 0.2 s without an answer"),
+    ],
+)
+def test_a_call_that_goes_wrong_says_so_in_one_line(
+    shop: Functions, name: str, arguments: dict[str, object], says: str
+) -> None:
+    said = call(shop, name, arguments, 0.2)
+    assert said.startswith(says)
+    assert "\n" not in said
+    # It has left nothing behind.
+    assert call(shop, "wait", {"seconds": 0}, 5) == "waited"
+
+
+def test_a_hook_that_goes_wrong_is_told(shop: Functions) -> None:
+    assert run_hook(shop, "reset", {}, 5) == (None, None)
+    assert run_hook(shop, "reset", {"bad": True}, 5) == (None, "reset: KeyError: 'orders'")
+    assert run_hook(shop, "evaluate", {}, 5) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import no_such_module", "cannot be imported: ModuleNotFoundError: .*environment.options.reads"),
+        ("def f(:", "cannot be imported: SyntaxError"),
+        ("raise SystemExit(1)", "cannot be imported: SystemExit: 1"),
+        ("def f(x: int): pass", "tool f has no docstring"),
+        ("def f(x):\n    'F.'", "tool f: parameter x has no type hint"),
+        ("def f(*x: int):\n    'F.'", "tool f: .* cannot be given by name"),
+        ("class A: pass\ndef f(x: A):\n    'F.'", "tool f: its type hints have no JSON schema"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_named(tmp_path: Path, source: str, says: str) -> None:
+    file = tmp_path / "bad_tools.py"
+    file.write_text(source)
+    with pytest.raises(UnusableTools, match=says) as refused:
+        load([str(file)])
+    assert str(file) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("def f():\n    'F.'\ndef reset(task): pass")
+    with pytest.raises(UnusableTools, match="two.py: a second reset"):
+        load([str(tmp_path / "one.py"), str(tmp_path / "two.py")])
+    (tmp_path / "two.py").write_text("def f():\n    'F.'")
+    with pytest.raises(UnusableTools, match="two.py: a second tool f"):
+        load([str(tmp_path / "one.py"), str(tmp_path / "two.py")])

@@ -1,0 +1,95 @@
+"""Tasks and options of an environment of tools: what cannot be used is one line that names the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config.load import load_config
+from draco_ray.environments.tools.options import read_options
+from draco_ray.environments.tools.rows import read_rows
+from draco_ray.errors import ConfigError
+
+GOOD = {"id": "t1", "instruction": "Do it.", "customer": "Ann", "orders": {"A": 1}, "expected": {"A": 2}, "group": "g"}
+
+
+def write(folder: Path, *lines: object) -> str:
+    path = folder / "tasks.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return str(path)
+
+
+def test_rows_become_tasks_without_what_is_expected(tmp_path: Path) -> None:
+    rows = read_rows(write(tmp_path, GOOD, "", {"id": 2, "instruction": "Do that.", "split": "dev"}))
+    assert [(row.task_id, row.split) for row in rows.values()] == [("t1", "train"), ("2", "dev")]
+    task = rows["t1"].task("[]")
+    assert (task.group, task.fields, task.tools) == ("g", {"customer": "Ann"}, "[]")
+    assert "expected" not in rows["t1"].told(ground_truth=False)
+    assert rows["t1"].told(ground_truth=True)["expected"] == {"A": 2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([GOOD, {"id": "t2"}], "line 2: task 't2' has no instruction"),
+        ([GOOD, {"id": "t2", "instruction": " "}], "line 2: task 't2' has no instruction"),
+        ([GOOD, {"id": "t2", "instruction": 7}], "line 2: task 't2' has no instruction"),
+        ([GOOD, GOOD], "two tasks 't1' (line 1 and line 2)"),
+        ([{"id": 1, "instruction": "a"}, "", {"id": "1", "instruction": "b"}], "two tasks '1' (line 1 and line 3)"),
+        ([{"instruction": "a"}], "line 1: a task without an id"),
+        ([{"id": None, "instruction": "a"}], "line 1: a task without an id"),
+        ([GOOD, "{not json"], "line 2: no JSON"),
+        ([GOOD, "[" * 100_000], "line 2: no JSON"),
+        ([GOOD, "[1]"], "line 2: expected an object, found list"),
+        ([], "no tasks"),
+    ],
+)
+def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, lines: list[object], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_rows(write(tmp_path, *lines))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_tasks_may_come_from_a_function(tmp_path: Path) -> None:
+    file = tmp_path / "made.py"
+    file.write_text(
+        "def tasks():\n    yield from ({'id': i, 'instruction': f'Count to {i}.'} for i in range(3))\n"
+        "def broken():\n    raise OSError('no disk')\ndef wrong():\n    return ['a']\n"
+    )
+    assert [row.task("[]").instruction for row in read_rows(f"{file}:tasks").values()][2] == "Count to 2."
+    for name, says in (("broken", "OSError: no disk"), ("wrong", "row 1: expected a mapping"), ("none", "has no")):
+        with pytest.raises(ConfigError, match=says):
+            read_rows(f"{file}:{name}")
+    with pytest.raises(ConfigError, match="tasks cannot be read"):
+        read_rows(str(tmp_path / "absent.jsonl"))
+
+
+def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "tools.py"
+    file.touch()
+    assert read_options({"tools": [str(file)]}).tools == (file,)
+    for options, says in (
+        ({}, "no tools: name Python files in tools, or servers in mcp"),
+        ({"tools": [str(tmp_path / "absent.py")]}, "no file"),
+        ({"tool": [str(file)]}, "tool: Extra inputs"),
+        ({"mcp": {"a": {}}}, "expected either command or url"),
+        ({"mcp": {"a": {"command": ["x"], "url": "http://localhost"}}}, "expected either command or url"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read_options(options)
+
+
+def test_a_path_in_a_file_may_be_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "environment.yaml"
+    file.write_text(
+        "environment:\n  use: tools\n  options:\n    tools: [./tools.py]\n    facts: text ./stays\n"
+        "data:\n  root: ./\nagent:\n  prompt: ./prompt.txt\n"
+    )
+    config = load_config(str(file))
+    assert config.environment.options == {"tools": [str(tmp_path / "tools.py")], "facts": "text ./stays"}
+    assert (config.data.root, config.agent.prompt) == (tmp_path, tmp_path / "prompt.txt")
+    # An override is typed where the user is.
+    assert load_config(str(file), ["data.root=./here"]).data.root == Path("here")
