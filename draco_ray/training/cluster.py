@@ -18,6 +18,9 @@ FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_
 
 LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
+START_ATTEMPTS = 3
+LATE = "timed out during startup"
+"""How Ray says that a node did not come up in time."""
 
 
 def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
@@ -42,16 +45,7 @@ def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
         else:
             # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
             os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
-            ray.init(
-                # Without it Ray joins whatever cluster was started last on this machine.
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, 2),
-                resources={"judge": LOCAL_JUDGE_SLOTS},
-                object_store_memory=None if config.ray.object_store_mib is None else config.ray.object_store_mib << 20,
-                include_dashboard=config.ray.dashboard,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            _start(config)
     except ConnectionError as error:
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
     except ValueError:
@@ -67,6 +61,28 @@ def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_resources(config, resources, nodes, judges=judges, autoscaled=has_autoscaler())
     return resources
+
+
+def _start(config: DracoConfig) -> None:
+    """A Ray on this machine; it gives its node 30 s to come up, which a busy machine may miss, so it is asked again."""
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(
+                # Without it Ray joins whatever cluster was started last on this machine.
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, 2),
+                resources={"judge": LOCAL_JUDGE_SLOTS},
+                object_store_memory=None if config.ray.object_store_mib is None else config.ray.object_store_mib << 20,
+                include_dashboard=config.ray.dashboard,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except Exception as error:
+            # Ray raises bare Exception where a node does not come up in time.
+            if LATE not in str(error) or attempt + 1 == START_ATTEMPTS:
+                raise
+            ray.shutdown()
 
 
 def _one_line(error: BaseException) -> str:
