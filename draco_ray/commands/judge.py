@@ -94,10 +94,10 @@ def run(wanted: Wanted, console: Console) -> int:
     if wanted.dry_run or wanted.out is None:
         _show_one(groups, settled, console)
         return PARTIAL if groups.problems else 0
-    kept = JudgingRun.open(wanted.out, settled.config, groups)
-    calls = sum(each.calls for each in guessed.values())
-    totals = _judge(kept, settled, wanted, calls, console)
-    _summary(kept, totals, console)
+    with JudgingRun.open(wanted.out, settled.config, groups) as kept:
+        calls = sum(each.calls for each in guessed.values())
+        totals = _judge(kept, settled, wanted, calls, console)
+        _summary(kept, totals, console)
     return _exit_code(groups, totals, wanted.fail_under, console)
 
 

@@ -32,7 +32,8 @@ def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"static rubric {path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"static rubric {path}: expected a list of criteria, found {type(entries).__name__}")
+        found = "an empty list" if entries == [] else type(entries).__name__
+        raise ConfigError(f"static rubric {path}: expected a list of criteria, found {found}")
     criteria: list[Criterion] = []
     for number, entry in enumerate(entries, start=1):
         try:

@@ -202,6 +202,8 @@ class RunDirectory:
             path.mkdir(mode=0o700)
             run.write_config(config_yaml)
         except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError(f"run directory {path} cannot be created: a file is in its way") from None
             raise ConfigError(f"run directory {path} already exists; choose another run.name") from None
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be created: {error.strerror}; set run.root") from None

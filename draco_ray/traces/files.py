@@ -63,7 +63,8 @@ def _below(folder: Path) -> list[Path]:
             continue
         if path.is_dir():
             found += [] if tau2 and path.name == "simulations" else _below(path)
-        elif suffix(path) in (*LINES, *DOCUMENTS, *INSPECT):
+        # A pipe in a folder would be waited for without end; one that is named on purpose is read.
+        elif path.is_file() and suffix(path) in (*LINES, *DOCUMENTS, *INSPECT):
             found.append(path)
     return found
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, read_text, write_private
+from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.store import RunStore
 from draco_ray.traces.files import INDEX
 from draco_ray.traces.judging import GroupJudgement
@@ -42,6 +44,8 @@ SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
+    # Where it is reached, and how many ask.
+    *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),
 )
 """Of the judge's keys: those with which a run may be continued otherwise."""
 
@@ -69,30 +73,28 @@ class JudgingRun:
         self._booked: set[str] = set(directory.table("judge_calls", columns=["call_id"]).column("call_id").to_pylist())
 
     @classmethod
-    def open(cls, path: Path, config: DracoConfig, groups: Sequence[TraceGroup]) -> JudgingRun:
-        """A new run directory, or one in which the same was begun.
+    @contextmanager
+    def open(cls, path: Path, config: DracoConfig, groups: Sequence[TraceGroup]) -> Iterator[JudgingRun]:
+        """A new run directory, or one in which the same was begun; nobody else works in it meanwhile.
 
         Raises:
-            ConfigError: other traces or another judge were judged there.
+            ConfigError: other traces or another judge were judged there, or another process works in it.
         """
         index = "".join(json.dumps(line) + "\n" for line in _index(groups))
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if new:
             if path.exists():
                 path.rmdir()
             directory = RunDirectory.create(path, dump_config(config))
-            write_private(path / INDEX, index)
-            return cls(directory, groups)
-        directory = RunDirectory.open(path)
-        if not (path / INDEX).is_file():
-            if directory.steps():
-                raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
-            write_private(path / INDEX, index)
-        if read_text(path / INDEX) != index:
-            raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
-        if (changed := _changed(load_config(str(path)), config)) is not None:
-            raise ConfigError(f"--out {path}: {changed} was another there; name a new one, or ask for the same")
-        directory.write_config(dump_config(config))
-        return cls(directory, groups)
+        else:
+            directory = RunDirectory.open(path)
+        with sole_driver(directory):
+            if not new:
+                _check_same(directory, config, index)
+                directory.write_config(dump_config(config))
+            if not (path / INDEX).is_file():
+                write_private(path / INDEX, index)
+            yield cls(directory, groups)
 
     @property
     def path(self) -> Path:
@@ -196,6 +198,16 @@ class JudgingRun:
         earlier = [row for row in self._store.part("judge_calls", step, key) if row["call_id"] not in known]
         write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
         write("groups", step, key, [_group_row(step, state)])
+
+
+def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> None:
+    path = directory.path
+    if not (path / INDEX).is_file() and directory.steps():
+        raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
+    if (path / INDEX).is_file() and read_text(path / INDEX) != index:
+        raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
+    if (changed := _changed(load_config(str(path)), config)) is not None:
+        raise ConfigError(f"--out {path}: {changed} was another there; name a new one, or ask for the same")
 
 
 def _group_row(step: int, state: GroupJudgement) -> rows.Row:

@@ -302,22 +302,21 @@ async def judge(
         out=folder,
         batch=batch,
     )
-    run = None if folder is None else JudgingRun.open(folder, settled.config, groups)
-    answering: Complete = complete or open_judge(settled)  # type: ignore[assignment]
-    if run is not None:
-        began = time.monotonic()
-        try:
-            await judge_run(settled, answering, run)
-        finally:
-            run.finish(time.monotonic() - began)
-        return [*run.results()]
+    if folder is not None:
+        with JudgingRun.open(folder, settled.config, groups) as run:
+            began = time.monotonic()
+            try:
+                await judge_run(settled, complete or open_judge(settled), run)  # type: ignore[arg-type]
+            finally:
+                run.finish(time.monotonic() - began)
+            return [*run.results()]
     found: dict[int, JudgedGroup] = {}
 
     async def keep(state: GroupJudgement) -> None:
         found[state.index] = judged_group(state)
 
     await judge_groups(
-        trace_judge(settled, answering),
+        trace_judge(settled, complete or open_judge(settled)),  # type: ignore[arg-type]
         enumerate(groups),
         keep,
         at_once=settled.at_once,

@@ -6,10 +6,7 @@ their finished rollouts, and the judge's replies from the durable cache; see doc
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +17,17 @@ from draco_ray.config.load import dump_config
 from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.runs.directory import RunDirectory, damaged, read_table, write_private
+from draco_ray.runs.directory import RunDirectory, read_table, write_private
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 
-FREE = ("run.", "ray.", "judge.limits.")
-"""Keys that say where a run happens and what it may spend, not what it computes: they may change between runs."""
+FREE = (
+    *("run.", "ray.", "watch.", "judge.limits.", "judge.api_base", "judge.api_key_env", "judge.max_outage_seconds"),
+    *("judge.workers", "judge.max_workers", "judge.concurrency_per_worker", "judge.idle_seconds"),
+    *("judge.local.", "judge.start_timeout_seconds", "judge.request_timeout_seconds", "judge.max_attempts"),
+)
+"""Keys that say where a run happens, by what way the same judge is reached, and what it may spend, not what it
+computes: they may change between runs."""
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -76,28 +78,6 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
         write_private(run.path / f"config.before-resume-{copies + 1}.yaml", run.config_text())
         run.write_config(text)
     return changes
-
-
-@contextlib.contextmanager
-def sole_driver(run: RunDirectory) -> Iterator[None]:
-    """Refuse to work on a run directory that another driver works on.
-
-    Raises:
-        ConfigError: one does.
-    """
-    lock = run.path / ".lock"
-    try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        raise damaged(lock, error.strerror) from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"run directory {run.path}: another process is training in it; end that one") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:

@@ -23,11 +23,12 @@ from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.runs.lock import sole_driver
 from draco_ray.training.engines import unless_engines_fail
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_disk
-from draco_ray.training.resume import StartPoint, adopt_config, rewind, sole_driver
+from draco_ray.training.resume import StartPoint, adopt_config, rewind
 from draco_ray.training.session import (
     TrainingSession,
     checked_model,

@@ -19,9 +19,10 @@ from draco_ray.errors import DamagedRun, DracoError
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import rewind, sole_driver
+from draco_ray.training.resume import rewind
 from tests.support.small_run import small_run
 
 CONFIG, METRICS, ORIGIN = "config.yaml", "metrics.jsonl", "run.json"

@@ -20,6 +20,7 @@ from draco_ray.lab.analysis.recorded import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.recorded import step_trajectories
 from draco_ray.traces import judging
 from draco_ray.traces.library import judge, judge_sync, plan
@@ -249,6 +250,20 @@ def test_another_judging_is_not_mixed_in(tmp_path: Path) -> None:
     assert judge_sync(
         groups, MODEL, out=tmp_path / "two", complete=Canned(), config=DracoConfig(judge=config), budget=2
     )
+
+
+def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_path: Path) -> None:
+    out, groups = tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
+    judge_sync(groups, MODEL, out=out, complete=Canned())
+    with (
+        sole_driver(RunDirectory.open(out)),
+        pytest.raises(ConfigError, match="another process is working in it; end that one"),
+    ):
+        judge_sync(groups, MODEL, out=out, complete=Canned())
+    moved = {"api_base": "http://10.0.0.7/v1", "api_key_env": "OTHER_KEY"}
+    assert judge_sync(groups, MODEL, out=out, complete=Canned(), **moved)
+    with pytest.raises(ConfigError, match=r"below cannot be created: a file is in its way|cannot be created"):
+        judge_sync(groups, MODEL, out=out / "judged.jsonl" / "below", complete=Canned())
 
 
 def test_a_budget_needs_a_price_and_is_dollars() -> None:

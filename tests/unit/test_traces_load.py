@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -367,6 +368,15 @@ def test_files_of_other_kinds_and_other_packings(tmp_path: Path) -> None:
     assert {problem.split(": ")[0].rpartition("/")[2] for problem in groups.problems} == {
         "package.json",
         "cut.jsonl.gz",
+    }
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "traces.jsonl").write_bytes((FILES / "openai_chat.jsonl").read_bytes())
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    groups = load_traces(tmp_path)
+    assert {each.source.rpartition(":")[0] for group in groups for each in group.summaries} == {
+        str(tmp_path / "traces.jsonl")
     }
 
 

@@ -12,9 +12,10 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import adopt_config, config_changes, rewind, sole_driver
+from draco_ray.training.resume import adopt_config, config_changes, rewind
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
 
@@ -119,7 +120,7 @@ def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> No
 
 
 def test_a_run_has_one_driver(run: RunDirectory) -> None:
-    with sole_driver(run), pytest.raises(ConfigError, match="another process is training"), sole_driver(run):
+    with sole_driver(run), pytest.raises(ConfigError, match="another process is working in it"), sole_driver(run):
         pass
     with sole_driver(run):
         pass
