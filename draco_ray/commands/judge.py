@@ -78,6 +78,7 @@ def run(wanted: Wanted, console: Console) -> int:
         context=wanted.context,
         out=wanted.out,
         batch=wanted.batch,
+        ray=wanted.ray,
     )
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
     for line in _understood(groups, settled):
@@ -196,6 +197,13 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
         lines.append(
             f"  how much {settled.config.judge.model} reads is not known: {settled.context_tokens:,} tokens are "
             "assumed, --context says otherwise"
+        )
+    local = settled.config.judge.local
+    if local.enabled:
+        most = max(local.replicas, local.max_replicas)
+        lines.append(
+            f"  {settled.config.judge.model} is served on the cluster: {local.replicas} to {most} vLLM servers of "
+            f"{local.gpus_per_replica:g} GPUs (judge.local)"
         )
     noted = [f"  {each.source}: {note}" for each in summaries for note in each.notes]
     lines += noted[:SHOWN_PROBLEMS]

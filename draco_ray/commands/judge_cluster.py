@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import ray
@@ -16,6 +16,7 @@ import ray
 from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, LearnerConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.limiter_actor import start_judge_limiter
+from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.worker import Policy, judge_starter
@@ -86,7 +87,10 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         name = f"judge-{kept.path.name}"
         limiter = start_judge_limiter(config.judge, kept.path, name)
         leases = None if limiter is None else limiter[1]
-        starter = judge_starter(_told(config.judge, kept), Policy(samplers=(), model_path="none"), leases, name)
+        local = start_judge_servers(config.judge, kept.path, name)
+        servers = None if local is None else local[1]
+        nobody = Policy(samplers=(), model_path="none")
+        starter = judge_starter(_told(config.judge, kept), nobody, leases, name, servers)
         pool = JudgePool(starter, config.judge)
         pool.open()
         try:
@@ -98,3 +102,6 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
             raise plain from None
         finally:
             pool.close()
+            if local is not None:
+                with suppress(ray.exceptions.RayError):
+                    await local[0].stop.remote()

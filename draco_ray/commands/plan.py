@@ -63,6 +63,7 @@ def plan(
     _print_model(console, config, shape)
     _print_learner(console, config, learner, room if learner_on_gpu else None)
     _print_engine(console, config, engine)
+    _print_gpus(console, config)
     resting = total(learner.resident) + reserved
     if config.engine.colocate:
         console.print(
@@ -89,6 +90,23 @@ def plan(
         _print_time(console, config, shape, engine, given)
     else:
         console.print("time: not estimated, the throughput assumptions are those of GPUs")
+
+
+def _print_gpus(console: Console, config: DracoConfig) -> None:
+    """How many GPUs are asked for together, where the judge's servers ask for some."""
+    engine, learner, local = config.engine, config.learner, config.judge.local
+    if not local.enabled or config.algorithm.reward != "rubric":
+        return
+    parts = [engine.engines * engine.gpus_per_engine, learner.workers * learner.gpus_per_worker]
+    fewest, most = (
+        count * local.gpus_per_replica for count in (local.replicas, max(local.replicas, local.max_replicas))
+    )
+    console.print(
+        f"judge {config.judge.model}: {local.replicas} to {max(local.replicas, local.max_replicas)} vLLM servers of "
+        f"{local.gpus_per_replica:g} GPUs; with engines and learner {sum(parts) + fewest:g} GPUs, at most "
+        f"{sum(parts) + most:g}",
+        markup=False,
+    )
 
 
 def learner_problem(

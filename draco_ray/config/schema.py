@@ -192,6 +192,10 @@ class Price(Tree):
     """Prices of longer requests."""
 
 
+LOCAL_PROVIDER = "hosted_vllm/"
+"""LiteLLM's for a vLLM server of one's own."""
+
+
 class RuleJudgeConfig(Tree):
     """The offline stand-in for a frontier judge: explicit rules behind a real HTTP server (`draco judge-server`)."""
 
@@ -214,6 +218,39 @@ class SelfJudgeConfig(Tree):
     context_tokens: int | None = Field(None, ge=1024)
     """Longest judge prompt and reply together, for which the engines are started with room; null: what the union of a
     group of full-length rollouts takes (`draco plan` prints it). A longer prompt fails its call; none is cut."""
+
+
+class LocalJudgeConfig(Tree):
+    """The judge model on the run's own cluster: vLLM servers that come and go with the calls (docs/cluster.md)."""
+
+    enabled: bool = False
+    """Serve the model that ``judge.model`` names, hosted_vllm/<hub name or folder>; endpoint and key are then its
+    own."""
+    replicas: int = Field(1, ge=1)
+    """Servers a run begins with, and the fewest it has."""
+    max_replicas: int = Field(4, ge=1)
+    """The most it has: calls beyond what there is room for bring more; ``replicas`` where that is larger."""
+    calls_per_replica: int = Field(32, ge=1)
+    """Calls that one server is given at a time, and computes side by side."""
+    idle_seconds: float = Field(300.0, gt=0)
+    """Time a server above ``replicas`` is not needed before it ends and its GPUs are free."""
+    start_timeout_seconds: float = Field(1800.0, gt=0)
+    """Time a server may take to load, and for which calls wait while none is up, a node that is added included."""
+    stall_seconds: float = Field(60.0, gt=0)
+    """Time without a token after which a server is asked for one; it is replaced if it does not answer that within the
+    same time."""
+    context_tokens: int | None = Field(None, ge=1024)
+    """Longest prompt and reply together; null: what the model was made for."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    gpus_per_replica: float = Field(1.0, ge=0)
+    """0 runs vLLM's CPU build."""
+    cpus_per_replica: float = Field(1.0, ge=0)
+    tensor_parallel: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """On the CPU; null: 1."""
+    arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
+    """Further words for ``vllm serve``, e.g. --reasoning-parser, qwen3."""
 
 
 class JudgeLimits(Tree):
@@ -243,6 +280,7 @@ class JudgeConfig(Tree):
 
     rule_judge: RuleJudgeConfig = RuleJudgeConfig()
     self_judge: SelfJudgeConfig = SelfJudgeConfig()
+    local: LocalJudgeConfig = LocalJudgeConfig()
     limits: JudgeLimits = JudgeLimits()
 
     model: str = "openai/gpt-5.4"
@@ -315,6 +353,24 @@ class JudgeConfig(Tree):
     )
     """Reference prices (Section "Evaluation"), by model name without provider; they win over LiteLLM's own, which hold
     for every other model."""
+
+    @model_validator(mode="after")
+    def _local(self) -> Self:
+        if not self.local.enabled:
+            return self
+        if not self.model.startswith(LOCAL_PROVIDER) or self.model == LOCAL_PROVIDER:
+            raise ValueError(
+                f"judge.local.enabled: judge.model={self.model} is not served here; expected {LOCAL_PROVIDER}<hub name "
+                "or folder>"
+            )
+        for name, given in (
+            ("judge.api_base", self.api_base is not None),
+            ("judge.rule_judge.start", self.rule_judge.start),
+            ("judge.self_judge.enabled", self.self_judge.enabled),
+        ):
+            if given:
+                raise ValueError(f"judge.local.enabled: not together with {name}, which names another judge")
+        return self
 
 
 class AlgorithmConfig(Tree):

@@ -26,7 +26,7 @@ from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
-from draco_ray.judging.endpoint import Endpoint, _litellm
+from draco_ray.judging.endpoint import Endpoint, Server, _litellm
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.pricing import check_budget, known_price
 from draco_ray.judging.reply_cache import ReplyCache
@@ -121,7 +121,7 @@ class BatchEndpoint(Endpoint):
         self._sending: asyncio.Task[None] | None = None
         self._batches: dict[str, list[str]] = self._read()
 
-    async def complete(self, request: Request, max_tokens: int, timeout: float) -> Any:
+    async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
         """Put one request into a batch, or take the place it has in one that is under way, and wait for its reply.
 
         Raises:
@@ -290,7 +290,8 @@ class OpenAIBatches:
             return None
         found: dict[str, Result] = {}
         for file in filter(None, [state.output_file_id, state.error_file_id]):
-            content = await self._litellm.afile_content(file_id=file, **about)
+            # LiteLLM's own asynchronous form makes a second coroutine, which nobody awaits.
+            content = await asyncio.to_thread(self._litellm.file_content, file_id=file, **about)
             for line in content.content.decode("utf-8").splitlines():
                 entry = json.loads(line)
                 found[entry["custom_id"]] = self._result(entry)

@@ -25,7 +25,7 @@ from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.call import Call
 from draco_ray.judging.complete import Completion, Request, reply_of
-from draco_ray.judging.endpoint import Endpoint
+from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
 from draco_ray.judging.outage import Verdict
 from draco_ray.judging.phases import urgency
@@ -44,6 +44,7 @@ from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.judging.trouble import (
     advice,
     classify,
+    disconnected,
     possibly_billed,
     unconnected,
 )
@@ -80,6 +81,7 @@ class LiteLLMClient:
         sleep: Sleep = asyncio.sleep,
         leases: Leases | None = None,
         *,
+        servers: Servers | None = None,
         role: str = "judge",
         settings: str = "judge.model, judge.api_base",
     ) -> None:
@@ -90,10 +92,12 @@ class LiteLLMClient:
             cache: where answers are kept; None keeps none.
             sleep: waits between attempts, for tests.
             leases: asked before every HTTP request; None: nothing is limited, and no outage is waited for.
+            servers: which server takes a request; None: the configured endpoint takes all.
             role: what the model is here, for messages.
             settings: where model and endpoint were named, for messages.
         """
         self._endpoint = Endpoint(config, role, settings)
+        self._servers: Servers = servers or self._endpoint
         self._patient = leases is not None and config.max_outage_seconds > 0
         self._leases: Leases = leases or WaitingLine(Limiter(JudgeLimits()))
         self._config = config
@@ -149,17 +153,12 @@ class LiteLLMClient:
 
     async def _ask(self, call: Call) -> Completion:
         while True:
-            grant = await self._leases.lease(call.asked)
-            call.note_grant(grant)
-            if call.spent and call.error is not None:
-                await self._leases.give_back(grant.number)
-                return self._failed(call, call.error)
-            if grant.question:
-                await self._question(grant)
-                continue
-            result = await self._send(call, grant)
+            async with self._servers.borrow(call.request) as borrowed:
+                result = await self._try(call, borrowed)
             if isinstance(result, Completion):
                 return result
+            if result is None:
+                continue
             assert call.error is not None
             if result is Verdict.STOP:
                 raise self._endpoint.refused(call.error)
@@ -172,7 +171,22 @@ class LiteLLMClient:
                 return self._failed(call, call.error)
             await self._wait(call)
 
-    async def _send(self, call: Call, grant: Grant) -> Completion | Verdict:
+    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Verdict | None:
+        """Ask for a lease and send one request; None: it was spent on the small question."""
+        grant = await self._leases.lease(call.asked)
+        call.note_grant(grant)
+        if call.spent and call.error is not None:
+            await self._leases.give_back(grant.number)
+            return self._failed(call, call.error)
+        if grant.question:
+            await self._question(grant, borrowed.server)
+            return None
+        result = await self._send(call, grant, borrowed.server)
+        if result is Verdict.AGAIN and call.error is not None:
+            borrowed.lost = disconnected(call.error)
+        return result
+
+    async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | Verdict:
         """Send one request; returns its reply, or what becomes of the call."""
         import openai
 
@@ -186,7 +200,7 @@ class LiteLLMClient:
         try:
             # LiteLLM's timeout is per read on some transports; this one is the wall clock.
             async with asyncio.timeout(call.timeout):
-                response = await self._endpoint.complete(call.request, call.max_tokens, call.timeout)
+                response = await self._endpoint.complete(call.request, server, call.max_tokens, call.timeout)
         # OpenAIError is the base of every error LiteLLM raises for a provider.
         except (openai.OpenAIError, TimeoutError) as error:
             billed = possibly_billed(error)
@@ -220,11 +234,11 @@ class LiteLLMClient:
         )
         return completion
 
-    async def _question(self, grant: Grant) -> None:
+    async def _question(self, grant: Grant, server: Server) -> None:
         """Send the small question whether the judge answers at all, with a lease that was meant for a call."""
         call = self._call(QUESTION, QUESTION_TOKENS)
         call.timeout = min(call.timeout, QUESTION_SECONDS)
-        if await self._send(call, grant) is Verdict.STOP and call.error is not None:
+        if await self._send(call, grant, server) is Verdict.STOP and call.error is not None:
             raise self._endpoint.refused(call.error)
 
     def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
@@ -256,7 +270,6 @@ class LiteLLMClient:
         return request_key(arguments | {"vote": request.vote} | scope)
 
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
-        self._endpoint.api_key()  # Said before a lease is waited for.
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
         most = most_of(self._price, request.messages, max_tokens, sent)
         asked = Asked(

@@ -6,10 +6,13 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 WorkerT = TypeVar("WorkerT")
+MOST_GROUPS = 10_000
+"""Whose last worker is known."""
 
 
 class Place(Generic[WorkerT]):
@@ -32,7 +35,8 @@ class ElasticWorkers(Generic[WorkerT]):
     """Slots of workers between two bounds; a call gets a slot of one that is up, or waits.
 
     The oldest ``fewest`` workers share the calls evenly; a younger one gets a call only while all before it are full,
-    so the youngest are idle first.
+    so the youngest are idle first. Where a call names a group, the worker that had the group's last call comes before
+    all others while it has room: what the group's prompts share is in its memory.
     """
 
     def __init__(
@@ -62,7 +66,9 @@ class ElasticWorkers(Generic[WorkerT]):
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, int, asyncio.Future[Place[WorkerT]]]] = []
+        self._waiting: list[tuple[int, int, str, asyncio.Future[Place[WorkerT]]]] = []
+        self._last: OrderedDict[str, Place[WorkerT]] = OrderedDict()
+        """Of each group, the worker that had its last call."""
         self._arrivals = itertools.count()
         self._full_use_at = -float("inf")
         """When every worker there is was needed last."""
@@ -74,7 +80,7 @@ class ElasticWorkers(Generic[WorkerT]):
     @property
     def waiting(self) -> int:
         """Calls without a slot."""
-        return sum(not future.done() for _, _, future in self._waiting)
+        return sum(not future.done() for *_, future in self._waiting)
 
     @property
     def in_flight(self) -> int:
@@ -115,14 +121,16 @@ class ElasticWorkers(Generic[WorkerT]):
             self._silent.discard(place)
         return come, gone
 
-    async def acquire(self, rank: int = 0) -> Place[WorkerT]:
-        """A slot of a worker that is up; waits for one, the lowest rank first and equals in order of arrival."""
-        place = self._free()
+    async def acquire(self, rank: int = 0, group: str = "") -> Place[WorkerT]:
+        """A slot of a worker that is up; waits for one, the lowest rank first and equals in order of arrival.
+
+        Raises: what `lost` or `refuse` was told.
+        """
+        place = self._free(group)
         if place is not None and not self.waiting:
-            place.calls += 1
-            return place
+            return self._given(place, group)
         future: asyncio.Future[Place[WorkerT]] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (rank, next(self._arrivals), future))
+        heapq.heappush(self._waiting, (rank, next(self._arrivals), group, future))
         try:
             return await future
         except asyncio.CancelledError:
@@ -162,10 +170,14 @@ class ElasticWorkers(Generic[WorkerT]):
         # A new worker would most likely be lost in the same way if it were asked for at once.
         self._grow_after = self._clock() + self._idle_seconds
         if not self.places:
-            while self._waiting:
-                _, _, future = heapq.heappop(self._waiting)
-                if not future.done():
-                    future.set_exception(error)
+            self.refuse(error)
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell ``error`` to whoever waits."""
+        while self._waiting:
+            *_, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_exception(error)
 
     def _ask(self) -> Place[WorkerT]:
         number = next(self._numbers)
@@ -173,7 +185,19 @@ class ElasticWorkers(Generic[WorkerT]):
         self.places.append(place)
         return place
 
-    def _free(self) -> Place[WorkerT] | None:
+    def _given(self, place: Place[WorkerT], group: str) -> Place[WorkerT]:
+        place.calls += 1
+        if group:
+            self._last[group] = place
+            self._last.move_to_end(group)
+            if len(self._last) > MOST_GROUPS:
+                self._last.popitem(last=False)
+        return place
+
+    def _free(self, group: str) -> Place[WorkerT] | None:
+        last = self._last.get(group)
+        if last is not None and last in self.places and last.up and last.calls < self._slots:
+            return last
         ranked = [
             (max(0, age - self._fewest + 1), place.calls, age)
             for age, place in enumerate(self.places)
@@ -182,11 +206,10 @@ class ElasticWorkers(Generic[WorkerT]):
         return self.places[min(ranked)[-1]] if ranked else None
 
     def _serve(self) -> None:
-        while self._waiting and (place := self._free()) is not None:
-            _, _, future = heapq.heappop(self._waiting)
+        while self._waiting and (place := self._free(self._waiting[0][2])) is not None:
+            _, _, group, future = heapq.heappop(self._waiting)
             if not future.done():
-                place.calls += 1
-                future.set_result(place)
+                future.set_result(self._given(place, group))
 
     def _give_up_the_silent(self) -> None:
         if self.up:

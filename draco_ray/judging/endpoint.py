@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
@@ -17,6 +19,36 @@ from draco_ray.judging.trouble import headers_of, retry_after_seconds, wants_com
 from draco_ray.records import Message
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a request goes."""
+
+    api_base: str | None
+    """None: the provider's own."""
+    key: str = field(repr=False)
+
+
+@dataclass(slots=True)
+class Borrowed:
+    """A server for as long as one request takes."""
+
+    server: Server
+    lost: bool = False
+    """Set by its user: no connection was to be had, or it broke."""
+
+
+class Servers(Protocol):
+    """Which server takes a request."""
+
+    def borrow(self, request: Request) -> AbstractAsyncContextManager[Borrowed]:
+        """A server that has room for ``request``; waits for one.
+
+        Raises:
+            JudgeUnavailable: there is none.
+        """
+        ...
 
 
 class Endpoint:
@@ -42,6 +74,11 @@ class Endpoint:
             arguments["extra_body"] = dict(config.extra_body)
         return arguments
 
+    @asynccontextmanager
+    async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
+        """The configured one, for every request (`Servers`)."""
+        yield Borrowed(Server(self._config.api_base, self.api_key()))
+
     def api_key(self) -> str:
         """Return the key that is sent.
 
@@ -59,23 +96,25 @@ class Endpoint:
             f"({self._settings})"
         )
 
-    async def complete(self, request: Request, max_tokens: int, timeout: float) -> Any:
+    async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
         """Send one request and return LiteLLM's response.
 
         Args:
             request: what is asked.
+            server: where.
             max_tokens: of the reply.
             timeout: seconds.
 
         Raises:
             OpenAIError: whatever went wrong, in LiteLLM's terms.
-            JudgeUnavailable: there is no key, or a parameter that the model refuses.
+            JudgeUnavailable: a parameter that the model refuses.
         """
         litellm = _litellm()
         arguments = self.arguments(request.messages) | self._parameters
         del arguments["max_tokens"]
         arguments |= self._told(litellm, request, arguments["messages"])
-        key = self.api_key()
+        if server.api_base is not None:
+            arguments["api_base"] = server.api_base
         while True:
             name = self._tokens_name
             try:
@@ -84,7 +123,7 @@ class Endpoint:
                     request.schema,
                     **arguments,
                     **{name: max_tokens},
-                    api_key=key,
+                    api_key=server.key,
                     timeout=timeout,
                     num_retries=0,
                     max_retries=0,

@@ -26,6 +26,7 @@ from draco_ray.judging.structured import reply_schema
 from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
+    from draco_ray.judging.endpoint import Servers
     from draco_ray.judging.limiter import Leases
     from draco_ray.judging.self_judge import JudgeSampler
 
@@ -127,10 +128,10 @@ class Judge:
         )
 
 
-def build_judge(config: JudgeConfig, leases: Leases | None = None) -> Judge:
+def build_judge(config: JudgeConfig, leases: Leases | None = None, servers: Servers | None = None) -> Judge:
     """The judge a configuration describes, over LiteLLM; answers are kept if ``config.cache`` names a folder.
 
-    ``leases`` are asked before every request; None: nothing is limited.
+    ``leases`` are asked before every request; None: nothing is limited. ``servers`` are those of ``judge.local``.
 
     Raises:
         ConfigError: the prompt set cannot be used.
@@ -142,7 +143,7 @@ def build_judge(config: JudgeConfig, leases: Leases | None = None) -> Judge:
     cache = None if config.cache is None else ReplyCache(config.cache)
 
     def open_one(judge: JudgeConfig) -> Complete:
-        return LiteLLMClient(judge, cache, leases=leases)
+        return LiteLLMClient(judge, cache, leases=leases, servers=servers if judge.local.enabled else None)
 
     return panel_judge(config, prompts_of(config), with_fallbacks(config, open_one), open_one)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from draco_ray.config.schema import JudgeConfig, OtherJudgeConfig
+from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
@@ -168,6 +168,7 @@ def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
             "api_base": judge.api_base,
             "api_key_env": judge.api_key_env or f"{provider.upper()}_API_KEY",
             "extra_body": {},
+            "local": LocalJudgeConfig(),
             "jury": (),
             "strong": None,
             "fallbacks": (),

@@ -79,7 +79,6 @@ class StructuredOutput:
 
     def _wants(self, litellm: Any) -> bool:
         if self._wanted is None:
-            self._wanted = self._config.api_base is not None or bool(
-                litellm.supports_response_schema(model=self._config.model)
-            )
+            own = self._config.local.enabled or self._config.api_base is not None
+            self._wanted = own or bool(litellm.supports_response_schema(model=self._config.model))
         return self._wanted

@@ -64,6 +64,14 @@ def unconnected(error: BaseException) -> bool:
     return any(isinstance(cause, connecting) for cause in _causes(error))
 
 
+def disconnected(error: BaseException) -> bool:
+    """Whether there was no connection, or it broke: what any request to that server would meet."""
+    import httpx
+
+    broken = (httpx.NetworkError, httpx.RemoteProtocolError, ConnectionError)
+    return any(isinstance(cause, broken) for cause in _causes(error))
+
+
 def advice(error: BaseException) -> str:
     """The key that mends a refused parameter, as the end of a message; empty where none does."""
     text = str(error)

@@ -11,6 +11,7 @@ import ray
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.actor import EngineClient
+from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.phases.base import Phase
@@ -30,14 +31,16 @@ class Policy:
 class JudgeWorkerActor:
     """One asynchronous judge client with many calls in flight."""
 
-    def __init__(self, config: JudgeConfig, policy: Policy, leases: Leases | None) -> None:
+    def __init__(
+        self, config: JudgeConfig, policy: Policy, leases: Leases | None, servers: Servers | None = None
+    ) -> None:
         from draco_ray.judging.judge import build_judge, build_self_judge
 
         start_run_log()
         self._judge: Judge = (
             build_self_judge(config, policy.samplers, policy.model_path)
             if config.self_judge.enabled
-            else build_judge(config, leases)
+            else build_judge(config, leases, servers)
         )
 
     async def up(self) -> str:
@@ -79,7 +82,9 @@ async def _value(given: Any) -> Any:
     return found
 
 
-def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str) -> Callable[[str], Any]:
+def judge_starter(
+    config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str, servers: Servers | None = None
+) -> Callable[[str], Any]:
     """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``."""
     remote = ray.remote(JudgeWorkerActor)
 
@@ -93,7 +98,7 @@ def judge_starter(config: JudgeConfig, policy: Policy, leases: Leases | None, ru
             # A new process repeats the phase, and takes replies that had come already from the durable cache.
             max_restarts=-1,
             max_task_retries=3,
-        ).remote(config, policy, leases)
+        ).remote(config, policy, leases, servers)
 
     return start
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, RunConfig
+from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig, JudgeLimits, RunConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge import prompts_of
+from draco_ray.judging.judge_context import model_positions
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.outage import Outage
@@ -68,8 +70,11 @@ def plan(
     context: int | None = None,
     out: Path | None = None,
     batch: bool = False,
+    ray: bool = False,
 ) -> Plan:
     """Settle how traces are judged; the arguments are those of `judge`.
+
+    ``ray``: on a cluster, which serves a ``hosted_vllm/`` model without an endpoint itself (``judge.local``).
 
     Raises:
         ConfigError: a budget without a known price, or a rubric or prompt set that cannot be used.
@@ -86,6 +91,7 @@ def plan(
             "cache": None if out is None else (out / "judge_cache").resolve(),
         }
     )
+    judge = _served_here(judge, ray=ray)
     check_budget(judge, model)
     of_run = base.model_copy(
         update={"judge": judge, "setting": SETTING, "run": RunConfig(root=base.run.root, trackers=())}
@@ -95,7 +101,7 @@ def plan(
         static = base.algorithm.static_rubric if str(rubric) == STATIC else Path(rubric).resolve()
         algorithm = base.algorithm.model_copy(update={"rubric": "static", "static_rubric": static})
         of_run = of_run.model_copy(update={"algorithm": algorithm})
-    known = model_limit(model, "max_input_tokens")
+    known = _served_context(judge) if judge.local.enabled else model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:
         raise ConfigError(f"--context {tokens}: a reply alone may take judge.max_tokens={judge.max_tokens}; give more")
@@ -109,6 +115,21 @@ def plan(
         rubric=load_static_rubric(of_run.algorithm.static_rubric) if of_run.algorithm.rubric == "static" else None,
         batch=batch,
     )
+
+
+def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
+    """With ``judge.local`` on where the cluster serves the judge, and off elsewhere."""
+    own = judge.model.startswith(LOCAL_PROVIDER) and not (judge.api_base or os.environ.get("HOSTED_VLLM_API_BASE"))
+    if own and not ray:
+        raise ConfigError(
+            f"judge {judge.model}: nobody serves it; expected its endpoint (--api-base), or --ray, which serves it on "
+            "a cluster"
+        )
+    return judge.model_copy(update={"local": judge.local.model_copy(update={"enabled": own})})
+
+
+def _served_context(judge: JudgeConfig) -> int | None:
+    return judge.local.context_tokens or model_positions(judge.model.removeprefix(LOCAL_PROVIDER))
 
 
 def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:

@@ -25,6 +25,7 @@ from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_shape import model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
+from draco_ray.judging.local.server import served_model
 
 ANONYMOUS_TYPE = "node_"
 """Begins the node type that Ray reports for a node which is of no autoscaler's making; its own id follows."""
@@ -168,18 +169,19 @@ def check_resources(
             """--resources='{"judge": 16}'"""
         )
     engine, learner, environment = config.engine, config.learner, config.environment
+    local = config.judge.local
+    served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
     gpus = engine.engines * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
-    if gpus > cluster.get("GPU", 0):
+    if gpus + served * local.gpus_per_replica > cluster.get("GPU", 0):
+        who, keys = "engines and learner", "engine.engines, engine.gpus_per_engine or learner.gpus_per_worker"
+        if served:
+            who, keys = f"engines, learner and {served} judge servers", f"{keys}, judge.local.replicas"
         raise ConfigError(
-            f"engines and learner need {gpus:g} GPUs, the Ray cluster has {cluster.get('GPU', 0):g}: lower "
-            "engine.engines, engine.gpus_per_engine or learner.gpus_per_worker (0 runs on the CPU)"
+            f"{who} need {gpus + served * local.gpus_per_replica:g} GPUs, the Ray cluster has "
+            f"{cluster.get('GPU', 0):g}: lower {keys} (0 GPUs each run on the CPU)"
         )
-    largest = max((node.get("GPU", 0) for node in nodes or ()), default=engine.gpus_per_engine)
-    if engine.gpus_per_engine > largest:
-        raise ConfigError(
-            f"engine.gpus_per_engine={engine.gpus_per_engine:g}, but no node of the Ray cluster has more than "
-            f"{largest:g} GPUs: lower it and engine.tensor_parallel, or add a larger node"
-        )
+    check_largest(local.gpus_per_replica if served else 0.0, "judge.local.gpus_per_replica", nodes)
+    check_largest(engine.gpus_per_engine, "engine.gpus_per_engine", nodes)
     workers = -(-environment.slots // environment.slots_per_worker)
     # The evaluation's workers run beside those that train.
     sets = 2 if config.train.evaluate_before_after else 1
@@ -187,12 +189,24 @@ def check_resources(
         sets * workers * environment.cpus_per_worker
         + engine.engines * engine.cpus_per_engine
         + learner.workers * learner.cpus_per_worker
+        + served * local.cpus_per_replica
     )
     if cpus > cluster.get("CPU", 0):
+        judging = f", {served} judge servers" if served else ""
         raise ConfigError(
-            f"{sets * workers} rollout workers, {engine.engines} engines and {learner.workers} learner workers need "
-            f"{cpus:g} CPUs, the Ray cluster has {cluster.get('CPU', 0):g}: lower environment.slots or "
+            f"{sets * workers} rollout workers{judging}, {engine.engines} engines and {learner.workers} learner "
+            f"workers need {cpus:g} CPUs, the Ray cluster has {cluster.get('CPU', 0):g}: lower environment.slots or "
             "environment.cpus_per_worker, or add a node"
+        )
+
+
+def check_largest(gpus: float, key: str, nodes: Sequence[Mapping[str, float]] | None) -> None:
+    """Does a node have as many GPUs as one process asks for? Raises: ConfigError: none has."""
+    largest = max((node.get("GPU", 0) for node in nodes or ()), default=gpus)
+    if gpus > largest:
+        raise ConfigError(
+            f"{key}={gpus:g}, but no node of the Ray cluster has more than {largest:g} GPUs: lower it and the "
+            "tensor_parallel beside it, or add a larger node"
         )
 
 
@@ -254,8 +268,9 @@ def check_shared(config: DracoConfig, run: Path, nodes: Sequence[Mapping[str, An
     """
     marker = run / f".shared-{secrets.token_hex(4)}"
     marker.write_text(marker.name, encoding="utf-8")
-    data = [config.data.root.resolve()]
-    paths = [str(path) for path in [*data, Path(config.model.path)] if path.is_absolute() and path.is_dir()]
+    data, judge = [config.data.root.resolve()], config.judge
+    models = [Path(config.model.path), *([Path(served_model(judge.model))] if judge.local.enabled else [])]
+    paths = [str(path) for path in [*data, *models] if path.is_absolute() and path.is_dir()]
     probe = ray.remote(probe_node)
     answers = {
         probe.options(

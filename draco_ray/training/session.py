@@ -22,6 +22,7 @@ from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, ClusterError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
+from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.static_rubric import load_static_rubric
@@ -126,6 +127,11 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
     judge = config.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
         check_judge_context(config, console)
+        yield judge
+        return
+    if judge.local.enabled:
+        # Its servers are a part of the run: the first worker asks them.
+        check_budget(judge, judge.model)
         yield judge
         return
     if not judge.rule_judge.start:
@@ -246,9 +252,11 @@ class Actors:
         self.clients = [EngineClient(index, name) for index in range(len(self.fleet.engines))]
         judged = config.algorithm.reward == "rubric"
         self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
+        self._servers = start_judge_servers(judge, run.path, name) if judged else None
         policy = Policy(samplers=self.clients, model_path=config.model.path)
         leases = None if self._limiter is None else self._limiter[1]
-        self.judges = JudgePool(judge_starter(judge, policy, leases, name), judge)
+        servers = None if self._servers is None else self._servers[1]
+        self.judges = JudgePool(judge_starter(judge, policy, leases, name, servers), judge)
         if judged:
             self.judges.open()
         self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")
@@ -310,6 +318,7 @@ class Actors:
                 ray.kill(actor)
             return
         stops = [actor.stop.remote() for actor in actors]
+        stops += [] if self._servers is None else [self._servers[0].stop.remote()]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*stops, self.store.flush.remote()), timeout=20)
 

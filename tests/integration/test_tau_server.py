@@ -12,6 +12,7 @@ from draco_ray.benchmarks.tau import server
 from draco_ray.benchmarks.tau.policy import TauPolicy, served_policy
 from draco_ray.benchmarks.tau.server import served
 from draco_ray.config.schema import DracoConfig, LearnerConfig, ModelConfig
+from draco_ray.engine import openai_server
 from draco_ray.errors import TauBenchError
 from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.tiny_model import build_tiny_model
@@ -84,7 +85,7 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SERVER", "no_such_module")
+    monkeypatch.setattr(openai_server, "SERVER", "no_such_module")
     model = build_tiny_model(tmp_path / "model")
     policy = TauPolicy(name="base", model=str(model))
     config = configure(model)

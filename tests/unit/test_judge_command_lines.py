@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 
-from draco_ray.commands.judge import progress_line
+from draco_ray.commands.judge import _understood, progress_line
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Request
 from draco_ray.judging.pricing import known_price
 from draco_ray.records import Message
@@ -58,3 +60,20 @@ def test_as_many_calls_are_announced_as_are_made(group_by: str | None) -> None:
     unpriced = estimate(groups, settled.config, settled.prompts, settled.room, None, own=False)
     assert {phase for phase, each in unpriced.items() if each.calls} == {"score", "credit"}
     assert all(each.dollars is None for each in unpriced.values())
+
+
+def test_a_vllm_judge_without_an_endpoint_is_served_by_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOSTED_VLLM_API_BASE", raising=False)
+    model = "hosted_vllm/Qwen/Qwen3.6-27B"
+    config = DracoConfig.model_validate({"judge": {"local": {"replicas": 2, "context_tokens": 32768}}})
+    settled = plan(model, config=config, ray=True)
+    assert settled.config.judge.local.enabled
+    assert (settled.context_tokens, settled.context_known) == (32768, True)
+    said = [line for line in _understood(load_traces(FILES / "openai_chat.jsonl"), settled) if "served" in line]
+    assert said == [f"  {model} is served on the cluster: 2 to 4 vLLM servers of 1 GPUs (judge.local)"]
+    with pytest.raises(ConfigError, match=f"judge {model}: nobody serves it; expected .*--api-base.*--ray"):
+        plan(model)
+    assert not plan(model, api_base="http://127.0.0.1:8000/v1", ray=True).config.judge.local.enabled
+    assert not plan("openai/gpt-5.4", config=config, ray=True).config.judge.local.enabled
+    monkeypatch.setenv("HOSTED_VLLM_API_BASE", "http://127.0.0.1:8000/v1")
+    assert not plan(model, ray=True).config.judge.local.enabled

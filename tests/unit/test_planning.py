@@ -282,3 +282,13 @@ def test_a_wrong_assumption_is_refused(override: str) -> None:
 def test_layer_types_in_a_config_are_read() -> None:
     config = PUBLIC_CONFIGS[QWEN27] | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
     assert read_shape(config, "test").layers == ("full_attention", "linear_attention")
+
+
+def test_the_judges_gpus_count(capsys: pytest.CaptureFixture[str]) -> None:
+    served = ("judge.model=hosted_vllm/Qwen/Qwen3-32B", "judge.local.enabled=true", "judge.local.gpus_per_replica=2")
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "qwen3.6-27b", *served])
+    said = (
+        "judge hosted_vllm/Qwen/Qwen3-32B: 1 to 4 vLLM servers of 2 GPUs; with engines and learner 10 GPUs, at most 16"
+    )
+    assert said in capsys.readouterr().out

@@ -16,10 +16,11 @@ from safetensors.numpy import load_file, save_file
 from draco_ray.benchmarks.tau import job as jobs
 from draco_ray.benchmarks.tau.installation import Tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy, find_policy, write_served_adapter
-from draco_ray.benchmarks.tau.process import Scrubber
-from draco_ray.benchmarks.tau.server import SERVER, Endpoint, free_port, serve_command, serve_environment
+from draco_ray.benchmarks.tau.server import Endpoint, free_port, serve_command, serve_environment
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine import openai_server
+from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
@@ -142,7 +143,7 @@ def test_embeddings_of_another_model_are_kept_apart(tau2: Tau2, tmp_path: Path) 
 
 def test_qwen36_is_served_with_its_own_formats() -> None:
     words = serve_command(DracoConfig(), POLICY, 8123, Path("folder/adapter"))
-    assert words[:4] == [sys.executable, "-m", SERVER, "--model"]
+    assert words[:4] == [sys.executable, "-m", openai_server.SERVER, "--model"]
     assert value_after(words, "--model") == "Qwen/Qwen3.6-27B"
     assert value_after(words, "--host") == "127.0.0.1"
     assert "--enable-auto-tool-choice" in words

@@ -36,11 +36,11 @@ from draco_ray.benchmarks.tau.episodes import (
 )
 from draco_ray.benchmarks.tau.installation import Tau2, find_tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy
-from draco_ray.benchmarks.tau.process import Scrubber
 from draco_ray.benchmarks.tau.report import rollout_result, summary
 from draco_ray.benchmarks.tau.server import SERVED, free_port, serve_command, served
 from draco_ray.benchmarks.tau.supervise import run_job
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan

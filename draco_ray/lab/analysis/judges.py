@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -80,6 +80,7 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
             "extra_body": {} if model != config.model else config.extra_body,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
+            "local": LocalJudgeConfig(),
             "cache": None if model == RULES else cache,
         }
     )
@@ -91,10 +92,16 @@ def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeCon
             "--judge own: this run's judge was its own policy, which changed with every step; ask its checkpoints with "
             f"--judge {POLICY}"
         )
+    if config.local.enabled and judge.api_base is None:
+        raise ConfigError(
+            f"--judge own: this run's judge {config.model} was served by the run itself; serve it (`vllm serve`) and "
+            "name it with --api-base"
+        )
     if config.rule_judge.start:
         return judge_config(config, NamedJudge(model=RULES), None)
     return config.model_copy(
         update={
+            "local": LocalJudgeConfig(),
             "api_base": judge.api_base or config.api_base,
             "api_key_env": judge.api_key_env or config.api_key_env,
             "cache": cache,

@@ -1,0 +1,1 @@
+"""The judge model on the run's own cluster, served by vLLM."""

@@ -1,0 +1,183 @@
+"""The Ray shells of `draco_ray.judging.local.servers`: a server on a node, all of them together, and who asks them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.complete import Request
+from draco_ray.judging.endpoint import Borrowed
+from draco_ray.judging.local.server import JudgeServer, Look
+from draco_ray.judging.local.servers import JudgeServers, Lease
+from draco_ray.judging.phases import urgency
+from draco_ray.observability.logs import start_run_log
+from draco_ray.placement import beside_the_driver
+
+LEASE_GRACE_SECONDS = 60.0
+STOP_SECONDS = 30.0
+
+
+class JudgeServerActor:
+    """One `JudgeServer` on the node that Ray chose; its address is the one the cluster knows that node by."""
+
+    def __init__(self, config: JudgeConfig, log: Path) -> None:
+        start_run_log()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._server = JudgeServer(config, ray.util.get_node_ip_address(), log)
+
+    def look(self) -> Look:
+        """See `JudgeServer.look`."""
+        return self._server.look()
+
+    def end(self) -> None:
+        """End the server."""
+        self._server.end()
+
+
+class _Handle:
+    """A `draco_ray.judging.local.servers.Replica` in another process."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.ending: Any = None
+
+    async def look(self) -> Look:
+        try:
+            look: Look = await self.handle.look.remote()
+        except RayTaskError as error:
+            raise _plain(error) from None
+        return look
+
+    def end(self) -> None:
+        # In the actor, so that the server is asked to end, and not only cut off; then the actor itself.
+        self.ending = self.handle.end.remote()
+        self.handle.__ray_terminate__.remote()
+
+
+class JudgeServersActor:
+    """`JudgeServers` for callers in other processes."""
+
+    def __init__(self, config: JudgeConfig, logs: Path, run_name: str) -> None:
+        start_run_log()
+        local = config.local
+        remote = ray.remote(JudgeServerActor)
+
+        def start(number: int) -> _Handle:
+            handle = remote.options(
+                name=f"JudgeServer-{number}@{run_name}",
+                num_gpus=local.gpus_per_replica,
+                num_cpus=local.cpus_per_replica,
+                # On a node that is left, where its own is gone.
+                max_restarts=-1,
+                max_task_retries=-1,
+            ).remote(config, logs / f"judge-server-{number}.log")
+            self._handles.append(made := _Handle(handle))
+            return made
+
+        self._handles: list[_Handle] = []
+        lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
+        self._servers = JudgeServers(start, local, lease_seconds=lease_seconds)
+        self._opened = False
+
+    async def acquire(self, group: str, rank: int) -> Lease:
+        """See `JudgeServers.acquire`."""
+        self.open()
+        return await self._servers.acquire(group, rank)
+
+    async def release(self, number: int, lost: bool) -> None:
+        """See `JudgeServers.release`."""
+        self._servers.release(number, lost=lost)
+
+    async def pending(self) -> list[str]:
+        """See `JudgeServers.pending`; the first call starts the servers."""
+        self.open()
+        return self._servers.pending()
+
+    async def stop(self) -> None:
+        """End all servers, and return when they have ended."""
+        self._servers.close()
+        ending = [handle.ending for handle in self._handles if handle.ending is not None]
+        with suppress(RayError, TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*ending, return_exceptions=True), STOP_SECONDS)
+
+    def open(self) -> None:
+        """Start, in the actor's own event loop."""
+        if not self._opened:
+            self._opened = True
+            self._servers.open()
+
+
+class ServersClient:
+    """A `draco_ray.judging.endpoint.Servers` that reaches the actor by its name, which outlives its process."""
+
+    def __init__(self, run_name: str) -> None:
+        self._actor_name = _actor_name(run_name)
+        self._returning: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def _handle(self) -> Any:
+        return ray.get_actor(self._actor_name)
+
+    @asynccontextmanager
+    async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
+        """See `Servers.borrow`."""
+        asked = self._handle.acquire.remote(request.group, urgency(request.phase))
+        try:
+            lease: Lease = await asked
+        except RayTaskError as error:
+            raise _plain(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.get_running_loop().create_task(self._return(asked))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+            raise
+        borrowed = Borrowed(lease.server)
+        try:
+            yield borrowed
+        finally:
+            self._handle.release.remote(lease.number, borrowed.lost)
+
+    async def _return(self, asked: ray.ObjectRef[Lease]) -> None:
+        """Give back what nobody waits for any longer."""
+        with suppress(RayError):
+            lease = await asked
+            await self._handle.release.remote(lease.number, False)
+
+
+def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, ServersClient] | None:
+    """The judge's servers of a run, and what its workers reach them by; None where the judge is served elsewhere.
+
+    Returns: the handle, to be kept for as long as the servers are to live, and the client.
+    """
+    if not config.local.enabled:
+        return None
+    options = {
+        "name": _actor_name(run_name),
+        "num_cpus": 0,
+        "scheduling_strategy": beside_the_driver(),
+        # Each call that waits for a server occupies one of these.
+        "max_concurrency": 10_000,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    handle: Any = ray.remote(JudgeServersActor).options(**options).remote(config, run / "logs", run_name)
+    # They load while everything else does.
+    handle.pending.remote()
+    return handle, ServersClient(run_name)
+
+
+def _plain(error: RayTaskError) -> BaseException:
+    return error.cause if isinstance(error.cause, JudgeUnavailable) else error
+
+
+def _actor_name(run_name: str) -> str:
+    return f"JudgeServers@{run_name}"

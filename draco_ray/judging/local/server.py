@@ -1,0 +1,210 @@
+"""One vLLM server of the judge model, kept alive: started, watched, started again. No Ray in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from draco_ray.config.schema import LOCAL_PROVIDER, EngineConfig, JudgeConfig, LocalJudgeConfig
+from draco_ray.engine import openai_server
+from draco_ray.engine.child import Child, Scrubber
+from draco_ray.engine.model_directory import is_local
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.endpoint import Server
+from draco_ray.judging.judge_context import model_positions
+
+STARTS = 3
+"""Times in a row that a server may end before it has answered."""
+LOOK_SECONDS = 5.0
+"""That a look at it may take."""
+CPU_CONTEXT = 8192
+"""Tokens, where neither the configuration nor the model says how many."""
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def served_model(model: str) -> str:
+    """What vLLM loads for ``judge.model``: a hub name, or an absolute folder.
+
+    >>> served_model("hosted_vllm/Qwen/Qwen3.6-27B")
+    'Qwen/Qwen3.6-27B'
+    """
+    return model.removeprefix(LOCAL_PROVIDER)
+
+
+def engine_of(local: LocalJudgeConfig) -> EngineConfig:
+    """On what a server runs."""
+    return EngineConfig(
+        gpus_per_engine=local.gpus_per_replica,
+        cpus_per_engine=local.cpus_per_replica,
+        tensor_parallel=local.tensor_parallel,
+        gpu_memory_utilization=local.gpu_memory_utilization,
+        kv_cache_gib=local.kv_cache_gib,
+        max_num_seqs=local.calls_per_replica,
+    )
+
+
+def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
+    """The command line of the server; it holds no key."""
+    local, model = config.local, served_model(config.model)
+    context = local.context_tokens or (model_positions(model) if is_local(model) else None)
+    words = [sys.executable, "-m", openai_server.SERVER, "--model", model, "--served-model-name", model]
+    words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
+    words += [] if context is None else ["--max-model-len", str(context)]
+    # Its statistics are how it is watched; the tokens that it read from its prefix cache go into each reply's usage.
+    words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    # A reply that is held to a schema has no room to spend on blanks.
+    words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]
+    return [*words, *openai_server.hardware_words(engine_of(local), context or CPU_CONTEXT), *local.arguments]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How a server was found."""
+
+    server: Server | None
+    """Where it answers; None while it loads."""
+    doing: str
+    """In words."""
+
+
+class Stall:
+    """Whether a server has stopped: no token for a while, and none when it is asked for one."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._tokens: float | None = None
+        self._since = clock()
+
+    def suspected(self, tokens: float | None) -> bool:
+        """Whether ``tokens``, all that it has read and written (None: it does not say), are those of long ago."""
+        if tokens is not None and tokens != self._tokens:
+            self._tokens, self._since = tokens, self._clock()
+        return self._clock() - self._since >= self._seconds
+
+    def cleared(self) -> None:
+        """It answered."""
+        self._since = self._clock()
+
+
+class JudgeServer:
+    """A `vllm serve` process and the key to it."""
+
+    def __init__(self, config: JudgeConfig, host: str, log: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing is started before the first `look`.
+
+        Args:
+            config: what is served, and on what.
+            host: the address of this node that the cluster's other nodes use.
+            log: for what the server prints.
+            clock: seconds, for tests.
+        """
+        self._config, self._host, self._log, self._clock = config, host, log, clock
+        self._key = secrets.token_urlsafe(24)
+        self._child: Child | None = None
+        self._base = ""
+        self._began = clock()
+        self._stall: Stall | None = None
+        """Of a server that has answered."""
+        self._failures = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server there is."""
+        return None if self._child is None else self._child.pid
+
+    def look(self) -> Look:
+        """See to it that a server runs, and say how it does; call it from one thread, now and then.
+
+        Raises:
+            JudgeUnavailable: it ended `STARTS` times in a row before it answered, or did not answer in time.
+        """
+        child = self._child
+        if child is None:
+            return self._start()
+        if child.returncode is not None:
+            child.end()
+            return self._again(f"ended with exit code {child.returncode}")
+        if self._stall is None:
+            return self._loading()
+        return self._watched(self._stall)
+
+    def end(self) -> None:
+        """End the server."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _start(self) -> Look:
+        self._base = f"http://{self._host}:{(port := openai_server.free_port(self._host))}"
+        model = served_model(self._config.model)
+        withheld = (self._config.api_key_env,)
+        environment = openai_server.server_environment(engine_of(self._config.local), model, self._key, withheld)
+        words = serve_words(self._config, self._host, port)
+        self._child = Child(words, environment, self._log, Scrubber([self._key]))
+        self._began, self._stall = self._clock(), None
+        return Look(server=None, doing=f"loads {model}")
+
+    def _again(self, why: str) -> Look:
+        """Start another in the place of one that is no more."""
+        answered, said = self._stall is not None, self._child.last_line if self._child is not None else ""
+        self._child = None
+        self._failures = 0 if answered else self._failures + 1
+        if self._failures >= STARTS:
+            raise JudgeUnavailable(
+                f"the judge's vLLM server of {served_model(self._config.model)} {why} {STARTS} times before it "
+                f"answered, the last words: {said[:200]} (all of them in {self._log})"
+            )
+        return self._start()
+
+    def _loading(self) -> Look:
+        local, model = self._config.local, served_model(self._config.model)
+        with self._client(LOOK_SECONDS) as client:
+            names = openai_server.served_names(client)
+        seconds = self._clock() - self._began
+        if names is not None:
+            self._stall = Stall(local.stall_seconds, self._clock)
+            return self._serving()
+        if seconds < local.start_timeout_seconds:
+            return Look(server=None, doing=f"loads {model}, for {seconds:.0f} s now")
+        self.end()
+        raise JudgeUnavailable(
+            f"the judge's vLLM server of {model} did not answer within judge.local.start_timeout_seconds="
+            f"{local.start_timeout_seconds:g}; see {self._log}"
+        )
+
+    def _watched(self, stall: Stall) -> Look:
+        if not stall.suspected(self._tokens()) or self._answers():
+            return self._serving()
+        self.end()
+        return self._again(f"made no token for {self._config.local.stall_seconds:g} s, not even when asked for one;")
+
+    def _serving(self) -> Look:
+        self._failures = 0
+        return Look(server=Server(api_base=f"{self._base}/v1", key=self._key), doing="serves")
+
+    def _tokens(self) -> float | None:
+        with contextlib.suppress(httpx.HTTPError), self._client(LOOK_SECONDS) as client:
+            return sum(float(count) for count in _TOKENS.findall(client.get("/metrics").text))
+        return None
+
+    def _answers(self) -> bool:
+        request = {"model": served_model(self._config.model), "prompt": "OK", "max_tokens": 1}
+        with contextlib.suppress(httpx.HTTPError), self._client(self._config.local.stall_seconds) as client:
+            if client.post("/v1/completions", json=request).status_code == 200:
+                assert self._stall is not None
+                self._stall.cleared()
+                return True
+        return False
+
+    def _client(self, seconds: float) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self._key}"}
+        return httpx.Client(base_url=self._base, headers=headers, timeout=seconds, trust_env=False)

@@ -1,0 +1,217 @@
+"""The judge's servers together: how many there are, which of them takes a call, and what becomes of one that is gone.
+
+A call goes to the server that had its group's last one, while that has room. A server that answers no more gets no call
+until it does; calls that it had are asked again elsewhere by whoever made them (`draco_ray.judging.client`). No Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from draco_ray.config.schema import LocalJudgeConfig
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.elastic import ElasticWorkers, Place
+from draco_ray.judging.endpoint import Server
+from draco_ray.judging.local.server import Look
+
+log = logging.getLogger(__name__)
+
+ADJUST_SECONDS = 1.0
+"""Between two looks at how many servers are needed, and at one that loads."""
+LOOK_SECONDS = 5.0
+"""Between two looks at one that serves."""
+SILENT_SECONDS = 20.0
+"""That the answer to a look may take beyond `LocalJudgeConfig.stall_seconds`."""
+WAITS_FOR_A_NODE = "waits for a node that has room"
+
+
+class Replica(Protocol):
+    """Where a `draco_ray.judging.local.server.JudgeServer` runs."""
+
+    async def look(self) -> Look:
+        """See `JudgeServer.look`; raises whatever says that there is none any more."""
+        ...
+
+    def end(self) -> None:
+        """End it, without waiting."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The server that a call goes to."""
+
+    number: int
+    server: Server
+
+
+class JudgeServers:
+    """Servers between two bounds."""
+
+    def __init__(
+        self,
+        start: Callable[[int], Replica],
+        config: LocalJudgeConfig,
+        *,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is started before `open`.
+
+        Args:
+            start: asks for the server of that number and returns at once.
+            config: bounds and times.
+            lease_seconds: after which the slot of a call that nobody gave back is free again: its caller is dead.
+            clock: seconds, for tests.
+        """
+        self._config, self._clock, self._lease_seconds = config, clock, lease_seconds
+        self._workers: ElasticWorkers[Replica] = ElasticWorkers(
+            start,
+            slots=config.calls_per_replica,
+            fewest=config.replicas,
+            most=config.max_replicas,
+            idle_seconds=config.idle_seconds,
+            clock=clock,
+        )
+        self._servers: dict[Place[Replica], Server] = {}
+        self._doing: dict[Place[Replica], tuple[str, float]] = {}
+        self._leases: dict[int, tuple[Place[Replica], float]] = {}
+        self._numbers = itertools.count()
+        self._watching: dict[Place[Replica], asyncio.Task[None]] = {}
+        self._none_since = clock()
+        self._adjusting: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> int:
+        """Servers that answer."""
+        return self._workers.up
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the servers there are, the oldest first."""
+        return [place.number for place in self._workers.places]
+
+    def pending(self) -> list[str]:
+        """Each server that does not answer yet, and what it does."""
+        now = self._clock()
+        return [
+            f"judge server {place.number} {doing} (since {now - since:.0f} s)"
+            for place, (doing, since) in self._doing.items()
+            if not place.up
+        ]
+
+    def open(self) -> None:
+        """Ask for the fewest servers; needs a running event loop, and returns at once."""
+        self._none_since = self._clock()
+        self.adjust()
+        self._adjusting = asyncio.create_task(self._keep_adjusting())
+
+    def close(self) -> None:
+        """Let go of all servers; who started them ends them."""
+        for task in (*self._watching.values(), *([self._adjusting] if self._adjusting is not None else [])):
+            task.cancel()
+        for place in self._workers.places:
+            place.worker.end()
+
+    async def acquire(self, group: str = "", rank: int = 0) -> Lease:
+        """A server for one call; waits for one that has room, the lowest rank first.
+
+        Raises:
+            JudgeUnavailable: there is none, and none comes.
+        """
+        place = await self._workers.acquire(rank, group)
+        number = next(self._numbers)
+        self._leases[number] = (place, self._clock() + self._lease_seconds)
+        return Lease(number=number, server=self._servers[place])
+
+    def release(self, number: int, *, lost: bool = False) -> None:
+        """The call has ended; ``lost``: no connection was to be had, so that others should not try it either."""
+        place, _ = self._leases.pop(number, (None, 0.0))
+        if place is None:
+            return
+        if lost and place.up:
+            self._workers.went_down(place)
+            self._doing[place] = ("answered a call no more", self._clock())
+        self._workers.release(place)
+
+    def adjust(self) -> None:
+        """Ask for servers that are missing, end those that are not needed, and take back what the dead hold."""
+        now = self._clock()
+        for number in [number for number, (_, until) in self._leases.items() if until < now]:
+            self.release(number)
+        come, gone = self._workers.adjust()
+        for place in come:
+            self._doing[place] = (WAITS_FOR_A_NODE, now)
+            self._watching[place] = asyncio.create_task(self._watch(place))
+        for place in gone:
+            self._forget(place)
+            place.worker.end()
+        if come or gone:
+            log.info("judge servers: %d up, %d asked for", self.up, len(self._workers.places))
+        if self.up:
+            self._none_since = now
+        elif now - self._none_since >= self._config.start_timeout_seconds:
+            pending = "; ".join(self.pending()) or "none could be started"
+            seconds = self._config.start_timeout_seconds
+            self._workers.refuse(
+                JudgeUnavailable(
+                    f"no judge server is up after judge.local.start_timeout_seconds={seconds:g}: {pending}; see "
+                    "`ray status` for what the cluster offers"
+                )
+            )
+
+    async def _keep_adjusting(self) -> None:
+        while True:
+            await asyncio.sleep(ADJUST_SECONDS)
+            try:
+                self.adjust()
+            except Exception:
+                # The servers that are up go on.
+                log.exception("the number of judge servers could not be adjusted")
+
+    def _forget(self, place: Place[Replica]) -> None:
+        self._servers.pop(place, None)
+        self._doing.pop(place, None)
+        if (task := self._watching.pop(place, None)) is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def _watch(self, place: Place[Replica]) -> None:
+        while True:
+            looking = asyncio.ensure_future(place.worker.look())
+            try:
+                seconds = None if place not in self._servers else self._config.stall_seconds + SILENT_SECONDS
+                done, _ = await asyncio.wait({looking}, timeout=seconds)
+                if not done:
+                    self._down(place, "does not answer")
+                look = await looking
+            except asyncio.CancelledError:
+                looking.cancel()
+                raise
+            except Exception as error:
+                reason = " ".join(str(error).split())[:500]
+                log.warning("judge server %d is lost: %s", place.number, reason)
+                place.worker.end()
+                told = error if isinstance(error, JudgeUnavailable) else JudgeUnavailable(f"judge server: {reason}")
+                self._forget(place)
+                self._workers.lost(place, told)
+                return
+            if look.server is None:
+                self._down(place, look.doing)
+            else:
+                self._servers[place] = look.server
+                self._doing[place] = (look.doing, self._clock())
+                self._workers.came_up(place)
+            await asyncio.sleep(ADJUST_SECONDS if look.server is None else LOOK_SECONDS)
+
+    def _down(self, place: Place[Replica], doing: str) -> None:
+        before, since = self._doing.get(place, ("", 0.0))
+        self._doing[place] = (doing, since if before.partition(",")[0] == doing.partition(",")[0] else self._clock())
+        if place.up:
+            log.warning("judge server %d: %s", place.number, doing)
+        self._workers.went_down(place)

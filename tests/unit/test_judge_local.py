@@ -1,0 +1,293 @@
+"""The judge's servers: how many, which of them takes a call, and what becomes of the calls of one that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, OtherJudgeConfig
+from draco_ray.errors import ConfigError, JudgeUnavailable
+from draco_ray.judging.endpoint import Server
+from draco_ray.judging.local import servers as module
+from draco_ray.judging.local.server import STARTS, JudgeServer, Look, Stall, serve_words
+from draco_ray.judging.local.servers import JudgeServers
+from draco_ray.judging.panel import other
+from draco_ray.training.preflight import check_resources
+
+MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the others run until something is so."""
+    while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        await asyncio.sleep(0)
+
+
+class Replica:
+    """Answers what the test sets."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ended = False
+        self.found: Look | BaseException = Look(server=None, doing="loads")
+
+    async def look(self) -> Look:
+        if isinstance(self.found, BaseException):
+            raise self.found
+        return self.found
+
+    def end(self) -> None:
+        self.ended = True
+
+    def serve(self, port: int = 0) -> None:
+        server = Server(f"http://127.0.0.1:{port or 8000 + self.number}/v1", "key")
+        self.found = Look(server=server, doing="serves")
+
+
+class Fleet:
+    """`JudgeServers` of two calls each, and a clock that is set by hand."""
+
+    def __init__(self, **keys: object) -> None:
+        self.now = 100.0
+        self.replicas: list[Replica] = []
+        config = LocalJudgeConfig.model_validate(
+            {"replicas": 2, "max_replicas": 3, "calls_per_replica": 2, "idle_seconds": 60, **keys}
+        )
+        self.servers = JudgeServers(self._start, config, lease_seconds=660, clock=lambda: self.now)
+
+    def _start(self, number: int) -> Replica:
+        self.replicas.append(Replica(number))
+        return self.replicas[-1]
+
+    async def up(self, count: int) -> None:
+        """Wait until so many serve."""
+        for replica in self.replicas:
+            if not replica.ended and not isinstance(replica.found, BaseException) and replica.found.server is None:
+                replica.serve()
+        await until(lambda: self.servers.up == count)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks follow each other at once; the number of servers is adjusted by the test."""
+    monkeypatch.setattr(module, "ADJUST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+
+
+@asynccontextmanager
+async def opened(**keys: object) -> AsyncIterator[Fleet]:
+    fleet = Fleet(**keys)
+    fleet.servers.open()
+    try:
+        yield fleet
+    finally:
+        fleet.servers.close()
+
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+async def test_calls_of_a_group_go_to_one_server_and_others_share_the_load() -> None:
+    async with opened() as fleet:
+        await fleet.up(2)
+        first, second = await fleet.servers.acquire("a"), await fleet.servers.acquire("b")
+        assert first.server != second.server
+        fleet.servers.release(first.number)
+        fleet.servers.release(second.number)
+        again = [await fleet.servers.acquire(group) for group in ("b", "a")]
+        assert [lease.server for lease in again] == [second.server, first.server]
+        # Full: a third call of the group goes where there is room, rather than wait.
+        more = [await fleet.servers.acquire("a") for _ in range(2)]
+        assert [lease.server for lease in more] == [first.server, second.server]
+
+
+async def test_servers_come_with_the_calls_and_go_when_they_are_not_needed() -> None:
+    async with opened() as fleet:
+        await fleet.up(2)
+        calls = [asyncio.create_task(fleet.servers.acquire(f"g{n}")) for n in range(5)]
+        await until(lambda: fleet.servers.numbers == [0, 1, 2])
+        assert sum(call.done() for call in calls) == 4
+        await fleet.up(3)
+        leases = await asyncio.gather(*calls)
+        for lease in leases:
+            fleet.servers.release(lease.number)
+        fleet.servers.adjust()
+        assert fleet.servers.numbers == [0, 1, 2]
+        fleet.now += 61
+        fleet.servers.adjust()
+        assert fleet.servers.numbers == [0, 1]
+        assert [replica.ended for replica in fleet.replicas] == [False, False, True]
+
+
+async def test_a_server_that_a_call_found_gone_gets_no_more_until_it_answers_a_look() -> None:
+    async with opened() as fleet:
+        await fleet.up(2)
+        lease = await fleet.servers.acquire("a")
+        broken = next(each for each in fleet.replicas if each.found.server == lease.server)  # type: ignore[union-attr]
+        broken.found = Look(server=None, doing="loads again")
+        fleet.servers.release(lease.number, lost=True)
+        others = [await fleet.servers.acquire("a") for _ in range(2)]
+        assert lease.server not in [each.server for each in others]
+        said = [f"judge server {broken.number} loads again (since 0 s)"]
+        await until(lambda: fleet.servers.pending() == said)
+        broken.serve(port=9999)
+        waiting = await fleet.servers.acquire("c")
+        assert waiting.server.api_base == "http://127.0.0.1:9999/v1"
+
+
+async def test_one_that_is_gone_for_good_is_replaced_and_calls_wait_meanwhile() -> None:
+    async with opened(replicas=1, max_replicas=1) as fleet:
+        await fleet.up(1)
+        fleet.replicas[0].found = RuntimeError("the node\nis gone")
+        await until(lambda: not fleet.servers.numbers)
+        waiting = asyncio.create_task(fleet.servers.acquire("a"))
+        fleet.now += 61
+        await until(lambda: len(fleet.replicas) == 2)
+        await fleet.up(1)
+        assert (await waiting).server.api_base == "http://127.0.0.1:8001/v1"
+        assert fleet.replicas[0].ended
+
+
+async def test_what_cannot_be_started_ends_the_calls_that_wait_for_it() -> None:
+    async with opened(replicas=1, max_replicas=1) as fleet:
+        waiting = asyncio.create_task(fleet.servers.acquire("a"))
+        await asyncio.sleep(0)
+        fleet.replicas[0].found = JudgeUnavailable("judge.local: ended with exit code 1 3 times")
+        with pytest.raises(JudgeUnavailable, match="exit code 1 3 times"):
+            await waiting
+
+
+async def test_servers_that_never_come_up_are_named_with_what_they_wait_for() -> None:
+    class Waits(Replica):
+        async def look(self) -> Look:
+            return await asyncio.Future()
+
+    fleet = Fleet()
+    fleet._start = Waits  # type: ignore[method-assign]
+    fleet.servers = JudgeServers(
+        Waits, LocalJudgeConfig(replicas=2, start_timeout_seconds=1800), lease_seconds=1, clock=lambda: fleet.now
+    )
+    fleet.servers.open()
+    waiting = asyncio.create_task(fleet.servers.acquire("a"))
+    await asyncio.sleep(0)
+    fleet.now += 1801
+    with pytest.raises(JudgeUnavailable) as refusal:
+        await waiting
+    assert "judge server 0 waits for a node that has room (since 1801 s); judge server 1 waits" in str(refusal.value)
+    fleet.servers.close()
+
+
+async def test_the_slots_of_a_caller_that_died_are_free_again() -> None:
+    async with opened(replicas=1, max_replicas=1) as fleet:
+        await fleet.up(1)
+        held = [await fleet.servers.acquire() for _ in range(2)]
+        waiting = asyncio.create_task(fleet.servers.acquire())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        fleet.now += 661
+        assert (await waiting).number not in [lease.number for lease in held]
+        # Should it not have died after all, its slot is not given back twice.
+        fleet.servers.release(held[0].number)
+
+
+def test_a_stall_is_a_while_without_a_token() -> None:
+    now = 0.0
+    stall = Stall(60.0, lambda: now)
+    assert not stall.suspected(10.0)
+    now = 59.0
+    assert not stall.suspected(10.0)
+    assert not stall.suspected(11.0)
+    now = 118.0
+    assert not stall.suspected(None)
+    now = 119.0
+    assert stall.suspected(None)
+    assert stall.suspected(11.0)
+    stall.cleared()
+    assert not stall.suspected(11.0)
+
+
+def config(tmp_path: Path | None = None, **local: object) -> JudgeConfig:
+    model = MODEL if tmp_path is None else f"hosted_vllm/{tmp_path / 'missing'}"
+    return JudgeConfig.model_validate({"model": model, "local": {"enabled": True, **local}})
+
+
+def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draco_ray.engine.openai_server.SERVER", "no_such_module")
+    server = JudgeServer(config(tmp_path, gpus_per_replica=0), "127.0.0.1", tmp_path / "server.log")
+    pids = set()
+    for _ in range(STARTS):
+        assert server.look().server is None
+        pids.add(server.pid)
+        assert server._child is not None
+        server._child.wait(30)
+    with pytest.raises(JudgeUnavailable, match=f"ended with exit code 1 {STARTS} times .*no_such_module") as refusal:
+        server.look()
+    assert "\n" not in str(refusal.value)
+    assert len(pids) == STARTS
+
+
+def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draco_ray.judging.local.server.serve_words", lambda *_: ["sleep", "600"])
+    now = 0.0
+    server = JudgeServer(config(start_timeout_seconds=100), "127.0.0.1", tmp_path / "server.log", lambda: now)
+    server.look()
+    now = 99.0
+    assert server.look().doing == "loads Qwen/Qwen3.6-27B, for 99 s now"
+    now = 100.0
+    with pytest.raises(JudgeUnavailable, match="did not answer within judge.local.start_timeout_seconds=100"):
+        server.look()
+    assert server.pid is None
+
+
+def test_the_command_line_names_the_model_and_holds_no_key() -> None:
+    words = serve_words(
+        config(tensor_parallel=2, gpus_per_replica=2, arguments=("--reasoning-parser", "qwen3")), "::", 1
+    )
+    assert words[words.index("--model") + 1] == words[words.index("--served-model-name") + 1] == "Qwen/Qwen3.6-27B"
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    assert words[words.index("--max-num-seqs") + 1] == "32"
+    assert words[-2:] == ["--reasoning-parser", "qwen3"]
+    assert not [word for word in words if "key" in word]
+    assert "secret" not in repr(Server("http://10.0.0.7:8123/v1", "secret"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"model": "openai/gpt-5.4"}, "judge.model=openai/gpt-5.4 is not served here; expected hosted_vllm/"),
+        ({"model": "hosted_vllm/"}, "is not served here"),
+        ({"api_base": "http://x/v1"}, "not together with judge.api_base"),
+        ({"self_judge": {"enabled": True}}, "not together with judge.self_judge.enabled"),
+        ({"rule_judge": {"start": True}}, "not together with judge.rule_judge.start"),
+    ],
+)
+def test_a_judge_that_is_also_served_elsewhere_is_refused(keys: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        JudgeConfig.model_validate({"model": MODEL, "local": {"enabled": True}, **keys})
+
+
+def test_judges_beside_it_are_not_served_here() -> None:
+    assert not other(config(), OtherJudgeConfig(model="openai/gpt-5.4")).local.enabled
+
+
+def test_its_gpus_count_before_anything_is_loaded() -> None:
+    run = DracoConfig.model_validate(
+        {
+            "judge": {"model": MODEL, "local": {"enabled": True, "replicas": 2, "gpus_per_replica": 2}},
+            "environment": {"slots": 1},
+        }
+    )
+    offered = {"judge": 16, "CPU": 64, "GPU": 6}
+    check_resources(run, offered, [offered])
+    with pytest.raises(ConfigError, match="engines, learner and 2 judge servers need 6 GPUs, the Ray cluster has 5"):
+        check_resources(run, {**offered, "GPU": 5})
+    with pytest.raises(ConfigError, match="judge.local.gpus_per_replica=2, but no node .* more than 1 GPUs"):
+        check_resources(run, offered, [{"GPU": 1}] * 6)
+    check_resources(run, {**offered, "GPU": 2}, judges=False)
