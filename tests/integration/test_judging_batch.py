@@ -21,7 +21,12 @@ from tests.support.batch_server import BatchServer
 from tests.support.canned_judge import answer
 from tests.unit.test_traces_load import FILES
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # A coroutine that nobody awaited is said when it is thrown away, wherever that is.
+    pytest.mark.filterwarnings("error:coroutine:RuntimeWarning"),
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+]
 
 MODELS = {"openai": "openai/own", "anthropic": "anthropic/claude-own"}
 PRICE = Price(input=10.0, output=100.0)
