@@ -12,7 +12,7 @@ from draco_ray.traces.results import JudgedTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedConversation:
     """One conversation's part."""
 
     trace: JudgedTrace
@@ -25,7 +25,9 @@ class Judged:
         return [step.quality for step in self.trace.steps]
 
 
-async def judge_conversations(records: Sequence[Mapping[str, Any]], model: str, **options: Any) -> list[Judged | None]:
+async def judge_conversations(
+    records: Sequence[Mapping[str, Any]], model: str, **options: Any
+) -> list[JudgedConversation | None]:
     """Judge records of any format that `draco_ray.load_traces` knows; records with equal ``task_id`` are a group.
 
     Args:
@@ -38,9 +40,9 @@ async def judge_conversations(records: Sequence[Mapping[str, Any]], model: str, 
     Raises: as `draco_ray.judge`; TraceError where no record is a trace.
     """
     groups = groups_of(records)
-    found: list[Judged | None] = [None] * len(records)
+    found: list[JudgedConversation | None] = [None] * len(records)
     for group, judged in zip(groups, await judge(groups, model, **options), strict=True):
         for trace, part in zip(group.traces, judged.rollouts, strict=True):
             acted = tuple(turn.action is not None for turn in trace.turns if turn.role == "assistant")
-            found[place_of(trace)] = Judged(trace=part, acted=acted)
+            found[place_of(trace)] = JudgedConversation(trace=part, acted=acted)
     return found

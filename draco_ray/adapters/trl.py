@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.adapters.conversations import Judged, judge_conversations
+from draco_ray.adapters.conversations import JudgedConversation, judge_conversations
 from draco_ray.adapters.tokens import token_advantages
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class StepCredit:
             options: of `draco_ray.judge`: budget, rubric, api_base, ...
         """
         self._model, self._options = model, options
-        self._latest: list[Judged | None] = []
+        self._latest: list[JudgedConversation | None] = []
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], messages: Sequence[Any] | None = None, **_: Any

@@ -13,7 +13,7 @@ import typer
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.policies import Policy, every_checkpoint, find_policy, last_epochs
+from draco_ray.lab.evaluation.policies import EvaluatedPolicy, every_checkpoint, find_policy, last_epochs
 from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Table, TableFormat, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import Estimate, aggregate
@@ -201,7 +201,7 @@ def check_options(options: EvaluateOptions) -> None:
         raise ConfigError("draco evaluate: --last-epochs and --train-curve are two evaluations; give one of them")
 
 
-def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Policy, DracoConfig]:
+def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
     """What is to be measured, and under which configuration.
 
     Raises:
@@ -230,7 +230,7 @@ def _training_config(options: EvaluateOptions) -> DracoConfig:
     return load_config(str(options.run), kept, trust=True)
 
 
-def _config(options: EvaluateOptions, policy: Policy) -> DracoConfig:
+def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
     config = load_config(options.config or policy.config, options.overrides, trust=options.trust)
     if policy.model is None or any(override.startswith("model.path=") for override in options.overrides):
         return config
@@ -248,7 +248,7 @@ def _steps_per_epoch(config: DracoConfig) -> int:
     return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch
 
 
-def _default_out(options: EvaluateOptions, policy: Policy, split: str) -> Path:
+def _default_out(options: EvaluateOptions, policy: EvaluatedPolicy, split: str) -> Path:
     if options.run is not None:
         kind = "train-curve" if options.train_curve else f"last{options.last_epochs or 3}"
         return options.run / "evaluations" / f"appworld-{split}-{kind}"

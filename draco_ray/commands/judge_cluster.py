@@ -19,7 +19,7 @@ from draco_ray.judging.limiter_actor import start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.worker import Policy, judge_starter
+from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
@@ -89,7 +89,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         leases = None if limiter is None else limiter[1]
         local = start_judge_servers(config.judge, kept.path, name)
         servers = None if local is None else local[1]
-        nobody = Policy(samplers=(), model_path="none")
+        nobody = PolicyJudge(samplers=(), model_path="none")
         starter = judge_starter(_told(config.judge, kept), nobody, leases, name, servers)
         pool = JudgePool(starter, config.judge)
         pool.open()

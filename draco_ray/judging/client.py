@@ -27,11 +27,11 @@ from draco_ray.judging.call import Call
 from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import Verdict
+from draco_ray.judging.outage import Next
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     Most,
-    Usage,
+    TokenUsage,
     check_budget,
     find_price,
     known_price,
@@ -66,7 +66,7 @@ Sleep = Callable[[float], Awaitable[None]]
 class _Bill:
     """What a reply took."""
 
-    usage: Usage
+    usage: TokenUsage
     dollars: float
     estimated: bool
 
@@ -160,9 +160,9 @@ class LiteLLMClient:
             if result is None:
                 continue
             assert call.error is not None
-            if result is Verdict.STOP:
+            if result is Next.STOP:
                 raise self._endpoint.refused(call.error)
-            if result is Verdict.FAIL or call.spent:
+            if result is Next.FAIL or call.spent:
                 if unconnected(call.error) and not call.patient:
                     reason = self._endpoint.one_line(call.error)
                     raise JudgeUnavailable(
@@ -171,7 +171,7 @@ class LiteLLMClient:
                 return self._failed(call, call.error)
             await self._wait(call)
 
-    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Verdict | None:
+    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Next | None:
         """Ask for a lease and send one request; None: it was spent on the small question."""
         grant = await self._leases.lease(call.asked)
         call.note_grant(grant)
@@ -182,11 +182,11 @@ class LiteLLMClient:
             await self._question(grant, borrowed.server)
             return None
         result = await self._send(call, grant, borrowed.server)
-        if result is Verdict.AGAIN and call.error is not None:
+        if result is Next.AGAIN and call.error is not None:
             borrowed.lost = disconnected(call.error)
         return result
 
-    async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | Verdict:
+    async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | Next:
         """Send one request; returns its reply, or what becomes of the call."""
         import openai
 
@@ -238,7 +238,7 @@ class LiteLLMClient:
         """Send the small question whether the judge answers at all, with a lease that was meant for a call."""
         call = self._call(QUESTION, QUESTION_TOKENS)
         call.timeout = min(call.timeout, QUESTION_SECONDS)
-        if await self._send(call, grant, server) is Verdict.STOP and call.error is not None:
+        if await self._send(call, grant, server) is Next.STOP and call.error is not None:
             raise self._endpoint.refused(call.error)
 
     def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
@@ -306,7 +306,7 @@ class LiteLLMClient:
                     "may cost",
                     *(self._endpoint.who(), self._endpoint.one_line(str(getattr(response, "usage", None)))),
                 )
-            guess = Usage(
+            guess = TokenUsage(
                 input_tokens=most.input_tokens,
                 cached_tokens=0,
                 written_tokens=0,

@@ -29,7 +29,7 @@ from typing import Protocol
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
-from draco_ray.judging.outage import Outage, Pause, Trouble, Verdict
+from draco_ray.judging.outage import Next, Outage, Pause, Trouble
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
@@ -106,7 +106,7 @@ class Leases(Protocol):
         """
         ...
 
-    async def settle(self, number: str, ended: Ended) -> Verdict:
+    async def settle(self, number: str, ended: Ended) -> Next:
         """The request of a lease has ended; says what becomes of its call if it has no reply."""
         ...
 
@@ -340,7 +340,7 @@ class Limiter:
         self._leases[grant.number] = _Lease(asked, use, now, expires_at, question)
         return grant, 0.0
 
-    def settle(self, number: str, ended: Ended) -> Verdict:
+    def settle(self, number: str, ended: Ended) -> Next:
         """The request of a lease has ended. What it did cost counts even if the lease expired."""
         now = self._clock()
         self.spent += ended.dollars - self._booked.pop(number, 0.0)
@@ -356,7 +356,7 @@ class Limiter:
             self._tokens.correct(lease.use, ended.tokens, now)
         if ended.trouble is None:
             self.outage.answered(now)
-            return Verdict.AGAIN
+            return Next.AGAIN
         return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now)
 
     def give_back(self, number: str) -> None:
@@ -445,7 +445,7 @@ class WaitingLine:
                 self.limiter.give_back(granted.result().number)
             raise
 
-    async def settle(self, number: str, ended: Ended) -> Verdict:
+    async def settle(self, number: str, ended: Ended) -> Next:
         """See `Leases.settle`."""
         verdict = self.limiter.settle(number, ended)
         self._news.set()

@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
-from draco_ray.judging.outage import Outage, Pause, Verdict
+from draco_ray.judging.outage import Next, Outage, Pause
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
@@ -46,7 +46,7 @@ class LimiterActor:
         """See `draco_ray.judging.limiter.Leases.lease`."""
         return await self._line.lease(asked)
 
-    async def settle(self, number: str, ended: Ended) -> Verdict:
+    async def settle(self, number: str, ended: Ended) -> Next:
         """See `draco_ray.judging.limiter.Leases.settle`."""
         return await self._line.settle(number, ended)
 
@@ -114,9 +114,9 @@ class LimiterClient:
             raise
         return grant
 
-    async def settle(self, number: str, ended: Ended) -> Verdict:
+    async def settle(self, number: str, ended: Ended) -> Next:
         """See `draco_ray.judging.limiter.Leases.settle`."""
-        verdict: Verdict = await self._handle.settle.remote(number, ended)
+        verdict: Next = await self._handle.settle.remote(number, ended)
         return verdict
 
     async def give_back(self, number: str) -> None:

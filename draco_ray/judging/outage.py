@@ -42,7 +42,7 @@ class Trouble(StrEnum):
     """The request's own: too long, flagged. The judge is well."""
 
 
-class Verdict(StrEnum):
+class Next(StrEnum):
     """What becomes of a call whose request had no reply."""
 
     AGAIN = "again"
@@ -141,7 +141,7 @@ class Outage:
         self._refusals = 0
         self._well(now)
 
-    def failed(self, trouble: Trouble, reason: str, hint: float | None, sent_at: float, now: float) -> Verdict:
+    def failed(self, trouble: Trouble, reason: str, hint: float | None, sent_at: float, now: float) -> Next:
         """A request that was sent at ``sent_at`` had no reply.
 
         Args:
@@ -153,15 +153,15 @@ class Outage:
         """
         if trouble is Trouble.OWN:
             self._well(now)
-            return Verdict.FAIL
+            return Next.FAIL
         if trouble is Trouble.QUOTA_SPENT:
-            return Verdict.STOP
+            return Next.STOP
         if trouble is Trouble.REFUSED:
             self._refusals += 1
-            return Verdict.FAIL if self._answered and self._refusals < REFUSALS_TO_STOP else Verdict.STOP
+            return Next.FAIL if self._answered and self._refusals < REFUSALS_TO_STOP else Next.STOP
         if self.patient:
             self._wait(trouble, reason, hint, sent_at, now)
-        return Verdict.AGAIN
+        return Next.AGAIN
 
     def _wait(self, trouble: Trouble, reason: str, hint: float | None, sent_at: float, now: float) -> None:
         self._reason = reason

@@ -27,7 +27,7 @@ endpoints add a prompt of their own, and some count thinking beside ``max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """Tokens of one reply."""
 
     input_tokens: int
@@ -125,7 +125,7 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
     return Most(input_tokens=input_tokens, output_tokens=max_tokens, dollars=dollars)
 
 
-def read_usage(response: Any, most: Most) -> Usage | None:
+def read_usage(response: Any, most: Most) -> TokenUsage | None:
     """What a reply says it took; None where it says nothing, or what cannot be true.
 
     Args:
@@ -153,7 +153,7 @@ def read_usage(response: Any, most: Most) -> Usage | None:
         if count > CREDIBLE_TIMES * expected + CREDIBLE_MORE:
             return None
     cached = min(cached, input_tokens)
-    return Usage(
+    return TokenUsage(
         input_tokens=input_tokens,
         cached_tokens=cached,
         written_tokens=min(written, input_tokens - cached),

@@ -21,7 +21,7 @@ from draco_ray.summaries import PhaseSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class PolicyJudge:
     """How a self-judge reaches the policy."""
 
     samplers: Sequence[EngineClient]
@@ -32,7 +32,7 @@ class JudgeWorkerActor:
     """One asynchronous judge client with many calls in flight."""
 
     def __init__(
-        self, config: JudgeConfig, policy: Policy, leases: Leases | None, servers: Servers | None = None
+        self, config: JudgeConfig, policy: PolicyJudge, leases: Leases | None, servers: Servers | None = None
     ) -> None:
         from draco_ray.judging.judge import build_judge, build_self_judge
 
@@ -83,7 +83,7 @@ async def _value(given: Any) -> Any:
 
 
 def judge_starter(
-    config: JudgeConfig, policy: Policy, leases: Leases | None, run_name: str, servers: Servers | None = None
+    config: JudgeConfig, policy: PolicyJudge, leases: Leases | None, run_name: str, servers: Servers | None = None
 ) -> Callable[[str], Any]:
     """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``."""
     remote = ray.remote(JudgeWorkerActor)

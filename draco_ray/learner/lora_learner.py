@@ -21,7 +21,7 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
 from draco_ray.learner.loss import grpo_loss, importance_weights
 from draco_ray.learner.messages import UpdateMetrics
-from draco_ray.learner.model import Policy
+from draco_ray.learner.model import AdaptedModel
 from draco_ray.learner.packing import pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
 
@@ -90,7 +90,7 @@ class LoraLearner:
         self._config = config
         self._device = torch.device(device)
         self._reduce = reduce
-        self.policy = Policy(model, config, seed=seed, device=self._device, mesh=mesh)
+        self.policy = AdaptedModel(model, config, seed=seed, device=self._device, mesh=mesh)
         self._parameters = self.policy.parameters
         self._optimizer = torch.optim.AdamW(
             self._parameters,

@@ -28,7 +28,7 @@ HEAD_TOLERANCE = 1e-3
 """Largest relative difference between the model's logits and its head applied to the decoder's output."""
 
 
-class Policy:
+class AdaptedModel:
     """Base model plus adapter. `adapter_off()` turns it into the reference policy.
 
     The decoder is called without an attention mask: sequences are padded on the right, no kept position can attend to

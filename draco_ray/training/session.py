@@ -26,7 +26,7 @@ from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.static_rubric import load_static_rubric
-from draco_ray.judging.worker import Policy, judge_starter
+from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline
 from draco_ray.records import Criterion, Message
@@ -253,7 +253,7 @@ class Actors:
         judged = config.algorithm.reward == "rubric"
         self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
         self._servers = start_judge_servers(judge, run.path, name) if judged else None
-        policy = Policy(samplers=self.clients, model_path=config.model.path)
+        policy = PolicyJudge(samplers=self.clients, model_path=config.model.path)
         leases = None if self._limiter is None else self._limiter[1]
         servers = None if self._servers is None else self._servers[1]
         self.judges = JudgePool(judge_starter(judge, policy, leases, name, servers), judge)

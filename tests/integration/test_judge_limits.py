@@ -19,7 +19,7 @@ from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Asked, Ended, Grant
 from draco_ray.judging.limiter_actor import JudgeLimiterActor, requests_name
-from draco_ray.judging.outage import Verdict
+from draco_ray.judging.outage import Next
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
@@ -47,7 +47,7 @@ class DirectLeases:
     async def lease(self, asked: Asked) -> Grant:
         return await self.actor.lease(asked)
 
-    async def settle(self, number: str, ended: Ended) -> Verdict:
+    async def settle(self, number: str, ended: Ended) -> Next:
         return await self.actor.settle(number, ended)
 
     async def give_back(self, number: str) -> None:

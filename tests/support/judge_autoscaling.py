@@ -26,7 +26,7 @@ from draco_ray.judging.example import RUBRIC
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.pool import Judgement, JudgePool
-from draco_ray.judging.worker import Policy, judge_starter
+from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
@@ -50,7 +50,7 @@ def judge_nodes() -> set[str]:
 
 async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
     """Many calls at once, then a worker that falls silent, then nothing."""
-    pool = JudgePool(judge_starter(config, Policy(samplers=(), model_path="none"), None, "autoscaling"), config)
+    pool = JudgePool(judge_starter(config, PolicyJudge(samplers=(), model_path="none"), None, "autoscaling"), config)
     pool.open()
     await pool.ready()
     seen: dict[str, Any] = {"up_at_first": pool.up, **await with_more_calls_than_room(pool)}

@@ -10,7 +10,7 @@ import pytest
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter
-from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Outage, Trouble, Verdict
+from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Next, Outage, Trouble
 
 NOBODY = math.inf
 
@@ -19,7 +19,7 @@ def down(outage: Outage, now: float, trouble: Trouble = Trouble.UNAVAILABLE, rou
     """Requests fail as soon as one may be sent; returns the time."""
     for _ in range(rounds):
         now += outage.seconds_to_wait(now)
-        assert outage.failed(trouble, "503 overloaded", None, now, now) is Verdict.AGAIN
+        assert outage.failed(trouble, "503 overloaded", None, now, now) is Next.AGAIN
     return now
 
 
@@ -92,20 +92,20 @@ def test_an_outage_ends_the_run_when_it_has_lasted_too_long() -> None:
 
 def test_a_refusal_stops_a_run_that_was_never_answered_and_else_fails_its_call_until_it_repeats() -> None:
     outage = Outage()
-    assert outage.failed(Trouble.REFUSED, "401", None, 0, 0) is Verdict.STOP
+    assert outage.failed(Trouble.REFUSED, "401", None, 0, 0) is Next.STOP
     for _ in range(1000):
         outage.answered(1.0)
-        assert outage.failed(Trouble.REFUSED, "404", None, 1, 1) is Verdict.FAIL
+        assert outage.failed(Trouble.REFUSED, "404", None, 1, 1) is Next.FAIL
     outage.answered(2.0)
     verdicts = [outage.failed(Trouble.REFUSED, "401", None, 2, 2) for _ in range(REFUSALS_TO_STOP)]
-    assert verdicts == [Verdict.FAIL] * (REFUSALS_TO_STOP - 1) + [Verdict.STOP]
+    assert verdicts == [Next.FAIL] * (REFUSALS_TO_STOP - 1) + [Next.STOP]
     outage.answered(3.0)
-    assert outage.failed(Trouble.QUOTA_SPENT, "quota", None, 3, 3) is Verdict.STOP
+    assert outage.failed(Trouble.QUOTA_SPENT, "quota", None, 3, 3) is Next.STOP
 
 
 def test_a_flagged_prompt_fails_its_call_however_often() -> None:
     outage = Outage()
-    assert {outage.failed(Trouble.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {Verdict.FAIL}
+    assert {outage.failed(Trouble.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {Next.FAIL}
 
 
 def test_without_patience_nobody_waits_for_others() -> None:

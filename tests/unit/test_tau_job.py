@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from draco_ray.benchmarks.tau import job as jobs
 from draco_ray.benchmarks.tau.installation import Tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy, find_policy, write_served_adapter
-from draco_ray.benchmarks.tau.server import Endpoint, free_port, serve_command, serve_environment
+from draco_ray.benchmarks.tau.server import ServedPolicy, free_port, serve_command, serve_environment
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
@@ -24,7 +24,7 @@ from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
-SERVED = Endpoint("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")
+SERVED = ServedPolicy("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")
 POLICY = TauPolicy(name="step00100", model="Qwen/Qwen3.6-27B", adapter=Path("adapter"), rank=16)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from draco_ray.benchmarks.tau.installation import DENSE_RETRIEVAL, DOMAIN, Tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy
-from draco_ray.benchmarks.tau.server import Endpoint
+from draco_ray.benchmarks.tau.server import ServedPolicy
 from draco_ray.config.schema import TauBenchConfig, TauModelConfig
 from draco_ray.errors import ConfigError
 
@@ -63,7 +63,12 @@ def read_keys(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
 
 
 def tau2_environment(
-    config: TauBenchConfig, tau2: Tau2, policy: TauPolicy, endpoint: Endpoint | None, keys: Mapping[str, str], tmp: Path
+    config: TauBenchConfig,
+    tau2: Tau2,
+    policy: TauPolicy,
+    endpoint: ServedPolicy | None,
+    keys: Mapping[str, str],
+    tmp: Path,
 ) -> dict[str, str]:
     """The whole environment of tau2's process.
 
@@ -107,7 +112,7 @@ def tau2_job(
     config: TauBenchConfig,
     tau2: Tau2,
     policy: TauPolicy,
-    endpoint: Endpoint | None,
+    endpoint: ServedPolicy | None,
     folder: Path,
     *,
     unreadable: list[str],

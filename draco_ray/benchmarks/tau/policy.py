@@ -15,7 +15,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_directory import architectures, check_model_directory
 from draco_ray.errors import ConfigError, EngineError
-from draco_ray.lab.evaluation.policies import Policy
+from draco_ray.lab.evaluation.policies import EvaluatedPolicy
 
 API = "litellm:"
 BASE = "base"
@@ -65,7 +65,7 @@ def find_policy(named: str, config: DracoConfig) -> TauPolicy:
     return served_policy(directory.name, str(directory))
 
 
-def tau_policies(policy: Policy, config: DracoConfig) -> list[TauPolicy]:
+def tau_policies(policy: EvaluatedPolicy, config: DracoConfig) -> list[TauPolicy]:
     """What `draco evaluate` found, checkpoint by checkpoint, on the configured base model.
 
     Raises:

@@ -50,7 +50,7 @@ FORMATS: tuple[tuple[str, str, ModelFormat], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ServedPolicy:
     """Where a served policy answers."""
 
     model: str
@@ -121,7 +121,7 @@ def serve_environment(config: DracoConfig, policy: TauPolicy, key: str, withhold
 @contextmanager
 def served(
     config: DracoConfig, policy: TauPolicy, log: Path, folder: Path, withhold: Sequence[str]
-) -> Iterator[Endpoint]:
+) -> Iterator[ServedPolicy]:
     """Serve the policy while the block runs.
 
     Args:
@@ -143,7 +143,7 @@ def served(
         _wait(child, base, key, config.tau_bench.server.start_timeout_seconds, log)
         if adapter is not None and changes_model(adapter):
             check_adapter_is_live(base, key, policy.name)
-        yield Endpoint(f"hosted_vllm/{SERVED}", f"{base}/v1", key)
+        yield ServedPolicy(f"hosted_vllm/{SERVED}", f"{base}/v1", key)
     finally:
         child.end()
 

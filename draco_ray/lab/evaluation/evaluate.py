@@ -29,7 +29,7 @@ from draco_ray.lab.evaluation.api_policy import ApiPolicies
 from draco_ray.lab.evaluation.appworld_outputs import AppWorldOutputs
 from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
-from draco_ray.lab.evaluation.policies import Checkpoint, Policy, deciding_settings, load_adapter, lora_rank
+from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, read_split
 from draco_ray.lab.evaluation.trajectories import keep_trajectory
@@ -58,7 +58,7 @@ class ApiOptions:
 
 
 def evaluate_policy(
-    policy: Policy,
+    policy: EvaluatedPolicy,
     config: DracoConfig,
     *,
     split: str,
@@ -156,7 +156,7 @@ class _Evaluator:
     def __init__(
         self,
         config: DracoConfig,
-        policy: Policy,
+        policy: EvaluatedPolicy,
         api: ApiOptions,
         directory: EvaluationDirectory,
         environment: Environment,
@@ -351,7 +351,7 @@ def turn_tokens(model: str, agent: AgentConfig) -> int:
 
 
 @contextlib.contextmanager
-def _ray(config: DracoConfig, policy: Policy) -> Iterator[None]:
+def _ray(config: DracoConfig, policy: EvaluatedPolicy) -> Iterator[None]:
     """Ray for as long as the block runs, with room for engines and slots."""
     # No learner and no judge.
     learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})

@@ -13,7 +13,7 @@ from pathlib import Path
 from draco_ray.config.schema import JudgeConfig, JudgeLimits
 from draco_ray.judging.limiter import Ended
 from draco_ray.judging.limiter_actor import LimiterActor, LimiterClient, start_limiter
-from draco_ray.judging.outage import Verdict
+from draco_ray.judging.outage import Next
 
 BOOK = "spent.json"
 """In the evaluation directory."""
@@ -26,7 +26,7 @@ class EvaluationLimiterActor(LimiterActor):
         super().__init__(config, dollars_spent(book))
         self._book = book
 
-    async def settle(self, number: str, ended: Ended) -> Verdict:
+    async def settle(self, number: str, ended: Ended) -> Next:
         """See `LimiterActor.settle`."""
         verdict = await super().settle(number, ended)
         self._keep()

@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class EvaluatedPolicy:
     """A policy to evaluate."""
 
     label: str
@@ -52,7 +52,7 @@ class Policy:
     checkpoints: tuple[Checkpoint, ...]
 
 
-def find_policy(name: str, starter: Path) -> Policy:
+def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
     """The policy of ``--policy``.
 
     Args:
@@ -69,12 +69,12 @@ def find_policy(name: str, starter: Path) -> Policy:
             raise ConfigError(f"--policy {name}: expected a model after it, e.g. litellm:openai/gpt-5.4")
         label = model.rsplit("/", 1)[-1]
         only = Checkpoint(name=re.sub(r"[^\w.-]+", "_", model))
-        return Policy(label=label, name=name, config=None, model=None, api_model=model, checkpoints=(only,))
+        return EvaluatedPolicy(label=label, name=name, config=None, model=None, api_model=model, checkpoints=(only,))
     if name == STARTER:
         if not starter.is_dir():
             raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
         only = Checkpoint(name=STARTER)
-        return Policy(label=STARTER, name=name, config="sandbox", model=str(starter), checkpoints=(only,))
+        return EvaluatedPolicy(label=STARTER, name=name, config="sandbox", model=str(starter), checkpoints=(only,))
     path = Path(name)
     if (path / "adapter_config.json").is_file():
         return _adapter_policy(path.resolve(), name)
@@ -91,9 +91,11 @@ def find_policy(name: str, starter: Path) -> Policy:
                 "(a run)"
             )
         only = Checkpoint(name="base")
-        return Policy(label=path.resolve().name, name=name, config=None, model=str(path.resolve()), checkpoints=(only,))
+        return EvaluatedPolicy(
+            label=path.resolve().name, name=name, config=None, model=str(path.resolve()), checkpoints=(only,)
+        )
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir():
-        return Policy(
+        return EvaluatedPolicy(
             label=name.rsplit("/", 1)[-1], name=name, config=None, model=name, checkpoints=(Checkpoint(name="base"),)
         )
     raise ConfigError(
@@ -102,7 +104,7 @@ def find_policy(name: str, starter: Path) -> Policy:
     )
 
 
-def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> Policy:
+def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> EvaluatedPolicy:
     """The checkpoints that end a run's last ``epochs`` whole epochs.
 
     Raises:
@@ -125,7 +127,7 @@ def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> Policy:
     return _run_policy(run, str(path), tuple(kept[step] for step in wanted))
 
 
-def every_checkpoint(path: Path, every: int) -> Policy:
+def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
     """The untrained policy and every ``every``-th training step's checkpoint of a run, the last one included.
 
     Raises:
@@ -187,7 +189,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _adapter_policy(path: Path, name: str) -> Policy:
+def _adapter_policy(path: Path, name: str) -> EvaluatedPolicy:
     match = _STEP.fullmatch(path.name)
     version = int(match[1]) if match else 1
     checkpoint = Checkpoint(name=path.name, version=version, adapter=path)
@@ -200,11 +202,13 @@ def _adapter_policy(path: Path, name: str) -> Policy:
             f"--policy {name}: the adapter names no base model (base_model_name_or_path); expected a checkpoint of a "
             "run, or an adapter that names it"
         )
-    return Policy(label=path.name, name=name, config=None, model=base, checkpoints=(checkpoint,))
+    return EvaluatedPolicy(label=path.name, name=name, config=None, model=base, checkpoints=(checkpoint,))
 
 
-def _run_policy(run: RunDirectory, name: str, chosen: tuple[Checkpoint, ...]) -> Policy:
-    return Policy(label=run.setting("setting"), name=name, config=str(run.path), model=None, checkpoints=chosen)
+def _run_policy(run: RunDirectory, name: str, chosen: tuple[Checkpoint, ...]) -> EvaluatedPolicy:
+    return EvaluatedPolicy(
+        label=run.setting("setting"), name=name, config=str(run.path), model=None, checkpoints=chosen
+    )
 
 
 def _adapter_config(path: Path) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def _adapter_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def deciding_settings(config: DracoConfig, policy: Policy) -> dict[str, Any]:
+def deciding_settings(config: DracoConfig, policy: EvaluatedPolicy) -> dict[str, Any]:
     """The configuration's keys that decide how rollouts come out, dotted; where they run is not among them."""
     tree = config.model_dump(mode="json")
     keys: dict[str, Any] = {"seed": tree["seed"]}
