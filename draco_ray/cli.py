@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ import typer
 
 from draco_ray import __version__
 from draco_ray.commands.tau import tau
-from draco_ray.config.load import dotted_keys, load_config, preset_names, project_file, setting_names
+from draco_ray.config.load import load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
 from draco_ray.judging.phases import PHASES
@@ -133,13 +134,20 @@ def show_config(
     config: Annotated[str | None, typer.Argument(help="A preset or a YAML file; none shows the defaults.")] = None,
     overrides: Overrides = None,
     setting: Setting = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List the keys only.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="Every key with its type, value and meaning.")] = False,
 ) -> None:
     """Print the configuration a run would use."""
+    from draco_ray.config.keys import described_keys
     from draco_ray.config.load import dump_config
 
     resolved = load_config(config, overrides or [], setting, trust=True)
-    typer.echo("\n".join(dotted_keys()) if keys else dump_config(resolved), nl=keys)
+    if not keys:
+        typer.echo(dump_config(resolved), nl=False)
+        return
+    for key in described_keys(resolved):
+        changed = "" if key.value == key.default else f"   (default {key.default})"
+        typer.echo(f"{key.name}={key.value}{changed}")
+        typer.echo(textwrap.fill(f"{key.kind}. {key.meaning}", 110, initial_indent="    ", subsequent_indent="    "))
 
 
 @app.command(epilog="Try:  draco plan qwen3.6-27b --gpu-memory-gib 140      draco plan qwen2.5-32b learner.workers=2")

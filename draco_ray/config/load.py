@@ -12,13 +12,14 @@ import errno
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from draco_ray.config.keys import dotted_keys, subtree
 from draco_ray.config.origin import changed, is_ours, is_run_directory
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
@@ -270,28 +271,13 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _subtree(model: type[Tree], key: str) -> type[Tree] | None:
-    annotation = model.model_fields[key].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Tree) else None
-
-
-def dotted_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[str]:
-    """Every leaf key of the configuration, dotted, in the order it is declared."""
-    for key in model.model_fields:
-        below = _subtree(model, key)
-        if below is None:
-            yield prefix + key
-        else:
-            yield from dotted_keys(below, f"{prefix}{key}.")
-
-
 @functools.cache
 def confirmed_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> tuple[tuple[str, str], ...]:
     """Dotted keys that are taken from somebody else's run directory only if the user says so, with what a value that
     needs it contains."""
     keys: list[tuple[str, str]] = []
     for name, field in model.model_fields.items():
-        if (below := _subtree(model, name)) is not None:
+        if (below := subtree(field)) is not None:
             keys += confirmed_keys(below, f"{prefix}{name}.")
         elif isinstance(field.json_schema_extra, dict) and "confirmed" in field.json_schema_extra:
             keys.append((prefix + name, str(field.json_schema_extra["confirmed"])))
@@ -302,7 +288,7 @@ def _check_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix
     for key, value in tree.items():
         if key not in model.model_fields:
             raise ConfigError(f"unknown config key {prefix}{key}{_nearest_key(prefix, key)}")
-        below = _subtree(model, key)
+        below = subtree(model.model_fields[key])
         if below is not None and not isinstance(value, Mapping):
             raise ConfigError(f"config key {prefix}{key}: is a section, expected keys below it, found {value!r}")
         if below is not None:
@@ -311,7 +297,7 @@ def _check_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix
 
 def _nearest_key(prefix: str, key: str) -> str:
     """The most similar key, a sibling if one is close, else the same leaf name elsewhere in the tree."""
-    keys = list(dotted_keys()) + [name for name in DracoConfig.model_fields if _subtree(DracoConfig, name)]
+    keys = list(dotted_keys()) + [name for name in DracoConfig.model_fields if subtree(DracoConfig.model_fields[name])]
     siblings = {name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)}
     key = str(key)
     close = difflib.get_close_matches(key, sorted(siblings), n=1, cutoff=0.6)

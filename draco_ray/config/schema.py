@@ -46,6 +46,7 @@ class DataConfig(Tree):
     ``base_dbs/``, ``api_docs/``, ``datasets/``.
     Official AppWorld data or a sandbox built by ``draco sandbox build``."""
     train_split: FileName = "train"
+    """Split that is trained on."""
     eval_split: FileName = "dev"
     """Split of the before/after evaluation; training never reads it."""
     eval_tasks: int | None = Field(None, ge=1)
@@ -87,6 +88,7 @@ class AgentConfig(Tree):
     thinking: bool = True
     """Whether turns open with a <think> block: selects the chat template's thinking mode."""
     max_turns: int = Field(50, ge=1)
+    """Turns of a rollout; it then ends as turn_limit."""
     max_prompt_length: int = Field(4096, ge=1)
     """Tokens; tasks whose prompt is longer are filtered before training."""
     max_response_length: int = Field(24576, ge=1)
@@ -121,6 +123,7 @@ class EnvironmentConfig(Tree):
     """Wall clock of one code cell; a child that outlives it is killed and its rollout has failed. AppWorld
     stops the cell at four fifths of it and tells the policy so: here at its own default, 100 s."""
     start_timeout_seconds: float = Field(60.0, gt=0)
+    """Time one environment may take to start."""
     max_memory_mib: int = Field(1536, ge=256)
     """Memory of one child."""
     max_output_bytes: int = Field(1_000_000, ge=1000)
@@ -137,7 +140,9 @@ class EngineConfig(Tree):
     """Policy engines (vLLM)."""
 
     engines: int = Field(1, ge=1)
+    """vLLM engines."""
     tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one engine's weights."""
     gpus_per_engine: float = Field(1.0, ge=0)
     """0 runs vLLM's CPU build."""
     cpus_per_engine: float = Field(1.0, ge=0)
@@ -148,9 +153,13 @@ class EngineConfig(Tree):
     kv_cache_gib: float | None = Field(None, gt=0)
     """KV cache of an engine, GiB; null: on a GPU what gpu_memory_utilization leaves, on the CPU 1."""
     max_num_seqs: int = Field(64, ge=1)
+    """Sequences that an engine decodes at one time."""
     enforce_eager: bool = False
+    """Run without CUDA graphs: starts sooner, decodes slower."""
     temperature: float = Field(1.0, ge=0)
+    """Of the policy's sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Share of probability that the policy samples from."""
     top_k: int = Field(-1, ge=-1)
     """-1: unrestricted."""
     canary_tolerance: float = Field(0.05, gt=0)
@@ -242,11 +251,15 @@ class LocalJudgeConfig(Tree):
     context_tokens: int | None = Field(None, ge=1024)
     """Longest prompt and reply together; null: what the model was made for."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of the served weights; auto is the model's own."""
     gpus_per_replica: float = Field(1.0, ge=0)
     """0 runs vLLM's CPU build."""
     cpus_per_replica: float = Field(1.0, ge=0)
+    """CPUs that Ray reserves for a server."""
     tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one server's weights."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that a server takes."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """On the CPU; null: 1."""
     arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
@@ -257,6 +270,7 @@ class JudgeLimits(Tree):
     """What all judge workers together may ask for; null is no limit."""
 
     requests_per_minute: float | None = Field(None, ge=1)
+    """Requests of all workers together; null is no limit."""
     tokens_per_minute: float | None = Field(None, ge=1)
     """Input and output; a request under way counts with what its like have used, and a margin."""
     dollars: float | None = Field(None, ge=0)
@@ -286,6 +300,7 @@ class JudgeConfig(Tree):
     model: str = "openai/gpt-5.4"
     """LiteLLM model name, provider prefix included."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """Endpoint; null is the provider's own."""
     api_key_env: str = Field("OPENAI_API_KEY", json_schema_extra=CONFIRMED)
     """Environment variable that holds the key; the key itself never enters a config, a log or a command line."""
     temperature: float | None = Field(0.1, ge=0)
@@ -315,8 +330,11 @@ class JudgeConfig(Tree):
     environment_facts: str | None = None
     """What every prompt says of the environment; null: what the environment says of itself."""
     max_stage1_criteria: int = Field(15, ge=1)
+    """Most criteria that stage 1 may write; more are cut."""
     max_stage2_criteria: int = Field(10, ge=1)
+    """Most criteria that stage 2 may write for a rollout; more are cut."""
     max_union_criteria: int = Field(24, ge=1)
+    """Most criteria of a group's rubric; more are cut."""
     score_votes: int = Field(1, ge=1)
     """Scoring calls per rollout; a criterion passes only if all of them pass it."""
     workers: int = Field(2, ge=1)
@@ -330,6 +348,7 @@ class JudgeConfig(Tree):
     start_timeout_seconds: float = Field(1800.0, gt=0)
     """Time the first worker may take to come up, an autoscaled node included."""
     request_timeout_seconds: float = Field(600.0, gt=0)
+    """Time one request may take."""
     max_attempts: int = Field(8, ge=1)
     """Requests for one call, the first included, over rate limits, timeouts and server errors. Those that fail while
     the judge answers nobody do not count: see max_outage_seconds."""
@@ -337,6 +356,7 @@ class JudgeConfig(Tree):
     """How long a run waits for a judge that answers nobody. Judging is paused meanwhile and nothing is dropped; then
     the run stops, resumable. 0: max_attempts decides alone."""
     max_backoff_seconds: float = Field(60.0, gt=0)
+    """Longest pause between two requests of a call."""
     reasks: int = Field(1, ge=0)
     """Times a reply that does not parse is asked again, the error quoted."""
     cache: Path | None = Field(None, json_schema_extra=CONFIRMED)
@@ -379,8 +399,11 @@ class AlgorithmConfig(Tree):
     group_size: int = Field(6, ge=2)
     """G: rollouts per task."""
     reward: Literal["rubric", "outcome", "random"] = "rubric"
+    """rubric (weighted verdicts), outcome (the environment's evaluator: not outcome-blind) or random."""
     rubric: Literal["dynamic", "static"] = "dynamic"
+    """Written by the judge for each task and its rollouts, or one fixed list."""
     static_rubric: Path = Path("prompts/static_rubric.yaml")
+    """The fixed list, of algorithm.rubric=static."""
     rule: Part = "draco"
     """How verdicts and citations become step advantages: draco, grpo (no step credit: vanilla GRPO on the reward),
     no_dropout, mixed_only, no_std, score_verdicts, or one of your own, package.module:Class or folder/file.py:Class."""
@@ -410,25 +433,38 @@ class LearnerConfig(Tree):
     sharding: Literal["none", "full"] = "none"
     """Whether each worker holds the whole base, or one part of it (FSDP2) and a layer at a time while it computes."""
     gpus_per_worker: float = Field(1.0, ge=0)
+    """0 learns on the CPU."""
     cpus_per_worker: float = Field(1.0, ge=0)
+    """CPUs that Ray reserves for a worker."""
     lora_rank: int = Field(16, ge=1)
+    """Rank of the adapter."""
     lora_alpha: int = Field(32, ge=1)
+    """The adapter is scaled by lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
+    """Modules that are adapted, as PEFT's target_modules names them."""
     learning_rate: float = Field(5e-5, gt=0)
     """Constant, no warm-up."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Of AdamW."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Of AdamW."""
     weight_decay: float = Field(0.01, ge=0)
+    """Of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
     clip_low: float = Field(0.2, ge=0)
+    """The probability ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
+    """The probability ratio is clipped at 1 + clip_high."""
     dual_clip: float = Field(3.0, gt=1)
+    """Bound of the loss for negative advantages, in multiples of the advantage."""
     importance_cap: float | None = Field(None, ge=1)
     """Most that a token's importance weight may be, p(step's start) / p(at sampling), by which its policy loss is
     multiplied (decoupled PPO, truncated). null: 2 with train.staleness, no weight without."""
     kl_coefficient: float = Field(0.01, ge=0)
     """Of the k3 estimate against the base model, as a loss term."""
     entropy_coefficient: float = Field(0.0, ge=0)
+    """Of the entropy, as a loss term."""
     minibatch_prompts: int = Field(8, ge=1)
     """Prompts (groups) an optimizer update; verl's reading of "minibatch size 8"."""
     micro_batch_tokens: int = Field(32768, ge=1)
@@ -436,6 +472,7 @@ class LearnerConfig(Tree):
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = True
+    """Compute activations again in the backward pass instead of keeping them."""
     max_failures: int = Field(3, ge=0)
     """Times dead workers are replaced, from the last checkpoint, before the run stops."""
 
@@ -446,12 +483,14 @@ class TrainConfig(Tree):
     prompts_per_step: int = Field(16, ge=1)
     """B: tasks sampled a step."""
     epochs: int = Field(20, ge=1)
+    """Passes over the training split."""
     steps: int | None = Field(None, ge=0)
     """Stop after so many steps; null derives it from epochs."""
     staleness: Literal[0, 1] = 0
     """1: rollouts of the next step begin while this one's tail is judged and learned, with an adapter at most one
     version old; learner.importance_cap corrects for it. 0 is exactly on-policy."""
     checkpoint_every: int = Field(1, ge=1)
+    """Steps between two checkpoints."""
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step."""
     evaluation_runs: int = Field(1, ge=1)
@@ -477,7 +516,9 @@ class TauEmbedderConfig(Tree):
     model: str = "qwen/qwen3-embedding-8b"
     """Name the endpoint knows it by."""
     api_base: str = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
+    """Endpoint of the embedding model."""
     api_key_env: str = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
+    """Environment variable that holds its key."""
 
 
 class TauServerConfig(Tree):
@@ -494,6 +535,7 @@ class TauServerConfig(Tree):
     reasoning_parser: str | None = None
     """vLLM's name of the format of its thinking; null derives it for Qwen models."""
     start_timeout_seconds: float = Field(1800.0, gt=0)
+    """Time the server may take to load the model."""
 
 
 class TauBenchConfig(Tree):
@@ -525,6 +567,7 @@ class TauBenchConfig(Tree):
     max_turns: int = Field(100, ge=1)
     """Agent turns; tau2 counts two steps a turn."""
     seed: int = Field(300, ge=0, lt=2**32)
+    """Of tau2's episodes."""
     concurrency: int = Field(8, ge=1)
     """Episodes at one time."""
     episode_retries: int = Field(3, ge=0)
@@ -551,6 +594,7 @@ class RunConfig(Tree):
     """The run directory."""
 
     root: Path = Path("runs")
+    """Folder in which a run gets its directory."""
     name: FileName | None = None
     """null: <setting>-<date>-<time>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
@@ -574,6 +618,7 @@ class DracoConfig(Tree):
     setting: FileName = "draco"
     """Name of the setting, for tables; the preset of that name sets the keys that make it so."""
     seed: int = Field(0, ge=0, lt=2**32)
+    """Of task order, sampling and the adapter's initial weights."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     agent: AgentConfig = AgentConfig()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config.load import dotted_keys, load_config
+from draco_ray.config.keys import dotted_keys
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.observability.catalogue import CATALOGUE
 from draco_ray.training.preflight import check_resources, step_size

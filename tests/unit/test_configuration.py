@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config.load import PRESETS, dotted_keys, dump_config, load_config, preset_names, setting_names
+from draco_ray.config.keys import described_keys, dotted_keys
+from draco_ray.config.load import PRESETS, dump_config, load_config, preset_names, setting_names
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 
@@ -93,6 +94,24 @@ def test_every_key_has_a_dotted_name() -> None:
     keys = list(dotted_keys())
     assert "judge.rule_judge.start" in keys
     assert len(keys) == len(set(keys))
+
+
+def test_every_key_has_a_type_a_value_and_a_meaning() -> None:
+    keys = {key.name: key for key in described_keys(load_config("sandbox"))}
+    assert list(keys) == list(dotted_keys())
+    assert [name for name, key in keys.items() if not key.meaning.endswith(".") or "anything" in key.kind] == [
+        "environment.options",
+        "judge.extra_body",
+        "learner.options",
+    ]
+    assert (keys["algorithm.group_size"].kind, keys["algorithm.group_size"].default) == ("integer >= 2", "6")
+    assert keys["judge.limits.dollars"].kind.startswith("number >= 0 | null")
+    assert keys["algorithm.reward"].kind == "rubric | outcome | random"
+    assert keys["run.trackers"].kind == "list of tensorboard | wandb | mlflow"
+    # What is printed can be typed.
+    config = load_config("sandbox")
+    for key in keys.values():
+        assert load_config("sandbox", [f"{key.name}={key.value}"]) == config
 
 
 def one_line(source: str | None, overrides: Sequence[str] = (), setting: str | None = None) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
-from draco_ray.config.load import confirmed_keys, dotted_keys, dump_config, load_config
+from draco_ray.config.keys import dotted_keys
+from draco_ray.config.load import confirmed_keys, dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs import rows
@@ -103,6 +104,10 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
         "jury",
         "strong",
         "fallbacks",
+        "command",
+        "folder",
+        "pass_environment",
+        "arguments",
     )
     # Says when the provider keeps what prompts share: no place of ours.
     no_place = {"judge.prompt_cache"}
