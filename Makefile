@@ -13,7 +13,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation chaos mutate mutate-method check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -125,6 +125,10 @@ gpu-check:
 # Train every setting of the ablation and print its table, e.g. make ablation ARGS="--steps 6 --seeds 1" (hours).
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py $(ARGS)
+
+# Train with a judge that is wrong in known shares and print what is left of the gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
+bench-noise: world
+	$(VENV)/bin/python jobs/bench_noise.py $(ARGS)
 
 # Kill one process after another in small sandbox runs and print what became of them (a minute or two each).
 chaos: world

@@ -223,6 +223,10 @@ def judge_server(
     malformed: Annotated[float, typer.Option(help="Share of replies that are not JSON.")] = 0.0,
     truncated: Annotated[float, typer.Option(help="Share of replies cut short.")] = 0.0,
     error: Annotated[float, typer.Option(help="Share of requests answered with 500.")] = 0.0,
+    false_pass: Annotated[float, typer.Option(help="Share of the verdicts FAIL that come out as PASS.")] = 0.0,
+    false_fail: Annotated[float, typer.Option(help="Share of the verdicts PASS that come out as FAIL.")] = 0.0,
+    wrong_step: Annotated[float, typer.Option(help="Share of cited steps in whose place another is named.")] = 0.0,
+    missed_criterion: Annotated[float, typer.Option(help="Share of criteria that are not written.")] = 0.0,
     require_key: Annotated[
         bool, typer.Option("--require-key", help="401 without the key in the variable DRACO_RULE_JUDGE_KEY.")
     ] = False,
@@ -239,6 +243,13 @@ def judge_server(
         malformed=malformed,
         truncated=truncated,
         error=error,
+        noise={
+            "false_pass": false_pass,
+            "false_fail": false_fail,
+            "wrong_step": wrong_step,
+            "missed_criterion": missed_criterion,
+            "seed": seed,
+        },
         require_key=require_key,
         seed=seed,
     )

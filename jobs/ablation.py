@@ -30,9 +30,21 @@ REFERENCE_JUDGE = "gpt-5.4"
 """The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
 
 
-def train(root: Path, setting: str, seed: int, steps: int, runs: int, overrides: Sequence[str]) -> RunDirectory:
-    """One finished run; one that is there already, with the same words, is taken as it is, or continued."""
-    name = f"{setting}-seed{seed}-steps{steps}-runs{runs}"
+def train(
+    root: Path, setting: str, seed: int, steps: int, runs: int, overrides: Sequence[str], label: str = ""
+) -> RunDirectory:
+    """One finished run; one that is there already, with the same words, is taken as it is, or continued.
+
+    Args:
+        root: where runs are.
+        setting: of the ablation.
+        seed: of the run.
+        steps: training steps.
+        runs: evaluation rollouts per task, before and after.
+        overrides: further words of ``draco train``.
+        label: of these overrides, for the run's name.
+    """
+    name = f"{setting}{label}-seed{seed}-steps{steps}-runs{runs}"
     words = [
         f"seed={seed}",
         f"train.steps={steps}",

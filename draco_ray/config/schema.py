@@ -215,6 +215,14 @@ class RuleJudgeConfig(Tree):
     (docs/extending/environment.md)."""
     latency_seconds: float = Field(0.0, ge=0)
     """Time it takes over each reply."""
+    false_pass: float = Field(0.0, ge=0, le=1)
+    """Share of the verdicts FAIL that come out as PASS: to see how wrong a judge may be (`make bench-noise`)."""
+    false_fail: float = Field(0.0, ge=0, le=1)
+    """Share of the verdicts PASS that come out as FAIL."""
+    wrong_step: float = Field(0.0, ge=0, le=1)
+    """Share of the cited steps in whose place another step of the rollout is named."""
+    missed_criterion: float = Field(0.0, ge=0, le=1)
+    """Share of the criteria that stage 1 and stage 2 leave out."""
 
 
 class SelfJudgeConfig(Tree):

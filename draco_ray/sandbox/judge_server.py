@@ -43,6 +43,7 @@ from starlette.routing import Route
 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.registry import find
+from draco_ray.sandbox.rule_judge.noise import Noise
 
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
@@ -79,6 +80,8 @@ class Behaviour(BaseModel):
     """Share of replies cut in the middle, with finish_reason ``length``."""
     error: float = Field(0.0, ge=0, le=1)
     """Share of requests answered with status 500."""
+    noise: Noise = Noise()
+    """What it gets wrong, in replies whose form is right."""
     answered: Path | None = None
     """File of what was answered, by digest: a server in place of one that was killed goes on counting repeats."""
     require_key: bool = False
@@ -119,7 +122,7 @@ class JudgeApp:
     def __init__(self, behaviour: Behaviour) -> None:
         """Raises ConfigError if a key is required and the environment holds none, or nothing answers."""
         self._behaviour = behaviour
-        self._answer = find("judge.rule_judge.use", behaviour.use, ANSWERS)
+        self._answer = behaviour.noise.blur(find("judge.rule_judge.use", behaviour.use, ANSWERS))
         self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
         if behaviour.require_key and not self._key:
             raise ConfigError(f"judge server: {KEY_VARIABLE} holds no key to require; set it")
@@ -288,35 +291,14 @@ def _tokens(text: str) -> int:
     return -(-len(text) // CHARACTERS_PER_TOKEN)
 
 
-def serve(
-    *,
-    use: str = "sandbox",
-    port: int = 8011,
-    latency: float = 0.0,
-    rate_limit: float | None = None,
-    malformed: float = 0.0,
-    truncated: float = 0.0,
-    error: float = 0.0,
-    require_key: bool = False,
-    seed: int = 0,
-) -> None:
+def serve(*, port: int = 8011, **others: Any) -> None:
     """Serve until interrupted. The arguments are `Behaviour`'s.
 
     Raises:
         ConfigError: a value out of range.
         JudgeUnavailable: the port is in use.
     """
-    behaviour = _behaviour(
-        use=use,
-        port=port,
-        latency=latency,
-        rate_limit=rate_limit,
-        malformed=malformed,
-        truncated=truncated,
-        error=error,
-        require_key=require_key,
-        seed=seed,
-    )
+    behaviour = _behaviour(port=port, **others)
     app = JudgeApp(behaviour)
     with _bind(behaviour.port) as listener:
         url = f"http://{HOST}:{listener.getsockname()[1]}/v1"

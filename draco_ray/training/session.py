@@ -141,8 +141,10 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
             console.print(warning)
         yield judge
         return
+    rules = judge.rule_judge
+    noise = rules.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
     with find("judge.rule_judge", RULE_JUDGE, {})(
-        use=judge.rule_judge.use, latency=judge.rule_judge.latency_seconds
+        use=rules.use, latency=rules.latency_seconds, noise={**noise, "seed": config.seed}
     ) as server:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
         # The server asks for no key, but OpenAI's protocol sends one.

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
-from draco_ray.records import GAP, EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.records import GAP, Attribution, Criterion, EpisodeEnd, Message, ScoredCriterion, Trajectory, Turn
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 from draco_ray.sandbox.world.scripts import Fault, families
 
+WHERE = CallContext(group="step1/task_1", task_id="task_1")
 PARAMETERS = {
     "title": "Gym Boost",
     "date": "2022-11-03",
@@ -102,3 +110,27 @@ def output_of(code: str) -> str:
         else:
             texts.append(" ".join(PARAMETERS.get(name.strip(), "") for name in expression.split(",")).strip())
     return "\n".join(texts) + "\n"
+
+
+async def judged(
+    trajectories: Sequence[Trajectory], judge: Judge
+) -> tuple[list[Criterion], list[tuple[ScoredCriterion, ...]], list[tuple[Attribution, ...]]]:
+    """A group's rubric, verdicts and citations, by all five phases."""
+    stage1 = await judge.ask(Stage1(trajectories[0].prompt), WHERE)
+    assert stage1.value is not None, stage1.error
+    candidates = list(stage1.value)
+    for trajectory in trajectories:
+        stage2 = await judge.ask(Stage2(trajectory, stage1.value), WHERE)
+        assert stage2.value is not None, stage2.error
+        candidates += stage2.value
+    union = await judge.ask(Union(trajectories[0].prompt, candidates, trajectories), WHERE)
+    assert union.value is not None, union.error
+    scores, credits = [], []
+    for trajectory in trajectories:
+        score = await judge.ask(Score(trajectory, union.value), WHERE)
+        assert score.value is not None, score.error
+        credit = await judge.ask(Credit(trajectory, union.value, score.value), WHERE)
+        assert credit.value is not None, credit.error
+        scores.append(score.value)
+        credits.append(credit.value)
+    return list(union.value), scores, credits

@@ -13,77 +13,26 @@ import yaml
 from draco_ray.algorithm.credit import step_quality
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import Judge
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
+from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.records import Criterion, ScoredCriterion, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.case import Case, Finding
 from draco_ray.sandbox.rule_judge.catalogue import RULES
 from draco_ray.sandbox.rule_judge.matching import find_rule
 from draco_ray.sandbox.rule_judge.reading import Run
 from draco_ray.sandbox.world.scripts import FATAL, HARMLESS, Fault, families
-from tests.support.rule_judge_runs import REFUSED, instruction, run_of, scripted_run, trajectory_of
+from tests.support.rule_judge_runs import REFUSED, WHERE, instruction, judged, run_of, scripted_run, trajectory_of
 
-WHERE = CallContext(group="step1/task_1", task_id="task_1")
 PROMPTS = ("prompts/judge", "prompts/judge-cache-friendly")
 
 
-class InProcess:
-    """The rule judge without its server."""
-
-    async def __call__(self, request: Request) -> Completion:
-        _, text = answer(request.messages[0].content)
-        return Completion(
-            text=text,
-            finish_reason="stop",
-            model="rule-judge",
-            input_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
-            dollars=0.0,
-            started_at=0.0,
-            seconds=0.0,
-            requests=1,
-        )
-
-    async def forget(self, request: Request) -> None: ...
-
-    async def check(self) -> None: ...
-
-
 def in_process(prompts: str = PROMPTS[0]) -> Judge:
-    return Judge(InProcess(), load_prompts(Path(prompts)), JudgeConfig(reasks=0))
-
-
-async def judged(
-    trajectories: Sequence[Trajectory], prompts: str = PROMPTS[0]
-) -> tuple[list[Criterion], list[tuple[ScoredCriterion, ...]], list[tuple[Attribution, ...]]]:
-    """A group's rubric, verdicts and citations, by all five phases."""
-    judge = in_process(prompts)
-    stage1 = await judge.ask(Stage1(trajectories[0].prompt), WHERE)
-    assert stage1.value is not None, stage1.error
-    candidates = list(stage1.value)
-    for trajectory in trajectories:
-        stage2 = await judge.ask(Stage2(trajectory, stage1.value), WHERE)
-        assert stage2.value is not None, stage2.error
-        candidates += stage2.value
-    union = await judge.ask(Union(trajectories[0].prompt, candidates, trajectories), WHERE)
-    assert union.value is not None, union.error
-    scores, credits = [], []
-    for trajectory in trajectories:
-        score = await judge.ask(Score(trajectory, union.value), WHERE)
-        assert score.value is not None, score.error
-        credit = await judge.ask(Credit(trajectory, union.value, score.value), WHERE)
-        assert credit.value is not None, credit.error
-        scores.append(score.value)
-        credits.append(credit.value)
-    return list(union.value), scores, credits
+    return Judge(RuleComplete(), load_prompts(Path(prompts)), JudgeConfig(reasks=0))
 
 
 def rewards(scores: Sequence[Sequence[ScoredCriterion]]) -> np.ndarray:
@@ -101,7 +50,7 @@ async def test_good_beats_every_fatal_fault_and_the_faulty_step_is_blamed(family
     task = instruction(family)
     faults = sorted(families()[family].fatal)
     runs = [scripted_run(family), *(scripted_run(family, fault) for fault in faults)]
-    rubric, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)])
+    rubric, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
     assert all(row for row in scores)
     reward_G = rewards(scores)
     assert reward_G[0] == 1.0
@@ -119,7 +68,7 @@ async def test_good_beats_every_fatal_fault_and_the_faulty_step_is_blamed(family
 async def test_bad_conduct_costs_less_than_failing(family: str, fault: Fault) -> None:
     task = instruction(family)
     runs = [scripted_run(family), scripted_run(family, fault), scripted_run(family, Fault.NO_COMPLETION)]
-    _, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)])
+    _, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
     good, untidy, failed = rewards(scores)
     assert good > untidy > failed
     reference = {step.code for step in runs[0].steps}
@@ -148,7 +97,9 @@ def test_every_wording_of_a_good_run_passes(family: str) -> None:
 async def test_both_prompt_sets_say_the_same(prompts: str) -> None:
     task = instruction("remove_long_songs")
     runs = [scripted_run("remove_long_songs", *faults) for faults in ((), (Fault.WRONG_FILTER, Fault.PRINT_SECRET))]
-    rubric, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], prompts)
+    rubric, scores, credits = await judged(
+        [trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process(prompts)
+    )
     assert [criterion.title for criterion in rubric] == [
         "Reaches the requested result",
         "Selects by the condition the task states",
@@ -162,7 +113,7 @@ async def test_both_prompt_sets_say_the_same(prompts: str) -> None:
 async def test_criteria_that_tell_no_runs_apart_are_dropped() -> None:
     task = instruction("longest_library_song")
     runs = [scripted_run("longest_library_song")] * 2
-    rubric, scores, _ = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)])
+    rubric, scores, _ = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
     assert rubric == []
     assert scores == [(), ()]
 

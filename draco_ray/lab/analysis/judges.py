@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,13 @@ POLICY = "policy"
 class RuleComplete:
     """The rule judge without its server: a `draco_ray.judging.complete.Complete`."""
 
+    def __init__(self, rules: Callable[[str], tuple[str | None, str]] = answer) -> None:
+        """``rules``: what answers a prompt; the sandbox's unless told."""
+        self._rules = rules
+
     async def __call__(self, request: Request) -> Completion:
         """Answer the request's first message; the rules have no use for what follows."""
-        _, text = answer(request.messages[0].content)
+        _, text = self._rules(request.messages[0].content)
         return Completion(
             text=text,
             finish_reason="stop",
