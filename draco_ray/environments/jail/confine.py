@@ -161,6 +161,9 @@ def _leave_caretaker(spec: JailSpec) -> None:
         return
     os.close(held)
     os.close(spec.control_fd)
+    # Nor what else tells the host that the last of them has ended.
+    for standard in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     os.setsid()
     while os.read(watched, 4096):
         pass

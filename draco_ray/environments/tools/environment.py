@@ -8,12 +8,13 @@ import json
 import os
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions, read_options
 from draco_ray.environments.tools.process import HARD_STOP, ToolProcess
 from draco_ray.environments.tools.rows import Row, read_rows
@@ -86,12 +87,24 @@ class ToolsEnvironment(Environment):
             await self.stop()
             failed = answer.get("failed") or f"its process ended (status {answer.get('died')})"
             raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be begun: {failed}")
-        self._open = ToolWorld(self, self._process, task)
+        sessions = _sessions(self._options, self.config, self._secrets)
+        try:
+            owners = {
+                schema["function"]["name"]: session
+                for session, schemas in zip(sessions, await _started(sessions), strict=True)
+                for schema in schemas
+            }
+        except EnvironmentCrashed:
+            await self.stop()
+            raise
+        self._open = ToolWorld(self, self._process, task, owners, sessions)
         return self._open
 
     async def stop(self) -> None:
         """See `Environment`."""
-        process, self._process, self._open = self._process, None, None
+        process, world, self._process, self._open = self._process, self._open, None, None
+        if world is not None:
+            await world.end_sessions()
         if process is not None:
             await process.kill()
 
@@ -137,11 +150,21 @@ class ToolsEnvironment(Environment):
 class ToolWorld:
     """One open task."""
 
-    def __init__(self, environment: ToolsEnvironment, process: ToolProcess, task: Task) -> None:
+    def __init__(
+        self,
+        environment: ToolsEnvironment,
+        process: ToolProcess,
+        task: Task,
+        owners: Mapping[str, McpSession],
+        sessions: Sequence[McpSession],
+    ) -> None:
+        """Take over what was opened; ``owners`` are the sessions whose tools have these names."""
         self.task = task
         self._environment = environment
         self._process = process
-        self._names = {each["function"]["name"] for each in process.tools}
+        self._owners = owners
+        self._sessions = sessions
+        self._names = {each["function"]["name"] for each in process.tools} | set(owners)
         self._broken = False
 
     async def act(self, action: str) -> str:
@@ -150,11 +173,22 @@ class ToolWorld:
         name = call["name"]
         if name not in self._names:
             return f"error: there is no tool {name!r}; there are {', '.join(sorted(self._names))}"
+        if name in self._owners:
+            return self._told(await self._owners[name].call(name, call["arguments"]))
         limit = HARD_STOP * self._environment.config.cell_timeout_seconds
         answer = await self._ask({"do": "call", "name": name, "arguments": call["arguments"]}, f"tool {name}", limit)
-        text = self._environment.without_secrets(answer["text"])
-        more = answer["length"] - len(answer["text"])
+        return self._told(answer["text"], answer["length"])
+
+    def _told(self, text: str, length: int | None = None) -> str:
+        """A result without secrets, cut; ``length`` is that of the whole where its source has cut it."""
+        length = len(text) if length is None else length
+        text = text[: self._environment.config.max_output_bytes]
+        more, text = length - len(text), self._environment.without_secrets(text)
         return f"{text}\n[output cut: {more} more characters]" if more > 0 else text
+
+    async def end_sessions(self) -> None:
+        """End the sessions with MCP servers."""
+        await asyncio.gather(*(session.stop() for session in self._sessions))
 
     async def evaluate(self) -> WorldVerdict:
         """What ``evaluate`` says. Raises: see `World`."""
@@ -168,7 +202,8 @@ class ToolWorld:
         return _verdict(self.task.task_id, answer["evaluated"])
 
     async def close(self) -> None:
-        """End the task's process."""
+        """End the task's process, and the sessions."""
+        await self.end_sessions()
         if self._broken:
             return
         self._broken = True
@@ -270,7 +305,29 @@ def _in_a_loop_of_its_own(options: ToolsOptions, config: EnvironmentConfig, secr
 
 async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
     process = await ToolProcess.start(options, config, secrets)
+    sessions = _sessions(options, config, secrets)
     try:
-        return Offer(tools=json.dumps(process.tools), evaluates="evaluate" in process.hooks)
+        schemas = await _started(sessions)
+        tools = merged(process.tools, {each.name: found for each, found in zip(sessions, schemas, strict=True)})
+        if not tools:
+            raise ConfigError("environment.options: the files and servers have no tool")
+        return Offer(tools=json.dumps(tools), evaluates="evaluate" in process.hooks)
     finally:
+        await asyncio.gather(*(session.stop() for session in sessions))
         await process.kill()
+
+
+def _sessions(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> list[McpSession]:
+    return [McpSession(name, each, config, secrets, options.network) for name, each in options.mcp.items()]
+
+
+async def _started(sessions: Sequence[McpSession]) -> list[list[dict[str, Any]]]:
+    """The tools of every session. Raises: EnvironmentCrashed where one cannot be had; none is left then."""
+    found = await asyncio.gather(*(session.start() for session in sessions), return_exceptions=True)
+    schemas = []
+    for each in found:
+        if isinstance(each, BaseException):
+            await asyncio.gather(*(session.stop() for session in sessions))
+            raise each
+        schemas.append(each)
+    return schemas

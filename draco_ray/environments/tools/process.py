@@ -31,7 +31,7 @@ SCRATCH_MIB = 128
 """What a task may write, and the largest file."""
 HARD_STOP = 1.25
 """Times ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted costs the process."""
-_CPU_CALLS = 60
+CPU_CALLS = 60
 _PACKAGE = Path(__file__).resolve().parents[2]
 _levels_reached: list[str] = []
 """The level that ``auto`` reached in this process, so that later servers do not try again."""
@@ -110,7 +110,7 @@ class ToolProcess:
             files=files,
             secrets=dict(secrets),
             memory_mib=config.max_memory_mib,
-            cpu_seconds=math.ceil(_CPU_CALLS * config.cell_timeout_seconds),
+            cpu_seconds=math.ceil(CPU_CALLS * config.cell_timeout_seconds),
             timeout_seconds=config.cell_timeout_seconds,
             hook_seconds=config.start_timeout_seconds,
             programs=options.network or options.programs,
@@ -181,13 +181,11 @@ class ToolProcess:
 
 
 def _spawn(spec: JailSpec, control: int) -> subprocess.Popen[bytes]:
-    program = Path(spec.program)
-    program.mkdir()
-    (program / "draco_ray").symlink_to(_PACKAGE)
+    program = link_package(Path(spec.program))
     with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         return subprocess.Popen(
             [sys.executable, "-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()],
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(program), "LANG": "C.UTF-8"},
+            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"},
             pass_fds=(control,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -197,6 +195,18 @@ def _spawn(spec: JailSpec, control: int) -> subprocess.Popen[bytes]:
             # Whoever tasks run as must see what is made for them, however private a run's files are.
             umask=0o022,
         )
+
+
+def link_package(folder: Path) -> str:
+    """Make ``folder`` and link this package, alone, into it. Returns: its path, for PYTHONPATH."""
+    folder.mkdir()
+    (folder / "draco_ray").symlink_to(_PACKAGE)
+    return str(folder)
+
+
+def reached_level(config: EnvironmentConfig) -> str:
+    """The level at which a process of tools has been started here."""
+    return _levels_reached[0] if config.isolation == "auto" else config.isolation
 
 
 def last_line(directory: str) -> str:

@@ -1,0 +1,227 @@
+"""Tools of MCP servers: one session a rollout, with a command in the jail or with a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.jail import linux
+from draco_ray.environments.jail.confine import JailSpec
+from draco_ray.environments.tools.command import Launch
+from draco_ray.environments.tools.options import McpServerOptions
+from draco_ray.environments.tools.process import CPU_CALLS, SCRATCH_MIB, last_line, link_package, reached_level
+from draco_ray.errors import ConfigError, EnvironmentCrashed
+from draco_ray.extras import need
+
+log = logging.getLogger(__name__)
+
+_PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
+"""Shown to commands: other programs live there."""
+_CONNECTION_CLOSED, _TIMED_OUT = -32000, -32001
+
+
+class McpSession:
+    """A session with one server. The client lives in a task of its own, since it must end where it began."""
+
+    def __init__(
+        self, name: str, options: McpServerOptions, config: EnvironmentConfig, secrets: Mapping[str, str], network: bool
+    ) -> None:
+        self.name = name
+        self._options = options
+        self._config = config
+        self._secrets = secrets
+        self._network = network
+        self._jobs: asyncio.Queue[tuple[str, Mapping[str, Any], asyncio.Future[str]] | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._lost: str | None = None
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Begin it. Returns: the schemas of its tools, in OpenAI's form. Raises: EnvironmentCrashed."""
+        need("mcp")
+        ready: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.ensure_future(self._live(ready))
+        try:
+            async with asyncio.timeout(self._config.start_timeout_seconds):
+                return await asyncio.shield(ready)
+        except TimeoutError:
+            await self.stop()
+            seconds = self._config.start_timeout_seconds
+            raise EnvironmentCrashed(f"MCP server {self.name} was not ready within {seconds:g} s") from None
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool returns, as the policy is told it, or what went wrong.
+
+        Raises: EnvironmentCrashed when the server is lost.
+        """
+        if self._lost is not None:
+            raise EnvironmentCrashed(self._lost)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait((tool, arguments, answer))
+        return await answer
+
+    async def stop(self) -> None:
+        """End it, and the command."""
+        if self._task is None:
+            return
+        self._jobs.put_nowait(None)
+        done, _ = await asyncio.wait({self._task}, timeout=self._config.start_timeout_seconds)
+        if not done:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        self._task = None
+
+    async def _live(self, ready: asyncio.Future[list[dict[str, Any]]]) -> None:
+        from mcp import Client
+
+        waiting: asyncio.Future[Any] = ready
+        try:
+            async with self._transport() as transport, Client(transport) as client:
+                tools: list[dict[str, Any]] = []
+                cursor = None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += map(_schema, page.tools)
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        break
+                ready.set_result(tools)
+                while (job := await self._jobs.get()) is not None:
+                    tool, arguments, waiting = job
+                    waiting.set_result(await self._answer(client, tool, arguments))
+        except BaseException as error:
+            self._lost = f"MCP server {self.name} is lost: {_reason(error)}"
+            crash = EnvironmentCrashed(self._lost)
+            if not waiting.done():
+                waiting.set_exception(crash)
+            while not self._jobs.empty():
+                if (job := self._jobs.get_nowait()) is not None:
+                    job[2].set_exception(crash)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            log.debug("%s", self._lost)
+
+    async def _answer(self, client: Any, tool: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+
+        seconds = self._config.cell_timeout_seconds
+        try:
+            result = await client.call_tool(tool, dict(arguments), read_timeout_seconds=seconds)
+        except MCPError as error:
+            if error.error.code == _CONNECTION_CLOSED:
+                raise
+            said = f"stopped after {seconds:g} s without an answer" if error.error.code == _TIMED_OUT else str(error)
+            return f"error: {tool}: {' '.join(said.split())[:500]}"
+        text = "\n".join(map(_text, result.content))
+        return f"error: {tool}: {text}" if result.is_error else text
+
+    @contextlib.asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
+        from mcp import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        if self._options.url is not None:
+            import httpx2
+
+            headers = {name: _filled(value, self._secrets) for name, value in self._options.headers.items()}
+            async with httpx2.AsyncClient(headers=headers, follow_redirects=True, timeout=None) as http:
+                yield streamable_http_client(self._options.url, http_client=http)
+            return
+        directory = tempfile.mkdtemp(prefix="draco-mcp-")
+        try:
+            stderr = os.fdopen(os.open(os.path.join(directory, "stderr"), os.O_WRONLY | os.O_CREAT, 0o600), "w")
+            with stderr:
+                arguments = self._jailed(directory)
+                variables = {"PYTHONPATH": link_package(Path(directory, "program")), "LANG": "C.UTF-8"}
+                server = StdioServerParameters(command=sys.executable, args=arguments, env=variables, cwd="/")
+                try:
+                    yield stdio_client(server, errlog=stderr)
+                except BaseException as error:
+                    if isinstance(error, asyncio.CancelledError):
+                        raise
+                    raise EnvironmentCrashed(f"{_reason(error)}; it said: {last_line(directory)}") from error
+        finally:
+            await asyncio.to_thread(linux.remove_tree, directory)
+
+    def _jailed(self, directory: str) -> list[str]:
+        """Arguments for Python that start the command in the jail."""
+        os.chmod(directory, 0o711)
+        name, *rest = self._options.command
+        # Python is the one that runs this, where MCP's own package is.
+        program = sys.executable if name in ("python", "python3") else shutil.which(name)
+        launch = Launch(
+            command=[program or name, *rest],
+            variables=dict(self._secrets),
+            memory_mib=self._config.max_memory_mib,
+            cpu_seconds=math.ceil(CPU_CALLS * self._config.cell_timeout_seconds),
+        )
+        described = Path(directory, "launch.json")
+        described.touch(0o600)
+        described.write_text(json.dumps(asdict(launch)), encoding="utf-8")
+        shown = [str(described), *filter(os.path.exists, _PROGRAMS), *map(os.path.abspath, self._options.reads)]
+        if program is not None and not program.startswith(("/usr/", "/bin/")):
+            shown.append(program)
+        spec = JailSpec(
+            level=reached_level(self._config),
+            # Standard input: what must not be held open by the processes around the command.
+            control_fd=0,
+            directory=directory,
+            data="",
+            scratch_mib=SCRATCH_MIB,
+            output_bytes=self._config.max_output_bytes,
+            module="draco_ray.environments.tools.command",
+            code=("environments/tools",),
+            shown=tuple(shown),
+            network=self._network,
+        )
+        return ["-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()]
+
+
+def _filled(template: str, secrets: Mapping[str, str]) -> str:
+    for name, value in secrets.items():
+        template = template.replace(f"{{{name}}}", value)
+    return template
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.input_schema)}
+    return {"type": "function", "function": function}
+
+
+def _text(part: Any) -> str:
+    """A part of a result; what is no text is named."""
+    if part.type == "text":
+        return str(part.text)
+    return f"[{part.type}: {getattr(part, 'mime_type', None) or getattr(part, 'uri', None) or 'no text'}]"
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause among several that came together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def merged(functions: list[dict[str, Any]], servers: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The schemas of functions and of servers. Raises: ConfigError where two tools have one name."""
+    owner = {each["function"]["name"]: "environment.options.tools" for each in functions}
+    together = list(functions)
+    for server, schemas in servers.items():
+        for schema in schemas:
+            name = schema["function"]["name"]
+            if name in owner:
+                raise ConfigError(f"two tools {name}, of {owner[name]} and of MCP server {server}: leave one out")
+            owner[name] = f"MCP server {server}"
+            together.append(schema)
+    return together

@@ -1,0 +1,139 @@
+"""MCP servers as tools: a command in the jail and a URL, both with the real package on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from draco_ray.environments.base import GuardedWorld, World, make_environment
+from draco_ray.environments.tools.environment import ToolsEnvironment
+from draco_ray.environments.tools.mcp_servers import merged
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
+from tests.conftest import REPOSITORY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SERVER = REPOSITORY / "tests" / "support" / "desk_mcp_server.py"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(SERVER, tmp_path / "desk_server.py")
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "Write a note."}')
+    monkeypatch.setenv("DESK_KEY", "s3cret key")
+    return tmp_path
+
+
+def environment(folder: Path, server: dict[str, object], seconds: float = 5, **options: object) -> ToolsEnvironment:
+    config = EnvironmentConfig(
+        use="tools",
+        options={"mcp": {"desk": server}, "secrets": ["DESK_KEY"], **options},
+        cell_timeout_seconds=seconds,
+        max_output_bytes=5000,
+    )
+    made = make_environment(config, DataConfig(root=folder), ground_truth=False, name="desk")
+    assert isinstance(made, ToolsEnvironment)
+    return made
+
+
+def command(folder: Path) -> dict[str, object]:
+    file = str(folder / "desk_server.py")
+    return {"command": ["python", file], "reads": [file]}
+
+
+@contextlib.asynccontextmanager
+async def opened(desk: ToolsEnvironment) -> AsyncIterator[World]:
+    world = GuardedWorld(await desk.open("a"), "desk", 5)
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+async def call(world: World, name: str, **arguments: object) -> str:
+    return await world.act(json.dumps({"name": name, "arguments": arguments}))
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server of one's own, already running."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "running" in line:
+            break
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+async def test_a_command_is_started_anew_in_the_jail_for_every_rollout(folder: Path) -> None:
+    desk = environment(folder, command(folder))
+    assert not desk.evaluates
+    assert "- Tool `note(text: string)`: Write a note." in desk.facts
+    for _ in range(2):
+        async with opened(desk) as world:
+            assert await call(world, "note", text="hello") == "1 notes"
+    async with opened(desk) as world:
+        assert await call(world, "leak") == "the key is [secret DESK_KEY]"
+        assert "No such file" in await call(world, "reach", path="/etc/passwd")
+        assert "No such file" in await call(world, "reach", path=str(folder / "tasks.jsonl"))
+        assert (await call(world, "note")).startswith("error: note: ")
+        assert (await call(world, "fail")).startswith("error: fail: ")
+        assert await call(world, "long") == "x" * 5000 + "\n[output cut: 100 more characters]"
+        assert await call(world, "absent") == (
+            "error: there is no tool 'absent'; there are end, fail, leak, long, note, reach, slow"
+        )
+    await desk.stop()
+    assert not list(Path("/tmp").glob("draco-mcp-*/launch.json"))
+
+
+async def test_a_server_that_dies_or_hangs_costs_no_more_than_its_rollout(folder: Path) -> None:
+    desk = environment(folder, command(folder), seconds=1)
+    async with opened(desk) as world:
+        assert await call(world, "slow") == "error: slow: stopped after 1 s without an answer"
+        with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost: .*Connection closed") as lost:
+            await call(world, "end")
+        assert not isinstance(lost.value, WorldBroken)
+        with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
+            await call(world, "note", text="hello")
+    async with opened(desk) as world:
+        assert await call(world, "note", text="hello") == "1 notes"
+    await desk.stop()
+
+
+async def test_a_url_has_a_session_for_every_rollout(folder: Path, url: str) -> None:
+    desk = environment(folder, {"url": url, "headers": {"Authorization": "Bearer {DESK_KEY}"}})
+    async with opened(desk) as world:
+        assert await call(world, "note", text="hello") == "1 notes"
+    async with opened(desk) as world:
+        # The server is not ours to begin anew.
+        assert await call(world, "note", text="hello") == "2 notes"
+        with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
+            await call(world, "end")
+    with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
+        await desk.open("a")
+    await desk.stop()
+
+
+async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:
+    absent = environment(folder, {"command": ["no-such-program"]})
+    with pytest.raises(EnvironmentCrashed, match="no-such-program: No such file") as refused:
+        await asyncio.to_thread(absent.task, "a")
+    assert "\n" not in str(refused.value)
+    schema = {"type": "function", "function": {"name": "note"}}
+    with pytest.raises(ConfigError, match="two tools note, of environment.options.tools and of MCP server desk"):
+        merged([schema], {"desk": [schema]})
