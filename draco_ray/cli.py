@@ -39,6 +39,8 @@ app.add_typer(prompts, name="prompts")
 rubric = typer.Typer(no_args_is_help=True, help="The static rubric of the settings without dynamic ones.")
 app.add_typer(rubric, name="rubric")
 app.add_typer(tau, name="tau")
+new = typer.Typer(no_args_is_help=True, help="Begin something of your own.")
+app.add_typer(new, name="new")
 
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
@@ -207,6 +209,40 @@ def starter_build(
     from draco_ray.sandbox.starter import build_starter
 
     build_starter(out, world, seed=seed, progress=True)
+
+
+@new.command(name="environment")
+def new_environment(folder: Annotated[Path, typer.Argument(help="The folder to write.")]) -> None:
+    """Write an environment: tasks in JSONL, tools as functions, its configuration, and a test that trains one step."""
+    from draco_ray.commands.new import new_environment as write
+
+    for path in write(folder):
+        typer.echo(path)
+    typer.echo(f"\npytest {folder}\ndraco train {folder}/environment.yaml model.path=DIR judge.model=openai/gpt-5.4")
+
+
+@app.command(
+    epilog="Try:  draco sft shop/environment.yaml shop/demonstrations.jsonl --out warm model.path=DIR      "
+    "draco sft CONFIG runs/NAME --best 2 --out warm"
+)
+def sft(
+    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}), a YAML file or a run.")],
+    source: Annotated[Path, typer.Argument(help="JSONL of messages, or a run directory for its best rollouts.")],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Where the model directory goes.")] = Path("sft"),
+    epochs: Annotated[int, typer.Option(min=1, help="Times every demonstration is seen.")] = 3,
+    best: Annotated[int, typer.Option(min=1, help="Of a run: rollouts of each task.")] = 1,
+    new: Annotated[
+        bool,
+        typer.Option(
+            "--new", help="Instead of model.path: a model of under a million weights, a stand-in, from nothing."
+        ),
+    ] = False,
+) -> None:
+    """Warm start: fit model.path to demonstrations and write it as a model to train from."""
+    from draco_ray.commands.sft import fine_tune
+
+    fine_tune(load_config(config, overrides or []), source, out, epochs=epochs, best=best, new=new)
 
 
 @app.command(

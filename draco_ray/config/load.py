@@ -1,6 +1,7 @@
 """From what the user typed to a `DracoConfig`: preset or YAML file, then a setting, then ``key=value`` overrides.
 
-Later ones win. A config file may start from another with ``extends: NAME``, and a text in it that begins with ``./`` is
+Later ones win. A config file may start from another with ``extends: NAME``, or from
+several of which later ones win, and a text in it that begins with ``./`` is
 a path from the file's own folder. Every mistake becomes one line that names
 the key, what was found, what is expected, and the nearest right key.
 """
@@ -106,8 +107,10 @@ def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()
         raise ConfigError(f"config {path}: extends itself ({ring}); remove one `extends`")
     text = _read_text(path)
     tree = _from_folder(_parse(text, path), path.parent.resolve())
-    parent = tree.pop("extends", None)
-    base = {} if parent is None else _read(str(parent), foreign, (*children, real))
+    parents = tree.pop("extends", None) or []
+    base: dict[str, Any] = {}
+    for parent in parents if isinstance(parents, list) else [parents]:
+        _merge(base, _read(str(parent), foreign, (*children, real)))
     of_run = Path(source).is_dir() or is_run_directory(path.parent)
     if of_run and path.name == CONFIG_FILE and (problem := changed(path.parent, text)) is not None:
         raise ConfigError(f"config {path}: damaged: {problem}")

@@ -181,10 +181,49 @@ class ChatTokens:
             self._call = head.removeprefix(turn).rpartition("</think>")[2].strip().replace(name, "NAME")
         return self._call
 
+    def turn(self, message: Mapping[str, Any]) -> list[int]:
+        """An assistant's message as the policy would have sampled it, its end included.
+
+        Args:
+            message: in OpenAI's form: ``content``, and where there are any ``tool_calls`` and ``reasoning_content``.
+        Raises: ConfigError where the template has no place for its calls.
+        """
+        content, reasoning = str(message.get("content") or ""), str(message.get("reasoning_content") or "")
+        if self.opens_thinking or reasoning:
+            opened = "" if self.opens_thinking else "<think>\n"
+            content = f"{opened}{reasoning}\n</think>\n\n{content}"
+        calls, end = "", self.end_of_turn_id
+        if message.get("tool_calls"):
+            calls, end = self._calls_as_text([_with_mapping(call) for call in message["tool_calls"]])
+            # Most templates part what is said from what is called.
+            calls = calls if content.strip() else calls.lstrip()
+        return [*self._encode(content + calls, []), end]
+
     def text(self, sampled: list[int]) -> str:
         """A sampled turn as text, without the token that ended it."""
         kept = sampled[:-1] if sampled and sampled[-1] in self._ends else sampled
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _calls_as_text(self, calls: list[Any]) -> tuple[str, int]:
+        """How the template writes calls after something that was said, and the token that ends such a turn."""
+        self.written_call()
+        ask: dict[str, Any] = {"role": "user", "content": "-"}
+        said = f"content{self._nonce}"
+        turn = {"role": "assistant", "content": said, "tool_calls": calls}
+        try:
+            rendered = self._render([ask, turn])
+        except (TemplateError, TypeError) as error:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses {len(calls)} calls in a turn: {error}"
+            ) from error
+        if said in rendered:
+            after = rendered.partition(said)[2]
+        else:
+            # A template without a place for both.
+            after = rendered.removeprefix(self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
+        end = self._ends_turn.search(after)
+        assert end is not None, "written_call has seen it"
+        return after[: end.start()], self._control[end[0]]
 
     def _encode_after_turn(self, output: str) -> list[int]:
         # Any earlier conversation does: what follows a turn does not depend on what came before it.
@@ -264,3 +303,11 @@ def _function(name: str) -> dict[str, Any]:
     """The schema of a function without arguments."""
     parameters = {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": "-", "parameters": parameters}}
+
+
+def _with_mapping(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments, which OpenAI spells as a text, are a mapping, as templates expect them."""
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments") or {}
+    function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {"type": "function", **call, "function": function}

@@ -192,7 +192,9 @@ def _conversation(text: str, marks: _Marks) -> Run:
 def _code(turn: str) -> str:
     """What a turn executed. A chat template may have opened the reasoning, which the turn then only closes."""
     thinking = "</think>" in turn and "<think>" not in turn.partition("</think>")[0]
-    return extract_code(turn, thinking=thinking) or ""
+    code = extract_code(turn, thinking=thinking)
+    # Of agents that call tools the whole turn is what they did.
+    return turn if code is None else code
 
 
 def _summary(prompt: str, marks: _Marks) -> Run:

@@ -18,12 +18,22 @@ PIECES = r" ?[A-Za-z_]+(?:\.[A-Za-z_]+)*\(?|\d| ?[^\sA-Za-z_\d]+|\n[ ]*|\s+"
 another, so frequent code costs few tokens; digits stay single, so numbers do not eat the vocabulary."""
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}"
+    "{{ '\\n' + tool.function.name + '(' + (tool.function.parameters.properties | join(', ')) + ')' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}"
+    "{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Qwen's turns. The starter policy does not think, so an ``enable_thinking`` switch changes nothing."""
+"""Qwen's turns, with calls of tools in JSON; of the tools only what tells them apart, since it
+knows them from demonstrations. The starter policy does not think, so an ``enable_thinking`` switch changes nothing."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:

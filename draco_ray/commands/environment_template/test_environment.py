@@ -1,0 +1,41 @@
+"""One training step in this environment, end to end, on two cores: about a minute.
+
+The policy knows nothing but demonstrations.jsonl, and the judge is canned: its replies are right in form only, and its
+verdicts mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from draco_ray.records import Verdict
+from draco_ray.sandbox.rule_judge.reading import Step
+from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
+
+HERE = Path(__file__).parent
+
+
+def _takes_two_steps(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+    return (Verdict.PASS if len(steps) > 1 else Verdict.FAIL), [steps[-1].number]
+
+
+canned = rule_judge([SimpleRule(title="Canned", instruction="At least two steps are taken.", check=_takes_two_steps)])
+
+
+def draco(*arguments: object) -> None:
+    """Run a command of draco."""
+    subprocess.run([sys.executable, "-m", "draco_ray.cli", *map(str, arguments)], check=True)
+
+
+def test_one_training_step(tmp_path: Path) -> None:
+    """The step is trained, and the model has called the tools."""
+    small, policy = HERE / "small.yaml", tmp_path / "policy"
+    draco("sft", small, HERE / "demonstrations.jsonl", "--new", "--epochs", 40, "--out", policy)
+    draco("train", small, f"model.path={policy}", f"run.root={tmp_path}", "run.name=test")
+    (metrics,) = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics["updates"] == 1
+    assert metrics["turns"] > 1

@@ -1,0 +1,133 @@
+"""``draco sft``: from demonstrations to a model that training begins with."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.base import make_environment
+from draco_ray.errors import ConfigError
+from draco_ray.extras import need
+from draco_ray.runs.directory import RunDirectory
+
+
+def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best: int, new: bool) -> None:
+    """Train and write ``out``, whole or not at all.
+
+    Args:
+        config: of the training that is to follow: its agent's prompts are those of demonstrations without one.
+        source: a JSONL file of messages, or a run directory.
+        out: a model directory that is not there yet.
+        epochs: times every demonstration is seen.
+        best: of a run, how many rollouts of each task.
+        new: train a small model from nothing instead of ``model.path``.
+    Raises: ConfigError.
+    """
+    for package in ("torch", "transformers"):
+        need(package)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists; choose another --out")
+    if new and source.is_dir():
+        raise ConfigError(f"--new: {source} holds tokens of another model; give demonstrations as JSONL of messages")
+    console, began = Console(highlight=False, soft_wrap=True), time.monotonic()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        made = Path(folder) / "model"
+        train = _new_model if new else _adapted
+        count, loss = train(config, source, made, epochs, best, console)
+        if out.exists():
+            out.rmdir()
+        made.rename(out)
+    console.print(
+        f"{out}: {count} demonstrations, {epochs} epochs, {loss:.3f} nats a token in the last "
+        f"[{time.monotonic() - began:.0f} s]",
+        markup=False,
+    )
+
+
+def _adapted(
+    config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
+) -> tuple[int, float]:
+    from transformers import AutoTokenizer
+
+    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.training.demonstrations import best_rollouts
+    from draco_ray.training.session import checked_model
+    from draco_ray.training.sft import fine_tune as train
+
+    config = checked_model(config)
+    if source.is_dir():
+        run = RunDirectory.open(source)
+        if run.setting("model.path") != config.model.path:
+            raise ConfigError(
+                f"{source}: its rollouts are in tokens of {run.setting('model.path')}; set model.path to it"
+            )
+        chosen = best_rollouts(run, best)
+        samples: Sequence[Any] = chosen.samples
+        console.print(f"{len(samples)} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
+    else:
+        chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+        samples = _samples(config, source, chat)
+    loss = train(config, samples, out, epochs=epochs, on_update=_progress(console))
+    return len(samples), loss
+
+
+def _new_model(
+    config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
+) -> tuple[int, float]:
+    """A stand-in for a pretrained model, made as the sandbox's starter policy is."""
+    from transformers.utils import logging
+
+    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.sandbox.starter.settings import StarterSettings
+    from draco_ray.sandbox.starter.tokenizer import train_tokenizer
+    from draco_ray.sandbox.starter.train import Example, new_model, train
+
+    agent = config.agent
+    settings = StarterSettings(epochs=epochs, positions=agent.max_prompt_length + agent.max_response_length)
+    # To spell the demonstrations out any tokenizer will do.
+    speller = ChatTokens(train_tokenizer([], 300, settings.positions), thinking=agent.thinking)
+    samples = _samples(config, source, speller)
+    texts = (speller.tokenizer.decode(sample.token_ids_T.tolist(), skip_special_tokens=True) for sample in samples)
+    tokenizer = train_tokenizer(texts, settings.vocabulary, settings.positions)
+    samples = _samples(config, source, ChatTokens(tokenizer, thinking=agent.thinking))
+    examples = [
+        Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.loss_mask_T.tolist()))
+        for each in samples
+    ]
+    model = new_model(tokenizer, settings, config.seed)
+    loss = train(model, [examples] * epochs, settings, config.seed, _progress(console))
+    logging.disable_progress_bar()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return len(samples), loss
+
+
+def _samples(config: DracoConfig, source: Path, chat: Any) -> list[Any]:
+    from draco_ray.engine.actor import EngineClient
+    from draco_ray.rollout.agent import find_agent
+    from draco_ray.rollout.agent_prompt import agent_template
+    from draco_ray.rollout.tokens import TokenPolicy
+    from draco_ray.training.demonstrations import as_sample, read_demonstrations
+
+    environment = make_environment(config.environment, config.data)
+    template = agent_template(config.agent.prompt, environment.agent_prompt)
+    policy = TokenPolicy(EngineClient(0, ""), chat, config.agent)
+    agent = find_agent(config.agent.use)(policy, config.agent, template)
+    return [as_sample(each, chat) for each in read_demonstrations(source, environment, agent)]
+
+
+def _progress(console: Console) -> Callable[[int, int, float], None]:
+    """One line for every tenth of the updates."""
+
+    def tell(done: int, total: int, loss: float) -> None:
+        if done == total or done % max(1, total // 10) == 0:
+            console.print(f"sft: update {done}/{total}, {loss:.3f} nats a token")
+
+    return tell

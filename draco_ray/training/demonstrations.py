@@ -1,0 +1,179 @@
+"""Demonstrations for `draco sft`: JSONL of messages, or a run's best rollouts, as the tokens an agent would record."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.environments.base import Environment
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.records import TOOLS, Message, TrainingSample
+from draco_ray.rollout.agent import Agent
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import step_trajectories
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A conversation whose assistant is to be imitated."""
+
+    name: str
+    """For messages: where it stands."""
+    opening: tuple[Message, ...]
+    """Up to the first turn of the assistant."""
+    rest: tuple[Mapping[str, Any], ...]
+    """From there on, in OpenAI's form."""
+
+
+def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> list[Demonstration]:
+    """The demonstrations of a JSONL file: a line has ``messages``, and ``tools`` where there are any.
+
+    Messages that begin with the assistant's follow the prompt that ``agent`` gives the task whose ``id`` the line
+    names, so that demonstrations and rollouts begin alike.
+
+    Raises: ConfigError, one line that names the place.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: demonstrations cannot be read: {' '.join(str(error).split())}") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            found.append(_demonstration(f"{path}: line {number}", line, environment, agent))
+    if not found:
+        raise ConfigError(f"{path}: no demonstrations")
+    return found
+
+
+def _demonstration(name: str, line: str, environment: Environment, agent: Agent) -> Demonstration:
+    try:
+        row = json.loads(line)
+        messages = row["messages"]
+        roles = [message["role"] for message in messages]
+        tools = row.get("tools") or []
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{name}: expected an object with messages, each with a role ({error!r})") from None
+    if "assistant" not in roles:
+        raise ConfigError(f"{name}: no turn of the assistant, so nothing to learn")
+    first = roles.index("assistant")
+    if first:
+        opening = tuple(Message(role=each["role"], content=str(each.get("content") or "")) for each in messages[:first])
+        if tools:
+            opening = (Message(role=TOOLS, content=json.dumps(tools)), *opening)
+    elif "id" not in row:
+        raise ConfigError(f"{name}: begins with the assistant and names no task (id) whose prompt it follows")
+    else:
+        try:
+            opening = agent.prompt(environment.task(str(row["id"])))
+        except WorldError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return Demonstration(name=name, opening=opening, rest=tuple(messages[first:]))
+
+
+def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
+    """The tokens that an agent records when a policy says exactly this. Every turn of the assistant is sampled.
+
+    Raises: ConfigError where a conversation has no such form.
+    """
+    ids = chat.prompt(demonstration.opening)
+    prompt_length, sampled = len(ids), [False] * len(ids)
+    turns = _turns(demonstration)
+    for index, (message, answers) in enumerate(turns):
+        try:
+            turn = chat.turn(message)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{demonstration.name}: {error}") from error
+        ids, sampled = ids + turn, sampled + [True] * len(turn)
+        if index == len(turns) - 1:
+            break
+        texts = [str(answer.get("content") or "") for answer in answers]
+        by_tools = answers[0]["role"] == "tool"
+        glue = chat.after_calls(turn, texts) if by_tools else chat.after_turn(turn, texts[0])
+        ids, sampled = ids + glue, sampled + [False] * len(glue)
+    return _sample(demonstration.name, 0, ids, sampled, prompt_length)
+
+
+def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Every turn of the assistant with what answers it: results of tools, or one message."""
+    turns: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
+    for message in demonstration.rest:
+        if message["role"] == "assistant":
+            if turns and not turns[-1][1]:
+                raise ConfigError(f"{demonstration.name}: two turns of the assistant in a row: join them")
+            turns.append((message, []))
+            continue
+        answers = turns[-1][1]
+        if answers and not (message["role"] == answers[0]["role"] == "tool"):
+            raise ConfigError(
+                f"{demonstration.name}: a turn is answered by {answers[0]['role']} and {message['role']}; expected "
+                "results of tools, or one message"
+            )
+        answers.append(message)
+    return turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Rollouts that were good enough to be imitated."""
+
+    samples: tuple[TrainingSample, ...]
+    tasks: int
+    seen: int
+    """Rollouts that have a reward."""
+
+
+def best_rollouts(run: RunDirectory, best: int) -> Chosen:
+    """Of every task the ``best`` rollouts of a run by reward, later ones first among equals; none below or at 0.
+
+    Raises: ConfigError where there is none.
+    """
+    by_task: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+    seen = 0
+    for row in run.table("advantages").to_pylist():
+        seen += 1
+        if row["reward"] is not None and row["reward"] > 0:
+            by_task[row["task_id"]].append((row["reward"], row["training_step"], row["rollout"]))
+    wanted: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for task_id, found in by_task.items():
+        for _, step, rollout in sorted(found, reverse=True)[:best]:
+            wanted[step].add((task_id, rollout))
+    samples = []
+    for step in sorted(wanted):
+        for task_id, trajectories in step_trajectories(run, step).items():
+            samples += [
+                _sample(
+                    each.group, each.rollout, each.token_ids_T.tolist(), each.sampled_T.tolist(), each.prompt_length
+                )
+                for each in trajectories
+                # One sequence: the tokens of others follow no common beginning.
+                if (task_id, each.rollout) in wanted[step] and len(each.branches) == 1
+            ]
+    if not samples:
+        raise ConfigError(f"{run.path}: no rollout with a reward above 0 among {seen}")
+    return Chosen(samples=tuple(samples), tasks=len(by_task), seen=seen)
+
+
+def _sample(
+    group: str, rollout: int, ids: Sequence[int], sampled: Sequence[bool], prompt_length: int
+) -> TrainingSample:
+    """A sample whose sampled tokens are all to become likelier, by the same amount."""
+    mask = np.array(sampled, dtype=np.bool_)
+    return TrainingSample(
+        group=group,
+        task_id=group,
+        rollout=rollout,
+        policy_version=0,
+        token_ids_T=np.array(ids, dtype=np.int32),
+        loss_mask_T=mask,
+        advantage_T=mask.astype(np.float32),
+        logprob_T=np.zeros(len(mask), dtype=np.float32),
+        prompt_length=prompt_length,
+    )

@@ -1,0 +1,63 @@
+"""Supervised fine-tuning as a warm start: the learner of training, with an advantage of 1 on every token.
+
+At a ratio of 1 the gradient of the policy loss is then that of the mean cross-entropy of the sampled tokens, so nothing
+here computes a loss of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError
+from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.records import TrainingSample
+
+OnUpdate = Callable[[int, int, float], None]
+"""Called after every update with (updates done, updates in all, cross-entropy before it in nats a token)."""
+
+
+def fine_tune(
+    config: DracoConfig, samples: Sequence[TrainingSample], out: Path, *, epochs: int, on_update: OnUpdate
+) -> float:
+    """Fit an adapter on ``model.path`` to the samples and write the model with it merged in.
+
+    Args:
+        config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations an update) and ``seed``.
+        samples: what to imitate.
+        out: a folder that does not exist yet; model and tokenizer go there.
+        epochs: times every sample is seen.
+        on_update: told of the progress.
+    Returns: the mean loss of the last epoch, nats a token, each update measured before it is made.
+    Raises: ConfigError when the model cannot be used.
+    """
+    from transformers import AutoTokenizer
+
+    plain = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0, "importance_cap": None}
+    device = "cuda" if torch.cuda.is_available() and config.learner.gpus_per_worker > 0 else "cpu"
+    settings = config.learner.model_copy(update=plain)
+    learner = LoraLearner(config.model, settings, seed=config.seed, device=device)
+    order = np.random.default_rng(config.seed)
+    size = settings.minibatch_prompts
+    total = epochs * -(-len(samples) // size)
+    losses: list[float] = []
+    for _ in range(epochs):
+        losses = []
+        shuffled = [samples[index] for index in order.permutation(len(samples))]
+        for first in range(0, len(shuffled), size):
+            batch = shuffled[first : first + size]
+            learner.accumulate(batch)
+            metrics = learner.step()
+            if metrics.skipped is not None:
+                raise ConfigError(f"sft: update {metrics.update + 1} cannot be made: {metrics.skipped}")
+            # The distance of the tokens' log-probs from those of the samples, which are 0: the cross-entropy.
+            losses.append(metrics.engine_gap)
+            on_update(metrics.update, total, losses[-1])
+    merged = learner.policy.peft.merge_and_unload()
+    merged.save_pretrained(out)
+    AutoTokenizer.from_pretrained(config.model.path).save_pretrained(out)
+    return float(np.mean(losses))

@@ -1,0 +1,201 @@
+"""Warm starts: demonstrations become the tokens that an agent records, and the learner makes them likelier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.tool_calls import ToolCallReader
+from draco_ray.environments.base import Environment
+from draco_ray.errors import ConfigError, WorldError
+from draco_ray.records import Message, Task, TrainingSample
+from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.sandbox.starter.tokenizer import train_tokenizer
+from draco_ray.training.demonstrations import Demonstration, as_sample, best_rollouts, read_demonstrations
+from draco_ray.training.sft import fine_tune
+from tests.support.small_run import small_run
+from tests.support.tiny_model import build_tiny_model
+from tests.support.tool_templates import TEMPLATES, tool_tokenizer
+from tests.unit.test_agent_loop import CHAT, END, ScriptedSampler
+from tests.unit.test_tool_agent import SCHEMA, TASK, play, said_by
+
+CALLS = [{"type": "function", "function": {"name": "refund", "arguments": '{"order": "7"}'}}]
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_turn_that_is_demonstrated_is_read_as_one_that_is_sampled(family: str, thinking: bool) -> None:
+    chat = ChatTokens(tool_tokenizer(TEMPLATES[family]), thinking=thinking)
+    said = "" if family == "llama" else "I see."
+    ids = chat.turn({"content": said, "reasoning_content": "hm", "tool_calls": CALLS})
+    assert ids[-1] == chat.end_of_turn_id
+    read = ToolCallReader(chat, None).read(chat.text(ids), TASK.tools, thinking=chat.opens_thinking)
+    assert read is not None
+    assert [dict(call.arguments) for call in read.calls] == [{"order": "7"}]
+    assert chat.text(ids).count("hm") == 1
+    assert said in chat.text(ids)
+    closing = chat.turn({"content": "Done."})
+    assert ToolCallReader(chat, None).read(chat.text(closing), TASK.tools, thinking=chat.opens_thinking) is None
+
+
+async def test_a_demonstration_is_what_the_agent_would_have_recorded() -> None:
+    both: list[dict[str, object]] = [{"order": "7"}, {"order": "8", "cents": 5}]
+    recorded, _, chat = await play("qwen3", [said_by("qwen3", *both), "Done."], ["paid", "no <|im_end|> order"])
+    calls = [{"type": "function", "function": {"name": "refund", "arguments": arguments}} for arguments in both]
+    rest = (
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "paid"},
+        {"role": "tool", "content": "no <|im_end|> order"},
+        {"role": "assistant", "content": "Done."},
+    )
+    sample = as_sample(Demonstration(name="x", opening=recorded.prompt, rest=rest), chat)
+    assert sample.token_ids_T.tolist() == recorded.token_ids_T.tolist()
+    assert sample.loss_mask_T.tolist() == recorded.sampled_T.tolist()
+    assert sample.advantage_T.tolist() == recorded.sampled_T.astype(float).tolist()
+    assert sample.prompt_length == recorded.prompt_length
+
+
+class Known(Environment):
+    """A stand-in that has one task."""
+
+    def __init__(self) -> None:
+        return
+
+    def tasks(self, split: str) -> list[str]:
+        return ["t1"]
+
+    def task(self, task_id: str) -> Task:
+        if task_id != "t1":
+            raise WorldError(f"no task {task_id!r}")
+        return Task(task_id=task_id, instruction="Say hello.")
+
+    async def open(self, task_id: str) -> object:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def read(folder: Path, *rows: object) -> list[Demonstration]:
+    file = folder / "shown.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    config = DracoConfig().agent
+    agent = CodeAgent(TokenPolicy(ScriptedSampler([]), CHAT, config), config, "Be kind. {task_description}")
+    return read_demonstrations(file, Known(), agent)
+
+
+def test_messages_may_stand_alone_or_follow_a_tasks_prompt(tmp_path: Path) -> None:
+    hello = {"role": "assistant", "content": "Hello."}
+    asked = {"role": "user", "content": "Hi!"}
+    alone, following = read(
+        tmp_path, {"messages": [asked, hello], "tools": [SCHEMA]}, "", {"id": "t1", "messages": [hello, asked, hello]}
+    )
+    assert alone.opening[0].role == "tools"
+    assert alone.opening[1:] == (Message(role="user", content="Hi!"),)
+    assert following.opening == (Message(role="user", content="Be kind. Say hello."),)
+    sample = as_sample(following, CHAT)
+    text = CHAT.tokenizer.decode(sample.token_ids_T.tolist())
+    assert text.count("Hello." + END) == 2
+    assert sample.loss_mask_T.sum() == 2 * len(CHAT.turn(hello))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "line 1: expected an object with messages"),
+        ([], "line 1: expected an object with messages"),
+        ({"messages": [{"content": "a"}]}, "line 1: expected an object with messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "names no task"),
+        ({"id": "t9", "messages": [{"role": "assistant", "content": "a"}]}, "no task 't9'"),
+        ({"id": "t1", "messages": [{"role": "assistant", "content": "a"}] * 2}, "two turns of the assistant in a row"),
+        (
+            {
+                "id": "t1",
+                "messages": [
+                    {"role": "assistant", "content": "a"},
+                    {"role": "user", "content": "b"},
+                    {"role": "user", "content": "c"},
+                    {"role": "assistant", "content": "d"},
+                ],
+            },
+            "answered by user and user",
+        ),
+    ],
+)
+def test_a_demonstration_that_cannot_be_used_is_named(tmp_path: Path, row: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        [as_sample(each, CHAT) for each in read(tmp_path, row)]
+    assert "shown.jsonl: line 1" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_learner_makes_demonstrations_likelier_and_writes_a_whole_model(tmp_path: Path) -> None:
+    path = build_tiny_model(tmp_path / "base")
+    config = load_config(
+        "sandbox", [f"model.path={path}", "learner.minibatch_prompts=2", "learner.learning_rate=1e-2", "seed=3"]
+    )
+    chat = ChatTokens(AutoTokenizer.from_pretrained(path), thinking=False)
+    opening = (Message(role="user", content="Say hello."),)
+    samples = [
+        as_sample(Demonstration(name=word, opening=opening, rest=({"role": "assistant", "content": word},)), chat)
+        for word in ("hello, hello", "hello there", "oh hello")
+    ]
+    told: list[tuple[int, int]] = []
+    losses: list[float] = []
+
+    def progress(done: int, total: int, loss: float) -> None:
+        told.append((done, total))
+        losses.append(loss)
+
+    fine_tune(config, samples, tmp_path / "out", epochs=8, on_update=progress)
+    assert told == [(done, 16) for done in range(1, 17)]
+    # What it says of its progress is the cross-entropy of the model as it is loaded.
+    assert losses[0] == pytest.approx(np.mean([_loss(Path(path), each) for each in samples]), rel=0.2)
+    after = [_loss(tmp_path / "out", each) for each in samples]
+    assert max(after) < 0.7 * losses[0]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == chat.tokenizer.chat_template
+
+
+def _loss(model: Path, sample: TrainingSample) -> float:
+    ids = torch.tensor(sample.token_ids_T.astype(np.int64))[None]
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    labels = ids.masked_fill(~torch.tensor(sample.loss_mask_T)[None], -100)
+    with torch.no_grad():
+        return float(loaded(input_ids=ids, labels=labels).loss)
+
+
+def test_the_best_rollouts_of_a_run_are_its_own_tokens(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    rewards = {
+        (row["training_step"], row["task_id"], row["rollout"]): row["reward"]
+        for row in run.table("advantages").to_pylist()
+    }
+    one, many = best_rollouts(run, 1), best_rollouts(run, 100)
+    positive = sum(reward > 0 for reward in rewards.values())
+    assert len(many.samples) == positive
+    assert one.seen == len(rewards)
+    assert len(one.samples) == one.tasks
+    best = {task: max(reward for (_, name, _), reward in rewards.items() if name == task) for _, task, _ in rewards}
+    kept = {
+        (row["training_step"], row["task_id"], row["rollout"]): row["token_ids"]
+        for row in run.table("trajectories").to_pylist()
+    }
+    for sample in one.samples:
+        step, task = sample.group.removeprefix("step").split("/", 1)
+        key = (int(step), task, sample.rollout)
+        assert rewards[key] == best[task] > 0
+        assert sample.token_ids_T.tolist() == kept[key]
+
+
+def test_the_starters_template_writes_calls_that_are_read() -> None:
+    chat = ChatTokens(train_tokenizer(["refund order 7"], 300, 512), thinking=False)
+    read_ = ToolCallReader(chat, None).read(chat.text(chat.turn({"tool_calls": CALLS})), TASK.tools, thinking=False)
+    assert read_ is not None
+    assert [dict(call.arguments) for call in read_.calls] == [{"order": "7"}]
