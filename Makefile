@@ -13,7 +13,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -99,6 +99,13 @@ world: setup
 # Train the starter policy with DRACO: a few minutes on 2 cores, no GPU, no key, no download.
 demo: world
 	$(DRACO) train sandbox
+
+# Train an agent with tools of its own (examples/shop): demonstrations, a policy from them, then DRACO (ten minutes).
+example-shop: setup
+	mkdir -p .cache/shop && rm -rf .cache/shop/policy
+	$(VENV)/bin/python examples/shop/demonstrations.py .cache/shop
+	$(DRACO) sft examples/shop/environment.yaml .cache/shop/demonstrations.jsonl --new --epochs 8 --out .cache/shop/policy
+	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy
 
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world
