@@ -74,6 +74,9 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     for options, says in (
         ({}, "no tools: name Python files in tools, or servers in mcp"),
         ({"tools": [str(tmp_path / "absent.py")]}, "no file"),
+        ({"tools": ["tools.py"]}, "'tools.py' is relative: begin it with ./"),
+        ({"tools": [str(file)], "tasks": "here/made.py:tasks"}, "'here/made.py:tasks' is relative"),
+        ({"tools": [str(file)], "reads": [str(tmp_path / "absent")]}, "no file"),
         ({"tool": [str(file)]}, "tool: Extra inputs"),
         ({"mcp": {"a": {}}}, "expected either command or url"),
         ({"mcp": {"a": {"command": ["x"], "url": "http://localhost"}}}, "expected either command or url"),

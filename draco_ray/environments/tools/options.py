@@ -64,7 +64,15 @@ def read_options(given: dict[str, Any]) -> ToolsOptions:
         raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
     if not options.tools and not options.mcp:
         raise ConfigError("environment.options: no tools: name Python files in tools, or servers in mcp")
-    for path in (*options.tools, *options.reads):
+    servers = [path for server in options.mcp.values() for path in server.reads]
+    for path in (*options.tools, *options.reads, *servers, *([Path(options.tasks)] if options.tasks else [])):
+        # Workers need not share this process's working directory.
+        if not path.is_absolute():
+            raise ConfigError(
+                f"environment.options: {str(path)!r} is relative: begin it with ./ in a configuration file, whose "
+                "folder it is then in, or give the whole path"
+            )
+    for path in (*options.tools, *options.reads, *servers):
         if not path.exists():
             raise ConfigError(f"environment.options: no file {path}")
     return options
