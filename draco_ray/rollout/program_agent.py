@@ -15,13 +15,13 @@ from pathlib import Path
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
+from draco_ray.environments.program import Ran, run_program
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
 from draco_ray.rollout.agent_prompt import fill_agent_prompt
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import Endpoint
-from draco_ray.rollout.program import Ran, run_program
 from draco_ray.rollout.tokens import TokenPolicy
 
 PASSED = (

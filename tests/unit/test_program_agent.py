@@ -1,0 +1,292 @@
+"""Programs of users as agents: real processes against a real endpoint, behind which a script stands for the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.environments.base import WorldVerdict
+from draco_ray.errors import ConfigError, EngineError, EnvironmentCrashed
+from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
+from draco_ray.rollout.agent import RolloutRequest, find_agent
+from draco_ray.rollout.program_agent import ProgramAgent
+from draco_ray.rollout.tokens import TokenPolicy
+from tests.support.endpoint_episode import CHAT, END, TASK, ScriptedSampler, check_books
+
+CURL = """\
+#!/bin/sh
+# An agent in a shell: asks once, and once more with the answer.
+set -e
+ask() {
+    curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+        -H 'Content-Type: application/json' -d "$1" | sed 's/.*"content":"\\([^"]*\\)".*/\\1/'
+}
+task=$(cat)
+plan=$(ask "{\\"model\\": \\"policy\\", \\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"Plan: $task\\"}]}")
+ask "{\\"model\\": \\"policy\\", \\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"Plan: $task\\"},
+    {\\"role\\": \\"assistant\\", \\"content\\": \\"$plan\\"}, {\\"role\\": \\"user\\", \\"content\\": \\"Do it.\\"}]}"
+"""
+ASK = """\
+import json, os, urllib.request
+def ask(*said, tools=()):
+    body = {"model": "m", "messages": [{"role": "user", "content": each} for each in said]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+@dataclass
+class HandIn:
+    """A stand-in for an environment: keeps what it is handed."""
+
+    task: Task = TASK
+    given: list[str] = field(default_factory=list)
+
+    async def act(self, action: str) -> str:
+        self.given.append(action)
+        return ""
+
+    async def evaluate(self) -> WorldVerdict:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return
+
+
+@dataclass
+class Rollouts:
+    """Plays programs; `lines` are the policy's."""
+
+    folder: Path
+    sampler: ScriptedSampler = field(default_factory=lambda: ScriptedSampler(lambda prompt: f"Done.{END}"))
+    world: HandIn = field(default_factory=HandIn)
+
+    def agent(self, source: str | None = None, **overrides: Any) -> ProgramAgent:
+        if source is not None:
+            (self.folder / "agent.py").write_text(ASK + textwrap.dedent(source))
+            overrides = {"command": f"{sys.executable} agent.py", **overrides}
+        config = AgentConfig.model_validate(
+            {"use": "command", "folder": self.folder, "thinking": False, "timeout_seconds": 60, **overrides}
+        )
+        kind = find_agent(config.use)
+        assert kind is ProgramAgent
+        return ProgramAgent(TokenPolicy(self.sampler, CHAT, config), config, "{task_description}")
+
+    async def play(self, source: str | None = None, *, rollout: int = 0, **overrides: Any) -> Trajectory:
+        agent = self.agent(source, **overrides)
+        request = RolloutRequest(task_id=TASK.task_id, group="g", rollout=rollout, attempt=0, seed=1)
+        played = await agent.run(self.world, request)
+        check_books(played, self.sampler)
+        return played
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Rollouts:
+    return Rollouts(tmp_path)
+
+
+def program(played: Trajectory) -> str:
+    """What is recorded of the program."""
+    assert played.turns[-1].role == "program"
+    return played.turns[-1].text
+
+
+async def test_a_shell_script_with_curl_is_an_agent(rollouts: Rollouts) -> None:
+    (rollouts.folder / "agent.sh").write_text(CURL)
+    rollouts.sampler = ScriptedSampler([f"Look first.{END}", f"Refunded.{END}"])
+    played = await rollouts.play(command="sh agent.sh")
+    assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None)
+    assert played.prompt == (Message(role="user", content="Refund order A1."),)
+    assert played.branches == (0,)
+    assert [(turn.role, turn.text) for turn in played.turns[:-1]] == [
+        ("user", "Plan: Refund order A1."),
+        ("assistant", "Look first."),
+        ("assistant", "Refunded."),
+    ]
+    assert [(step.action, step.observation) for step in played.steps] == [("Look first.", "Do it.")]
+    assert "exit code 0" in program(played)
+    assert "standard output:\nRefunded." in program(played)
+    assert rollouts.world.given == ["Refunded."]
+
+
+async def test_a_function_is_called_in_a_process_of_its_own(rollouts: Rollouts) -> None:
+    (rollouts.folder / "mine.py").write_text(
+        ASK + "import os\n"
+        "async def play(task):\n"
+        "    said = ask(task['prompt'])\n"
+        "    return {'said': said, 'id': task['task_id'], 'parent': os.getppid()}\n"
+    )
+    played = await rollouts.play(function=f"{rollouts.folder}/mine.py:play")
+    assert played.ended is EpisodeEnd.FINISHED, played.error
+    (handed,) = rollouts.world.given
+    assert '"said": "Done.", "id": "abc_1"' in handed
+    missing = await rollouts.play(function=f"{rollouts.folder}/mine.py:pley")
+    assert missing.ended is EpisodeEnd.SERVER_ERROR
+    assert "mine.py has no 'pley'" in str(missing.error)
+
+
+async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the-judges")
+    monkeypatch.setenv("JUDGE_API_KEY", "the-judges")
+    monkeypatch.setenv("SEARCH_API_KEY", "the-agents")
+    rollouts.world.task = Task(task_id="abc_1", instruction="Grüße ☃ $(id)", fields={"customer": "Ann"})
+    played = await rollouts.play(
+        """
+        import sys
+        task = json.load(open(os.environ["DRACO_TASK_FILE"]))
+        ask(sys.stdin.read())
+        print(json.dumps([task, os.getcwd(), dict(os.environ)]))
+        """,
+        pass_environment=["SEARCH_API_KEY"],
+    )
+    assert played.turns[0].text == "Grüße ☃ $(id)\n"
+    (handed,) = rollouts.world.given
+    assert '"instruction": "Gr\\u00fc\\u00dfe \\u2603 $(id)", "fields": {"customer": "Ann"}' in handed
+    assert str(rollouts.folder) in handed
+    assert "the-judges" not in handed
+    assert "the-agents" in handed
+    assert '"OPENAI_BASE_URL": "http://127.0.0.1:' in handed
+
+
+@pytest.mark.parametrize(
+    ("source", "ended", "said"),
+    [
+        ("print('hello')", EpisodeEnd.SERVER_ERROR, "ended with exit code 0 and never called the endpoint.* hello"),
+        ("raise ValueError('no')", EpisodeEnd.SERVER_ERROR, "exit code 1 and never called .* ValueError: no"),
+        ("ask('a'); raise ValueError('no')", EpisodeEnd.CRASHED, "exit code 1; its last words: .*ValueError: no"),
+        ("ask('a'); os.kill(os.getpid(), 9)", EpisodeEnd.CRASHED, "was ended by signal 9$"),
+        ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was ended by signal 6"),
+        ("ask('a'); import time; time.sleep(600)", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=4"),
+        ("import time; time.sleep(600)", EpisodeEnd.SERVER_ERROR, "timeout_seconds=4 and never called the endpoint"),
+        ("ask('a'); ask('many words ' * 900)", EpisodeEnd.RESPONSE_LIMIT, "exit code 1 after the limit"),
+        ("[ask('a') for _ in range(9)]", EpisodeEnd.TURN_LIMIT, "exit code 1 after the limit"),
+    ],
+)
+async def test_how_a_program_ended_counts_and_is_said(
+    rollouts: Rollouts, source: str, ended: EpisodeEnd, said: str
+) -> None:
+    limits = {"max_turns": 4, "max_prompt_length": 200, "max_response_length": 200}
+    played = await rollouts.play(source, timeout_seconds=4 if "sleep" in source else 60, **limits)
+    assert played.ended is ended
+    assert played.error is not None
+    assert "\n" not in played.error
+    assert re.search(said, played.error), played.error
+    assert rollouts.world.given == []
+    # What was sampled before is kept.
+    assert int(played.sampled_T.sum()) == sum(map(len, rollouts.sampler.sampled))
+
+
+async def test_a_flood_of_output_is_cut_and_hinders_nobody(rollouts: Rollouts) -> None:
+    played = await rollouts.play(
+        """
+        import sys
+        for _ in range(100):
+            print("x" * 50_000)
+            print("é" * 50_000, file=sys.stderr)
+        print(ask("a"))
+        """,
+        max_output_characters=1000,
+    )
+    assert played.ended is EpisodeEnd.FINISHED
+    assert len(program(played)) < 4000
+    assert "[output cut: " in program(played)
+    assert "Done." in program(played)
+
+
+@pytest.mark.parametrize("leaves", ["", "os.setsid()"])
+async def test_children_do_not_outlive_their_program(rollouts: Rollouts, leaves: str) -> None:
+    await rollouts.play(
+        f"""
+        import time
+        ask("a")
+        child = os.fork()
+        if not child:
+            {leaves or "pass"}
+            open("child", "w").write(str(os.getpid()))
+            time.sleep(600)
+        while not os.path.exists("child") or not open("child").read():
+            time.sleep(0.01)
+        """
+    )
+    child = int((rollouts.folder / "child").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # One that was just ended may still be waited for by init.
+        assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_policy_that_fails_ends_the_program_and_is_raised(rollouts: Rollouts) -> None:
+    def fail(prompt: str) -> str:
+        raise EngineError("engine 0: gone")
+
+    rollouts.sampler = ScriptedSampler(fail)
+    with pytest.raises(EngineError, match="engine 0: gone"):
+        await rollouts.play("import time\ntry:\n    ask('a')\nfinally:\n    time.sleep(600)")
+
+
+async def test_a_world_that_is_lost_at_the_end_is_said(rollouts: Rollouts) -> None:
+    async def lost(action: str) -> str:
+        raise EnvironmentCrashed("world gone")
+
+    rollouts.world.act = lost  # type: ignore[method-assign]
+    played = await rollouts.play("print(ask('a'))")
+    assert (played.ended, played.error) == (EpisodeEnd.SERVER_ERROR, "world gone")
+
+
+async def test_many_run_side_by_side_on_one_server(rollouts: Rollouts) -> None:
+    source = "import os\nprint(ask('a'), os.environ['OPENAI_BASE_URL'])"
+    together = asyncio.Event()
+    rollouts.sampler.hold = together
+
+    async def release() -> None:
+        while len(rollouts.sampler.asked) < 24:
+            rollouts.sampler.begun.clear()
+            await rollouts.sampler.begun.wait()
+        together.set()
+
+    played, _ = await asyncio.gather(
+        asyncio.gather(*(rollouts.play(source, rollout=rollout) for rollout in range(24))), release()
+    )
+    assert {each.ended for each in played} == {EpisodeEnd.FINISHED}
+    urls = {given.split()[1] for given in rollouts.world.given}
+    assert len(urls) == 24
+    assert len({url.split("/")[2] for url in urls}) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "expected agent.command='python my_agent.py', or agent.function=file.py:name"),
+        ({"command": "a", "function": "b:c"}, "expected agent.command="),
+        ({"command": " "}, "agent.command: empty"),
+        ({"command": "sh 'a"}, "agent.command=.*No closing quotation"),
+        ({"command": "no-such-program x"}, "no program 'no-such-program' that can be run"),
+        ({"command": "./agent.sh"}, "no program './agent.sh' that can be run"),
+        ({"command": "sh a", "folder": "/no/such"}, "agent.folder='/no/such': no such folder"),
+    ],
+)
+def test_a_program_that_cannot_be_is_a_configuration_error(
+    rollouts: Rollouts, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        rollouts.agent(**config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_without_tokens_is_refused() -> None:
+    class Api:
+        name = "openai/gpt"
+
+    with pytest.raises(ConfigError, match="policy openai/gpt has no tokens to record"):
+        ProgramAgent(Api(), AgentConfig(use="command", command="sh"), "")  # type: ignore[arg-type]
