@@ -70,7 +70,8 @@ class AgentConfig(Tree):
     program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), or one of your own,
     package.module:Class or folder/file.py:Class."""
     command: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Of agent.use=command: what plays one episode, in the words of a command line; no shell reads it."""
+    """Of agent.use=command: what plays one episode, in the words of a command line; no shell reads it, and a bare
+    python is the one that runs draco."""
     function: Part | None = None
     """In its place a Python function, package.module:name or folder/file.py:name, called in a process of its own."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)

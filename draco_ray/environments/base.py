@@ -20,6 +20,7 @@ from draco_ray.registry import find
 
 ENVIRONMENTS = {
     "appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment",
+    "tasks": "draco_ray.environments.tasks:TasksEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
 }
 """The environments that ship, by the name that ``environment.use`` may give them."""

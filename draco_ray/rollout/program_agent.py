@@ -16,6 +16,7 @@ from pathlib import Path
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
 from draco_ray.environments.program import Ran, run_program
+from draco_ray.environments.tasks import WORKSPACE
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
@@ -39,8 +40,6 @@ PASSED = (
 )
 """Variables that every program gets; so does one that begins with ``LC_``."""
 RUNNER = "draco_ray.rollout.call_function"
-WORKSPACE = "workspace"
-"""Field of a task that names a folder to work in, for environments that look at what is left there."""
 _SAID_CHARACTERS = 300
 
 
@@ -165,7 +164,10 @@ def _words(config: AgentConfig) -> list[str]:
         raise ConfigError(f"agent.command={config.command!r}: {error}") from None
     if not words:
         raise ConfigError("agent.command: empty; expected a command such as 'python my_agent.py'")
-    # As the program will be looked for: in its folder where it has a slash, along PATH otherwise.
+    # As the program will be looked for: in its folder where it has a slash, along PATH otherwise. A bare "python" is
+    # this one, whether or not its environment is active.
+    if words[0] == "python":
+        words[0] = sys.executable
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
     if found is None:
         raise ConfigError(f"agent.command: no program {words[0]!r} that can be run (agent.folder is {config.folder})")

@@ -32,7 +32,7 @@ TASK_MARK = "The task reads: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One code execution; ``number`` is 1-based."""
+    """One action, by code or by calls of tools; ``number`` is 1-based."""
 
     number: int
     code: str
@@ -80,9 +80,9 @@ class _Marks:
         found = _EVIDENCE.search(prompt)
         code = found[1] if found else ""
         word, bracketed, attribute = (f" {code}", rf" \[{code}\]", f' code="{code}"') if code else ("", "", "")
-        self.block = re.compile(
-            rf"^\[(SYSTEM|USER|ASSISTANT|ENVIRONMENT|END|END EVIDENCE){word}\][ ]?(.*)$", re.MULTILINE
-        )
+        # With a code any role is one that we wrote.
+        roles = "[A-Z][A-Z ]*?" if code else "SYSTEM|USER|ASSISTANT|ENVIRONMENT|END|END EVIDENCE"
+        self.block = re.compile(rf"^\[({roles}){word}\][ ]?(.*)$", re.MULTILINE)
         self.rollout = re.compile(
             rf'^<rollout index="(\d+)"{attribute}>\n(.*?)\n</rollout{attribute}>$', re.MULTILINE | re.DOTALL
         )
@@ -190,10 +190,12 @@ def _conversation(text: str, marks: _Marks) -> Run:
 
 
 def _code(turn: str) -> str:
-    """What a turn executed. A chat template may have opened the reasoning, which the turn then only closes."""
+    """What a turn executed; of one without a code block, which called tools or spoke to somebody, all of it.
+
+    A chat template may have opened the reasoning, which the turn then only closes.
+    """
     thinking = "</think>" in turn and "<think>" not in turn.partition("</think>")[0]
     code = extract_code(turn, thinking=thinking)
-    # Of agents that call tools the whole turn is what they did.
     return turn if code is None else code
 
 

@@ -1,0 +1,174 @@
+"""Tasks in JSONL and nothing else: the environment of agents that bring their own world (``agent.use: command``)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
+from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.program import run_program
+from draco_ray.environments.tools.rows import Row, read_rows
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.records import Task
+
+WORKSPACE = "workspace"
+"""Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
+_HOW_AGENTS_ACT = """\
+- The agent is a program with a loop and tools of its own. A step is a turn of the policy that called a tool, that was \
+answered, or, where it was offered no tools, that anything came after; what came back stands as its output.
+- Turns of sub-agents, and those after a rewritten history, stand in branches of their own, in the order of time.
+- The episode ends with the program. What it printed stands at the end, under PROGRAM."""
+
+
+class TasksOptions(Tree):
+    """``environment.options`` of ``environment.use: tasks``."""
+
+    tasks: str = ""
+    """A JSONL file, or ``folder/file.py:function`` that returns such rows: ``id``, ``instruction``, and where there are
+    any ``split`` (train unless told), ``group``, ``expected`` (what only the evaluator may see), and fields of its own.
+    Empty: ``tasks.jsonl`` in data.root."""
+    evaluator: str = ""
+    """A command, run in data.root, that says whether a task was done: it reads a JSON object (``task`` with
+    ``expected``, ``output``: what the agent's program printed, ``workspace``: its folder) and ends with exit code 0 for
+    yes or 1 for no. It may print a JSON object of what was asked, each with true or false."""
+    evaluator_seconds: float = Field(120.0, gt=0)
+    facts: str = ""
+    """What the judge has to know beside the tools: the rules of the house, what no criterion may punish. Lines of a
+    list."""
+
+
+class TasksEnvironment(Environment):
+    """Lists tasks, gives each rollout a folder, and has it evaluated where there is an evaluator."""
+
+    def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
+        """See `Environment`."""
+        super().__init__(config, data, ground_truth=ground_truth, name=name)
+        try:
+            self.options = TasksOptions.model_validate(config.options)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+        self.evaluates = bool(self.options.evaluator)
+        own = [line if line.startswith("- ") else f"- {line}" for line in self.options.facts.splitlines() if line]
+        self.facts = "\n".join([_HOW_AGENTS_ACT, *own])
+        if self.evaluates:
+            _words(self.options.evaluator)
+
+    def tasks(self, split: str) -> list[str]:
+        """See `Environment`."""
+        found = [row.task_id for row in self._rows.values() if row.split == split]
+        if not found:
+            splits = ", ".join(sorted({row.split for row in self._rows.values()}))
+            raise WorldError(f"{self._source}: no task of split {split!r}; there are {splits}")
+        return found
+
+    def task(self, task_id: str) -> Task:
+        """See `Environment`."""
+        return self.row(task_id).task("")
+
+    def row(self, task_id: str) -> Row:
+        """A task with all that its row says. Raises: WorldError for one that is not there."""
+        try:
+            return self._rows[task_id]
+        except KeyError:
+            raise WorldError(f"{self._source}: no task {task_id!r}") from None
+
+    async def open(self, task_id: str) -> HandIn:
+        """See `Environment`."""
+        return HandIn(self, self.task(task_id))
+
+    @property
+    def _source(self) -> str:
+        return self.options.tasks or str(self.data.root / "tasks.jsonl")
+
+    @functools.cached_property
+    def _rows(self) -> Mapping[str, Row]:
+        return read_rows(self._source)
+
+
+class HandIn:
+    """One open task: a folder, and what the agent's program hands in (its one action)."""
+
+    def __init__(self, environment: TasksEnvironment, task: Task) -> None:
+        self._environment = environment
+        self._folder = Path(tempfile.mkdtemp(prefix="draco-task-"))
+        self._output: str | None = None
+        self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
+
+    async def act(self, action: str) -> str:
+        """Take what the agent's program printed."""
+        self._output = action
+        return ""
+
+    async def evaluate(self) -> WorldVerdict:
+        """Ask the evaluator. Raises: see `World`."""
+        environment, task_id = self._environment, self.task.task_id
+        if not (environment.ground_truth and environment.evaluates):
+            raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")
+        task = environment.row(task_id).told(ground_truth=True)
+        told = {"task": task, "output": self._output or "", "workspace": str(self._folder)}
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            ran = await run_program(
+                _words(environment.options.evaluator),
+                folder=environment.data.root,
+                environment=os.environ,
+                told=json.dumps(told, ensure_ascii=False),
+                seconds=environment.options.evaluator_seconds,
+                most_bytes=100_000,
+                until=never,
+            )
+        except OSError as error:
+            raise EnvironmentCrashed(f"task {task_id}: the evaluator cannot be started: {error}") from error
+        if ran.exit_code not in (0, 1):
+            how = "did not end in time" if ran.exit_code is None else f"ended with exit code {ran.exit_code}"
+            last = " ".join((ran.errors or ran.output).split())[-300:]
+            raise EnvironmentCrashed(f"task {task_id}: the evaluator {how}, expected 0 or 1; its last words: {last}")
+        return _verdict(task_id, ran.exit_code == 0, ran.output)
+
+    async def close(self) -> None:
+        """Remove the folder."""
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+
+def _verdict(task_id: str, success: bool, printed: str) -> WorldVerdict:
+    asked: Any = {"evaluator": success}
+    if printed.strip():
+        try:
+            asked = json.loads(printed)
+        except (ValueError, RecursionError):
+            asked = None
+        if not isinstance(asked, dict) or not asked or not all(isinstance(met, bool) for met in asked.values()):
+            raise EnvironmentCrashed(
+                f"task {task_id}: the evaluator printed {printed.strip()[:100]!r}, expected nothing, or a JSON object "
+                "of names to true or false"
+            )
+    failures = tuple(name for name, met in asked.items() if not met)
+    return WorldVerdict(
+        success=success, passed_tests=len(asked) - len(failures), total_tests=len(asked), failures=failures
+    )
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"environment.options.evaluator={command!r}: {error}") from None
+    if words and words[0] == "python":
+        words[0] = sys.executable
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"environment.options.evaluator={command!r}: no such program")
+    return words
