@@ -1,0 +1,74 @@
+"""An agent on OpenAI's SDK, with a sub-agent, is trained one step through the endpoint of its rollout worker.
+
+The policy is written by hand (`tests.support.desk_agent_policy`) and the judge is a few rules behind a real HTTP
+server; the agent is the example's own program, and Ray, vLLM and the learner are those of every run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import step_trajectories
+from tests.conftest import REPOSITORY
+from tests.support.command import draco
+from tests.support.desk_agent_policy import build_desk_agent_policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TASKS = """\
+import json
+def rows():
+    ask = {"split": "train", "instruction": "Please refund order A1.", "orders": json.dumps({"A1": "late"})}
+    return [ask | {"id": number, "expected": {"A1": "refunded"}} for number in range(2)]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """One step of two tasks."""
+    root = tmp_path_factory.mktemp("desk-agent")
+    (root / "tasks.py").write_text(TASKS)
+    result = draco(
+        "train",
+        str(REPOSITORY / "examples/desk_agent/desk_agent.yaml"),
+        f"environment.options.tasks={root}/tasks.py:rows",
+        f"model.path={build_desk_agent_policy(root / 'policy')}",
+        f"run.root={root}",
+        "run.name=desk",
+        "train.steps=1",
+        "train.prompts_per_step=2",
+        "train.evaluate_before_after=false",
+        "learner.minibatch_prompts=2",
+        "agent.max_prompt_length=1024",
+        "ray.dashboard=false",
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return RunDirectory.open(root / "desk")
+
+
+def test_the_branches_of_every_rollout_are_recorded_with_their_tokens(run: RunDirectory) -> None:
+    played = [trajectory for group in step_trajectories(run, 1).values() for trajectory in group]
+    assert len(played) == 2 * 6
+    assert any(len(trajectory.branches) > 1 for trajectory in played)
+    for trajectory in played:
+        assert trajectory.turns[-1].role == "program"
+        spoken = [turn for turn in trajectory.turns if turn.role == "assistant"]
+        assert spoken
+        assert {turn.policy_version for turn in spoken} == {0}
+        assert sum(turn.last_token - turn.first_token for turn in spoken) == int(trajectory.sampled_T.sum())
+        # A sub-agent's one turn answers a look-up, and is a step of its own branch.
+        looked = [step for step in trajectory.steps if "look_up" in step.text]
+        assert len([step for step in trajectory.steps if step.branch > 0]) >= min(1, len(looked))
+        assert all("came late. The policy desk says" in (step.observation or "") for step in looked)
+
+
+def test_the_judge_sees_the_branches_by_name_and_the_policy_is_updated(run: RunDirectory) -> None:
+    calls = run.table("judge_calls").to_pylist()
+    assert {call["phase"] for call in calls} == {"stage1", "stage2", "union", "score", "credit"}
+    assert any("(branch 2, step 2)" in call["prompt"] for call in calls if call["phase"] == "score")
+    assert all("late are refunded, no others" in call["prompt"] for call in calls)
+    (line,) = run.metrics()
+    assert line["updates"] == 1
+    assert line["grad_norm"] > 0
