@@ -104,10 +104,11 @@ class EnvironmentConfig(Tree):
     """Where tasks are done, one at a time in each slot."""
 
     use: Part = "appworld"
-    """appworld; tools (your own tasks and tools, docs/own-agent.md); or one of your own, package.module:Class or
-    folder/file.py:Class (docs/extending/environment.md)."""
+    """appworld; tools (your own tasks and tools, docs/own-agent.md); tasks (tasks alone, for agents that bring their
+    own world, docs/any-agent.md); or one of your own, package.module:Class or folder/file.py:Class
+    (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
-    """Of tools, or of an environment of your own: whatever it takes."""
+    """Of tools and tasks, or of an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)
     """Rollouts in the environment at one time."""
     slots_per_worker: int = Field(1, ge=1)

@@ -15,34 +15,35 @@ from openai import OpenAI
 
 MODEL = os.environ.get("DRACO_MODEL", "gpt-5.4-mini")
 DESK = "Orders that arrived damaged or late are refunded, no others. Answer yes or no."
-ORDER = {"type": "object", "properties": {"order": {"type": "string"}}, "required": ["order"]}
 
 
 def tool(name: str, description: str) -> dict[str, Any]:
-    """A tool that takes an order."""
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": ORDER}}
+    """A tool that takes no arguments: a customer has one order."""
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 TOOLS = [
-    tool("look_up", "Says what is known of an order, and asks the policy desk whether it is refunded."),
-    tool("refund", "Refunds an order."),
-    tool("decline", "Declines to refund an order."),
+    tool("look_up", "Says how the order came, and asks the policy desk whether it is refunded."),
+    tool("refund", "Refunds the order."),
+    tool("decline", "Declines to refund the order."),
 ]
 
 
-def play(client: OpenAI, instruction: str, orders: dict[str, str]) -> dict[str, Any]:
-    """Serve one customer. Returns: what was looked up, and what became of the orders."""
-    looked_up: list[str] = []
-    became: dict[str, str] = {}
+def play(client: OpenAI, instruction: str, state: str) -> dict[str, Any]:
+    """Serve one customer, whose order came in ``state``. Returns: whether it was looked up, and what became of it."""
+    outcome: dict[str, Any] = {"looked_up": False, "became": None}
 
-    def call(name: str, order: str) -> str:
-        if order not in orders:
-            return f"error: no order {order}"
+    def call(name: str) -> str:
         if name == "look_up":
-            looked_up.append(order)
-            return f"{order} came {orders[order]}. The policy desk says {ask_desk(client, orders[order])}"
-        became[order] = {"refund": "refunded", "decline": "declined"}[name]
-        return f"{order} is {became[order]}"
+            outcome["looked_up"] = True
+            return f"The order came {state}. The policy desk says {ask_desk(client, state)}"
+        if name not in ("refund", "decline"):
+            return f"error: no tool {name}"
+        if outcome["became"] is not None:
+            return f"error: the order is {outcome['became']} already"
+        outcome["became"] = {"refund": "refunded", "decline": "declined"}[name]
+        return f"The order is {outcome['became']}"
 
     messages: list[Any] = [{"role": "user", "content": instruction}]
     for _ in range(5):
@@ -50,10 +51,11 @@ def play(client: OpenAI, instruction: str, orders: dict[str, str]) -> dict[str, 
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
             break
-        for each in message.tool_calls:
-            order = json.loads(each.function.arguments).get("order", "")
-            messages.append({"role": "tool", "tool_call_id": each.id, "content": call(each.function.name, order)})
-    return {"looked_up": looked_up, "became": became}
+        messages += [
+            {"role": "tool", "tool_call_id": each.id, "content": call(each.function.name)}
+            for each in message.tool_calls
+        ]
+    return outcome
 
 
 def ask_desk(client: OpenAI, state: str) -> str:
@@ -65,4 +67,4 @@ def ask_desk(client: OpenAI, state: str) -> str:
 
 if __name__ == "__main__":
     given = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
-    print(json.dumps(play(OpenAI(), given["instruction"], json.loads(given["fields"]["orders"]))))
+    print(json.dumps(play(OpenAI(), given["instruction"], given["fields"]["state"])))

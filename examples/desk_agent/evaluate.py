@@ -9,11 +9,10 @@ given = json.load(sys.stdin)
 try:
     output = json.loads(given["output"])
 except ValueError:
-    output = {"looked_up": [], "became": {}}
-expected = given["task"]["expected"]
+    output = {"looked_up": False, "became": None}
 met = {
-    "looked up": set(expected) <= set(output["looked_up"]),
-    "decided by the policy": output["became"] == expected,
+    "looked up": bool(output["looked_up"]),
+    "decided by the policy": output["became"] == given["task"]["expected"],
 }
 print(json.dumps(met))
 sys.exit(not all(met.values()))

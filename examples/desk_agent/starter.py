@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from agent import DESK, play
 from openai import OpenAI
-from tasks import REFUNDED, WORDS, rows
+from tasks import REFUNDED, THINGS, WORDS, rows
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
@@ -37,10 +37,10 @@ from draco_ray.sandbox.starter.train import Example, new_model, train
 
 LOOKS, DESK_KNOWS, FOLLOWS = 0.7, 0.65, 0.75
 """How often the script does as it should."""
-VARIANTS = 4
+VARIANTS = 6
 """Demonstrations of each task."""
 SETTINGS = StarterSettings(
-    vocabulary=420, hidden_size=128, intermediate_size=256, positions=1024, epochs=12, batch_tokens=1024
+    vocabulary=420, hidden_size=128, intermediate_size=256, positions=1024, epochs=6, batch_tokens=1024
 )
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n"
@@ -53,9 +53,9 @@ TEMPLATE = (
 )
 
 
-def called(name: str, order: str) -> str:
+def called(name: str) -> str:
     """A turn that calls a tool."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'order': order}})}\n</tool_call><|im_end|>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {}})}\n</tool_call><|im_end|>"
 
 
 @dataclass
@@ -76,14 +76,13 @@ class Script:
         if DESK in prompt:
             right = REFUNDED[prompt.rpartition("came ")[2].partition(".")[0]]
             return "yes<|im_end|>" if right == (self.random.random() < DESK_KNOWS) else "no<|im_end|>"
-        order = next(iter(re.findall(r"A\d", prompt)))
         if re.search(r"is (refunded|declined)", prompt):
             return "Done.<|im_end|>"
         said = re.search(r"says (yes|no)", prompt)
         if said is None and self.random.random() < LOOKS:
-            return called("look_up", order)
+            return called("look_up")
         yes = self.random.random() < 0.5 if said is None else (said[1] == "yes") == (self.random.random() < FOLLOWS)
-        return called("refund" if yes else "decline", order)
+        return called("refund" if yes else "decline")
 
 
 async def demonstrate(endpoint: Endpoint, policy: TokenPolicy, row: dict[str, Any], number: int) -> list[Example]:
@@ -93,7 +92,7 @@ async def demonstrate(endpoint: Endpoint, policy: TokenPolicy, row: dict[str, An
     episode = Episode(Task(task_id=row["id"], instruction=row["instruction"]), request, policy, config)
     async with endpoint.serving(episode) as base_url:
         with OpenAI(base_url=base_url, api_key=episode.key) as client:
-            await asyncio.to_thread(play, client, row["instruction"], json.loads(row["orders"]))
+            await asyncio.to_thread(play, client, row["instruction"], row["state"])
     played = episode.trajectory(EpisodeEnd.FINISHED, None, prompt=(), closing="")
     return [
         Example(token_ids=tuple(played.token_ids_T[span].tolist()), sampled=tuple(played.sampled_T[span].tolist()))
@@ -118,12 +117,11 @@ async def demonstrations(policy: TokenPolicy) -> list[Example]:
 
 def main(folder: Path) -> None:
     """Train the policy and save it."""
-    orders = [f"A{number}" for number in range(1, 10)]
-    texts = [words.format(order=order) for words in WORDS for order in orders]
-    texts += [called(name, order) for name in ("look_up", "refund", "decline") for order in orders]
-    texts += [f"{order} came {state}. The policy desk says yes no" for state in REFUNDED for order in orders]
-    texts += [f"{order} is refunded {order} is declined error: no order {order}" for order in orders]
-    texts += [DESK, "It came late.", "system\nuser\nassistant\ntool\ntools\n", "Done.", "yes", "no"] * 9
+    texts = [words.format(thing=thing) for words in WORDS for thing in THINGS]
+    texts += [called(name) for name in ("look_up", "refund", "decline")] * 9
+    texts += [f"The order came {state}. The policy desk says yes no. It came {state}." for state in REFUNDED] * 9
+    texts += ["The order is refunded The order is declined error: no already", DESK, "Done.", "yes", "no"] * 9
+    texts += ["system\nuser\nassistant\ntool\ntools\nlook_up\nrefund\ndecline\n"] * 9
     tokenizer = train_tokenizer(texts, SETTINGS.vocabulary, SETTINGS.positions)
     tokenizer.chat_template = TEMPLATE
     chat = ChatTokens(tokenizer, thinking=False)

@@ -17,10 +17,9 @@ from tests.support.desk_agent_policy import build_desk_agent_policy
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TASKS = """\
-import json
 def rows():
-    ask = {"split": "train", "instruction": "Please refund order A1.", "orders": json.dumps({"A1": "late"})}
-    return [ask | {"id": number, "expected": {"A1": "refunded"}} for number in range(2)]
+    ask = {"split": "train", "instruction": "Please refund my lamp.", "state": "late", "expected": "refunded"}
+    return [ask | {"id": number} for number in range(2)]
 """
 
 

@@ -13,7 +13,7 @@ from tests.support.tool_templates import QWEN25
 
 
 def _call(name: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'order': 'A1'}})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {}})}\n</tool_call>"
 
 
 TURNS = (_call("look_up"), _call("refund"), "yes", "no", "Done.")
