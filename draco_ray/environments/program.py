@@ -21,6 +21,8 @@ import psutil
 MARK = "DRACO_EPISODE"
 """Environment variable by which processes are found that left their program's group."""
 _READ_BYTES = 1 << 16
+_GONE_SECONDS = 10.0
+"""A process that was killed is waited for; one that hangs in the kernel is not waited for longer."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -143,11 +145,14 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asynci
 
 
 def _end_strays(mark: str) -> None:
-    """End processes that a program has started and that have left its group."""
+    """End processes that a program has started, those that have left its group too, and wait until they are gone."""
+    ended = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.uids().real == os.getuid() and process.environ().get(MARK) == mark:
                 process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, _GONE_SECONDS)
 
 
 # Found now: nothing may be imported between fork and exec.

@@ -23,7 +23,7 @@ from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
 from draco_ray.rollout.agent_prompt import fill_agent_prompt
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import Endpoint
-from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 
 PASSED = (
     "PATH",
@@ -53,12 +53,21 @@ class ProgramAgent:
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
         """Raises: ConfigError where there is no program, or a policy without tokens."""
         if not isinstance(policy, TokenPolicy):
-            raise ConfigError(
-                f"agent.use=command: policy {policy.name} has no tokens to record; it plays with policies of a run's "
-                "engines, not with an API"
-            )
+            raise ConfigError(f"agent.use=command: policy {policy.name} has no tokens to record")
         self._policy, self._config, self._template = policy, config, template
         self._words = _words(config)
+
+    @staticmethod
+    def check(config: AgentConfig, policies: object) -> None:
+        """See whether it can be, before workers are made for it.
+
+        Raises: ConfigError where there is no program, or ``policies`` are an API's.
+        """
+        if not isinstance(policies, EnginePolicies):
+            raise ConfigError(
+                "agent.use=command records tokens: it plays with a policy of the engines, not with an API"
+            )
+        _words(config)
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
         """See `Agent`: what the program is told."""

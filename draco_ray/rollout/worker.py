@@ -155,6 +155,9 @@ def start_rollout_workers(
     kind: str = "RolloutWorker",
 ) -> list[tuple[Any, int]]:
     """Workers for the configured slots, each with its number of slots; ``kind`` begins their names, unique in a run."""
+    if (check := getattr(find_agent(agent.use), "check", None)) is not None:
+        # Here, because a worker that cannot be made would only be tried again.
+        check(agent, policies)
     remote = ray.remote(RolloutWorkerActor)
     # Workers need not share this process's working directory.
     data = data.model_copy(update={"root": data.root.resolve()})

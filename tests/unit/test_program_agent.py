@@ -14,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from draco_ray.config.schema import AgentConfig
+from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import ConfigError, EngineError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, find_agent
 from draco_ray.rollout.program_agent import ProgramAgent
-from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
+from draco_ray.rollout.worker import start_rollout_workers
 from tests.support.endpoint_episode import CHAT, END, TASK, ScriptedSampler, check_books
 
 CURL = """\
@@ -289,3 +290,22 @@ def test_a_policy_without_tokens_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="policy openai/gpt has no tokens to record"):
         ProgramAgent(Api(), AgentConfig(use="command", command="sh"), "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("command", "policies", "said"),
+    [
+        ("sh", object(), "with a policy of the engines, not with an API"),
+        ("no-such-program", EnginePolicies(samplers=[], model_path=""), "no program 'no-such-program'"),
+    ],
+)
+def test_what_cannot_be_played_is_said_before_workers_are_made(command: str, policies: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        start_rollout_workers(
+            policies,
+            agent=AgentConfig(use="command", command=command),
+            environment=EnvironmentConfig(),
+            data=DataConfig(),
+            ground_truth=False,
+            run_name="x",
+        )
