@@ -60,7 +60,10 @@ def test_the_branches_of_every_rollout_are_recorded_with_their_tokens(run: RunDi
         # A sub-agent's one turn answers a look-up, and is a step of its own branch.
         looked = [step for step in trajectory.steps if "look_up" in step.text]
         assert len([step for step in trajectory.steps if step.branch > 0]) >= min(1, len(looked))
-        assert all("came late. The policy desk says" in (step.observation or "") for step in looked)
+        # What the agent's last call led to it has told nobody.
+        answered = [step.observation for step in looked if step.observation is not None]
+        assert all("came late. The policy desk says" in observation for observation in answered)
+        assert len(answered) >= len(looked) - 1
 
 
 def test_the_judge_sees_the_branches_by_name_and_the_policy_is_updated(run: RunDirectory) -> None:

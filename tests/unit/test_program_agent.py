@@ -76,7 +76,11 @@ class Rollouts:
 
     def agent(self, source: str | None = None, **overrides: Any) -> ProgramAgent:
         if source is not None:
-            (self.folder / "agent.py").write_text(ASK + textwrap.dedent(source))
+            file, text = self.folder / "agent.py", ASK + textwrap.dedent(source)
+            # Once: another program may be reading it.
+            if not file.exists():
+                file.write_text(text)
+            assert file.read_text() == text
             overrides = {"command": f"{sys.executable} agent.py", **overrides}
         config = AgentConfig.model_validate(
             {"use": "command", "folder": self.folder, "thinking": False, "timeout_seconds": 600, **overrides}
