@@ -7,13 +7,14 @@ APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
 GPU_VENV := .venv-gpu
 MUTATE_VENV := .venv-mutate
+ADAPTERS := verifiers inspect art verl
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -46,6 +47,12 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
 		> $$(.venv-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/$*.lock
+	touch $@
+
+# Other trainers' packages, from the package index; verl sees torch, Ray and the like in the main environment.
+.venv-adapter-%/.ready: requirements/adapters/%.txt
+	test -x .venv-adapter-$*/bin/python || $(PYTHON) -m venv .venv-adapter-$*
+	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl,$*),--no-deps) $(PIP_ARGS) -r $<
 	touch $@
 
 .venv-tools/bin/uv:
@@ -149,6 +156,10 @@ mutate-method: setup
 mutate: .venv-mutate/.ready
 	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
 	$(VENV)/bin/python jobs/mutate.py report
+
+# The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
+adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
+	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
 
 # Formatting, lint, types, and the direction of imports.
 check: setup

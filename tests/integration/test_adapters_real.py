@@ -1,7 +1,6 @@
-"""The adapters with the real TRL, verifiers, Inspect and ART, each in an environment that has it.
+"""The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment that has it.
 
-``make bench-learner`` makes TRL's; for the others ``python -m venv DIR && DIR/bin/pip install verifiers`` (inspect_ai,
-openpipe-art) and the variable below.
+``make adapters-check`` makes these environments and runs this; a variable below names another.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ runpy.run_module("tests.support.adapters.{script}", run_name="__main__")
 """
 
 
-def run(script: str, variable: str, usual: str = "") -> Any:
+def run(script: str, variable: str, usual: str) -> Any:
     """What a script prints in the environment that a variable, else a folder, names."""
-    python = Path(os.environ.get(variable) or REPOSITORY / (usual or "nowhere"))
+    python = Path(os.environ.get(variable) or REPOSITORY / usual)
     if not python.is_file():
         pytest.skip(f"{variable} names no python")
     code = RUN.format(site=sysconfig.get_path("purelib"), tests=str(REPOSITORY / "tests"), script=script)
@@ -60,7 +59,7 @@ def test_a_real_step_of_trl_is_pushed_by_our_advantages() -> None:
 
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
-    found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON")
+    found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON", ".venv-adapter-verifiers/bin/python")
     assert found["rewards"] == [1.0, -1.0]
     good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [3, 4]])
     for row, advantage_M in zip(found["advantages"], (good, bad), strict=True):
@@ -68,7 +67,7 @@ def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
 
 
 def test_inspects_log_holds_the_verdicts() -> None:
-    found = run("inspect_score", "DRACO_INSPECT_PYTHON")
+    found = run("inspect_score", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
     assert found["status"] == "success"
     assert {name: score["value"] for name, score in found["scores"].items()} == {"DL9": 1.0, "UA1": 0.5}
     assert [each["verdict"] for each in found["scores"]["UA1"]["metadata"]["verdicts"]] == ["FAIL", "PASS"]
@@ -76,9 +75,20 @@ def test_inspects_log_holds_the_verdicts() -> None:
 
 
 def test_a_group_of_art_comes_back_scored() -> None:
-    found = run("art_group", "DRACO_ART_PYTHON")
+    found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
     assert [each["reward"] for each in found] == [1.0, -1.0]
     assert [each["before"] for each in found] == [0.25, 0.25]
     assert found[0]["metrics"] == {"independent_reward": 0.25, "draco_score": 1.0}
     assert len(json.loads(found[0]["metadata"]["step_advantages"])) == 2
     assert found[1]["logs"][0] == "FAIL: Books the cheapest flight (steps 2): because"
+
+
+def test_verls_batch_holds_our_advantages() -> None:
+    found = run("verl_estimator", "DRACO_VERL_PYTHON", ".venv-adapter-verl/bin/python")
+    good, bad = step_advantages(
+        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [4, 2]], std_epsilon=1e-6
+    )
+    assert found["of_sequences"] == pytest.approx([0.707106, -0.707106], abs=1e-4)
+    rows = found["advantages"]
+    assert rows[0] == pytest.approx([*[good[0]] * 3, 0, *[good[1]] * 4, 0, 0, 0], rel=1e-5)
+    assert rows[1] == pytest.approx([*[bad[0]] * 4, 0, *[bad[1]] * 2, 0, 0, 0, 0], rel=1e-5)
