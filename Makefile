@@ -14,7 +14,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop example-desk bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check check format test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -113,6 +113,12 @@ example-shop: setup
 	$(VENV)/bin/python examples/shop/demonstrations.py .cache/shop
 	$(DRACO) sft examples/shop/environment.yaml .cache/shop/demonstrations.jsonl --new --epochs 8 --out .cache/shop/policy
 	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy
+
+# Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): a policy from its own episodes, then DRACO.
+example-desk: setup
+	rm -rf .cache/desk
+	$(VENV)/bin/python examples/desk_agent/starter.py .cache/desk
+	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk
 
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world
