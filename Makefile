@@ -136,6 +136,11 @@ bench-learner: $(BENCH_VENV)/.ready
 bench-intervals: setup
 	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
 
+# How much of a token limit the judge's limiter uses, and whether it is ever exceeded, by simulation (ten minutes).
+.PHONY: bench-limiter
+bench-limiter: setup
+	$(VENV)/bin/python jobs/bench_limiter.py $(ARGS)
+
 # Layers of the paper's models at real size on one GPU: agreement, speed, memory; says so where there is none.
 gpu-check:
 	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \

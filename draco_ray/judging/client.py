@@ -277,6 +277,7 @@ class LiteLLMClient:
             output_tokens=most.output_tokens,
             dollars=most.dollars,
             kind=request.phase or "",
+            group=request.group,
             rank=urgency(request.phase),
         )
         return Call(

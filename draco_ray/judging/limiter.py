@@ -4,11 +4,11 @@ A request takes a lease before it is sent and settles it with what it did cost.
 
 - Dollars: a lease holds the most that its request can cost, so that the budget is never exceeded.
 - Requests: in any 60 seconds no more than the limit, spread over them.
-- Tokens: what was used counts, and for those under way what requests of their kind have used so far, with a margin of
-  several standard deviations of their sum; until some of a kind have ended, the most that they can use. Spread over the
-  minute as well. A request counts from the moment it is sent.
-- Who waits: later phases of a group before new groups, otherwise in the order of asking. Nobody overtakes the first, so
-  that a large request is not passed for ever.
+- Tokens: what was used counts, and for those under way a bound of their sum that is learned from what others have used
+  (`draco_ray.judging.reply_sizes`); until enough have ended, the most that they can use. Spread as well, at `PACE`. A
+  request counts from the moment it is sent.
+- Who waits: later phases of a group before new groups, otherwise in the order of asking. Who waits for room lets
+  smaller ones pass, but for `PATIENCE_SECONDS` only, so that a large request is not passed for ever.
 
 `Limiter` decides on a clock that tests can set, `WaitingLine` is where callers wait for it. No Ray in here.
 """
@@ -23,13 +23,14 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.outage import Next, Outage, Pause, Trouble
+from draco_ray.judging.reply_sizes import Size, Sizes, UnderWay
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
@@ -37,14 +38,12 @@ BURST_SECONDS, BURST_REQUESTS = 2.0, 5
 """Requests that may leave at once: those of so many seconds, and at least so many."""
 BURST_SHARE = 0.1
 """Part of the minute's tokens that may leave at once; a single request always may."""
-LEARNED_AFTER = 12
-"""Ended requests of a kind after which the next ones are expected to be like them."""
-MEMORY = 500
-"""Ended requests of a kind that count: the mean forgets older ones exponentially."""
-LATEST = 30
-"""Of these, those whose mean counts where it is larger: replies may become longer within a run."""
-DEVIATIONS = 5.0
-"""Of the sum of the requests under way, held back as a margin."""
+PACE = 2.0
+"""Of the limit, at which tokens may leave for a while: what waited for room may be made up for."""
+PATIENCE_SECONDS = 60.0
+"""For which a request that waits for room lets smaller ones pass."""
+PASSING = 50
+"""Requests behind it that may."""
 LOOK_AGAIN_SECONDS = 5.0
 QUESTION_SECONDS = 120.0
 """After which a small question whose sender has died is asked by another."""
@@ -58,7 +57,9 @@ class Asked:
     output_tokens: float
     dollars: float = 0.0
     kind: str = ""
-    """Requests of one kind are alike in size."""
+    """Requests of one kind are alike in the length of their replies."""
+    group: str = ""
+    """Requests of one group are alike in how many tokens a byte is."""
     rank: int = 0
     """The lowest goes first."""
 
@@ -130,13 +131,15 @@ class _Use:
 class SlidingWindow:
     """At most ``limit`` in any `WINDOW_SECONDS`, paced; an amount above the limit passes when the window is empty."""
 
-    def __init__(self, limit: float | None, burst: float) -> None:
+    def __init__(self, limit: float | None, burst: float, pace: float = 1.0) -> None:
         """
         Args:
             limit: of the window; None: there is none.
-            burst: that may leave at once.
+            burst: that may leave at once, or one more where it is larger.
+            pace: of the limit, at which the rest may.
         """
         self._limit = limit
+        self._seconds_each = 0.0 if limit is None else WINDOW_SECONDS / (pace * limit)
         self._burst = burst
         self._uses: deque[_Use] = deque()
         self._sum = 0.0
@@ -152,7 +155,7 @@ class SlidingWindow:
         if not self._uses:
             return 0.0
         # A burst may leave at once; what exceeds it leaves at an even pace.
-        wait = max(0.0, self._due - now - WINDOW_SECONDS * max(0.0, self._burst - amount) / self._limit)
+        wait = max(0.0, self._due - now - self._seconds_each * max(self._burst - amount, 0.5 * self._burst))
         for use in self._uses:
             if over <= ROUNDING:
                 break
@@ -165,8 +168,7 @@ class SlidingWindow:
         use = _Use(now, amount)
         self._uses.append(use)
         self._sum += amount
-        if self._limit is not None:
-            self._due = max(self._due, now) + WINDOW_SECONDS * amount / self._limit
+        self._due = max(self._due, now) + self._seconds_each * amount
         return use
 
     def correct(self, use: _Use, amount: float, now: float) -> None:
@@ -174,8 +176,7 @@ class SlidingWindow:
         self._forget(now)
         if now - use.at < WINDOW_SECONDS:
             self._sum += amount - use.amount
-        if self._limit is not None:
-            self._due += WINDOW_SECONDS * (amount - use.amount) / self._limit
+        self._due += self._seconds_each * (amount - use.amount)
         use.amount = amount
 
     def _forget(self, now: float) -> None:
@@ -183,61 +184,6 @@ class SlidingWindow:
             self._sum -= self._uses.popleft().amount
         if not self._uses:
             self._sum = 0.0  # No rounding is carried along.
-
-
-@dataclass(slots=True)
-class _Share:
-    """What requests have used of the most that they could: mean and variance, the latest ones weighing most."""
-
-    count: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-    latest: float = 0.0
-    """Mean of the very latest ones, which notices first that they grow."""
-
-    def add(self, value: float) -> None:
-        """Take in the share that an ended request has used."""
-        self.count += 1
-        weight = 1.0 / min(self.count, MEMORY)
-        step = value - self.mean
-        self.mean += weight * step
-        self.variance = (1.0 - weight) * (self.variance + weight * step * step)
-        self.latest += (value - self.latest) / min(self.count, LATEST)
-
-    def expect(self, *, wary: bool) -> tuple[float, float]:
-        """Mean and variance of the next one.
-
-        ``wary``: as if one of those before had been as large as can be, for what is rarely very large.
-        """
-        if self.count < LEARNED_AFTER:
-            return 1.0, 0.0
-        mean = max(self.mean, self.latest)
-        if not wary:
-            return mean, self.variance
-        one, above = 1.0 / (min(self.count, MEMORY) + 1), max(0.0, 1.0 - mean)
-        return mean + one * above, self.variance + one * above * above
-
-
-@dataclass(slots=True)
-class _Sizes:
-    """What was learned of requests: how many tokens a byte is, and how long the replies of each kind are."""
-
-    input: _Share = field(default_factory=_Share)
-    output: dict[str, _Share] = field(default_factory=dict)
-
-    def add(self, asked: Asked, ended: Ended) -> None:
-        """Learn from a request that has ended."""
-        if asked.input_tokens > 0:
-            self.input.add((ended.tokens - ended.output_tokens) / asked.input_tokens)
-        if asked.output_tokens > 0:
-            self.output.setdefault(asked.kind, _Share()).add(ended.output_tokens / asked.output_tokens)
-
-    def expect(self, asked: Asked) -> tuple[float, float]:
-        """Tokens that a request will use, and their variance."""
-        share_in, spread_in = self.input.expect(wary=False)
-        share_out, spread_out = self.output.get(asked.kind, _Share()).expect(wary=True)
-        mean = share_in * asked.input_tokens + share_out * asked.output_tokens
-        return mean, spread_in * asked.input_tokens**2 + spread_out * asked.output_tokens**2
 
 
 @dataclass(slots=True)
@@ -284,8 +230,8 @@ class Limiter:
         self._requests = SlidingWindow(
             requests, max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
         )
-        self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0))
-        self._sizes = _Sizes()
+        self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
+        self._sizes = None if tokens is None else Sizes(tokens)
         self._leases: dict[str, _Lease] = {}
         self._booked: dict[str, float] = {}
         """Leases that were booked without an answer; one may still come."""
@@ -312,19 +258,43 @@ class Limiter:
             BudgetSpent: with nothing under way, the request could cost more than is left.
             JudgeUnavailable: the judge has answered nobody for too long.
         """
+        _, grant, wait = self.lease_one([asked])
+        return grant, wait
+
+    def lease_one(self, waiting: Sequence[Asked]) -> tuple[int, Grant | None, float]:
+        """Ask for the first request, or where there is no room for its tokens for the first other that fits.
+
+        Returns: which it is, and as `lease`.
+        Raises: as `lease`, for the first.
+        """
         now = self._clock()
         self._expire(now)
         if reason := self.outage.given_up(now):
             raise JudgeUnavailable(reason)
         wait = self.outage.seconds_to_wait(now)
         if wait > 0:
-            return None, wait
-        if not self._affords(self._scale * asked.dollars):
-            return None, math.inf
-        expected, held = self._expect(asked)
-        wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(expected, now, held=held))
+            return 0, None, wait
+        if not self._affords(self._scale * waiting[0].dollars):
+            return 0, None, math.inf
+        wait = self._requests.seconds_to_wait(1, now)
         if wait > 0:
-            return None, wait
+            return 0, None, wait
+        under_way = self._under_way(now)
+        wait = math.inf
+        for number, asked in enumerate(waiting):
+            if number and not self._within_budget(self._scale * asked.dollars):
+                continue
+            expected = 0.0 if self._sizes is None else self._sizes.expect(_size_of(asked))
+            until = self._tokens.seconds_to_wait(expected, now)
+            if until <= 0:
+                held = self._beyond(asked, expected, under_way)
+                until = self._tokens.seconds_to_wait(expected, now, held=held)
+            if until <= 0:
+                return number, self._grant(asked, expected, now), 0.0
+            wait = min(wait, until)
+        return 0, None, wait
+
+    def _grant(self, asked: Asked, expected: float, now: float) -> Grant:
         self._requests.take(1, now)
         question = self.outage.must_ask()
         if question:
@@ -338,7 +308,7 @@ class Limiter:
         expires_at = now + (min(QUESTION_SECONDS, self._lease_seconds) if question else self._lease_seconds)
         use = self._tokens.take(expected, now)
         self._leases[grant.number] = _Lease(asked, use, now, expires_at, question)
-        return grant, 0.0
+        return grant
 
     def settle(self, number: str, ended: Ended) -> Next:
         """The request of a lease has ended. What it did cost counts even if the lease expired."""
@@ -349,8 +319,9 @@ class Limiter:
         if lease is not None:
             if lease.question:
                 self.outage.asked(ended.trouble)
-            if ended.trouble is None and not ended.estimated and not lease.question:
-                self._sizes.add(lease.asked, ended)
+            if self._sizes and ended.trouble is None and not ended.estimated and not lease.question:
+                written = ended.output_tokens
+                self._sizes.add(_size(lease, now), input_tokens=ended.tokens - written, output_tokens=written)
             if lease.asked.dollars > 0:
                 self._scale = max(self._scale, ended.dollars / lease.asked.dollars)
             self._tokens.correct(lease.use, ended.tokens, now)
@@ -380,9 +351,13 @@ class Limiter:
         """The outage there is, if there is one."""
         return self.outage.pause(self._clock())
 
+    def now(self) -> float:
+        """Seconds on its clock."""
+        return self._clock()
+
     def _affords(self, dollars: float) -> bool:
         budget = self._limits.dollars
-        if budget is None or self.spent + self.reserved + dollars <= budget:
+        if budget is None or self._within_budget(dollars):
             return True
         if self._leases and self.spent + dollars <= budget:
             return False
@@ -391,25 +366,41 @@ class Limiter:
             f"cost ${dollars:.4f}; raise judge.limits.dollars"
         )
 
-    def _expect(self, asked: Asked) -> tuple[float, float]:
-        """Tokens that a request is expected to use, and what to hold back for it and those under way beyond theirs."""
-        if self._limits.tokens_per_minute is None:
-            return 0.0, 0.0
-        now = self._clock()
-        under_way = [lease for lease in self._leases.values() if now - lease.at < WINDOW_SECONDS]
-        held = variance = room = 0.0
-        for lease in under_way:
-            mean, spread = self._sizes.expect(lease.asked)
-            held += mean - lease.use.amount
-            variance += spread
-            room += lease.asked.input_tokens + lease.asked.output_tokens - mean
-        expected, spread = self._sizes.expect(asked)
-        room += asked.input_tokens + asked.output_tokens - expected
-        return expected, held + min(DEVIATIONS * math.sqrt(variance + spread), max(room, 0.0))
+    def _within_budget(self, dollars: float) -> bool:
+        return self._limits.dollars is None or self.spent + self.reserved + dollars <= self._limits.dollars
+
+    def _under_way(self, now: float) -> tuple[float, UnderWay] | None:
+        """What requests under way count with in the minute, and what is known of them; None without a limit."""
+        if self._sizes is None:
+            return None
+        leases = self._leases.values()
+        counted = math.fsum(lease.use.amount for lease in leases if now - lease.at < WINDOW_SECONDS)
+        return counted, self._sizes.under_way([_size(lease, now) for lease in leases], WINDOW_SECONDS)
+
+    def _beyond(self, asked: Asked, expected: float, under_way: tuple[float, UnderWay] | None) -> float:
+        """Tokens that a request and those under way may use beyond what is ``expected`` of it and counted for them."""
+        if self._sizes is None or under_way is None:
+            return 0.0
+        counted, sizes = under_way
+        return max(0.0, self._sizes.bound(sizes, _size_of(asked)) - counted - expected)
 
     def _expire(self, now: float) -> None:
         for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:
             self.abandon(number)
+
+
+def _size(lease: _Lease, now: float) -> Size:
+    return _size_of(lease.asked, now - lease.at)
+
+
+def _size_of(asked: Asked, seconds: float = 0.0) -> Size:
+    return Size(
+        kind=asked.kind,
+        group=asked.group,
+        input_bytes=asked.input_tokens,
+        most_output=asked.output_tokens,
+        seconds=seconds,
+    )
 
 
 @dataclass(order=True, slots=True)
@@ -418,6 +409,8 @@ class _Waiting:
     arrival: int
     asked: Asked = field(compare=False)
     granted: asyncio.Future[Grant] = field(compare=False)
+    passed_at: float | None = field(default=None, compare=False)
+    """When the first other one went before it although it was its turn."""
 
 
 class WaitingLine:
@@ -473,16 +466,24 @@ class WaitingLine:
                 heapq.heappop(self._waiting)
                 continue
             self._news.clear()
+            served = self._who_may(first)
             try:
-                grant, wait = self.limiter.lease(first.asked)
+                number, grant, wait = self.limiter.lease_one([each.asked for each in served])
             except Exception as error:
                 heapq.heappop(self._waiting)
                 first.granted.set_exception(error)
                 continue
             if grant is not None:
-                heapq.heappop(self._waiting)
-                first.granted.set_result(grant)
+                if number and first.passed_at is None:
+                    first.passed_at = self.limiter.now()
+                served[number].granted.set_result(grant)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait, LOOK_AGAIN_SECONDS)):
                     await self._news.wait()
+
+    def _who_may(self, first: _Waiting) -> list[_Waiting]:
+        """The first, and who may go if there is no room for it."""
+        if first.passed_at is not None and self.limiter.now() - first.passed_at >= PATIENCE_SECONDS:
+            return [first]
+        return heapq.nsmallest(PASSING, (each for each in self._waiting if not each.granted.done()))
