@@ -22,6 +22,8 @@ SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-ca
 def entry_of(prompts: Any, phase: str) -> dict[str, Any]:
     schema: Any = reply_schema(PHASES[phase], prompts.templates[phase])
     assert schema["required"] == ["entries"]
+    assert (schema["type"], schema["additionalProperties"]) == ("object", False)
+    assert schema["properties"]["entries"]["type"] == "array"
     entry: dict[str, Any] = schema["properties"]["entries"]["items"]
     return entry
 
@@ -30,7 +32,7 @@ def entry_of(prompts: Any, phase: str) -> dict[str, Any]:
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_every_field_is_required_and_stands_where_the_prompts_example_has_it(prompts: Any, phase: str) -> None:
     entry = entry_of(prompts, phase)
-    assert entry["additionalProperties"] is False
+    assert (entry["type"], entry["additionalProperties"]) == ("object", False)
     assert entry["required"] == list(entry["properties"])
     template = prompts.templates[phase]
     example = json.loads(template[template.rindex("```json") + 7 : template.rindex("```")])
