@@ -42,6 +42,7 @@ class Answers(RuleComplete):
     """A judge of known ability, from the prompt's numbers of criteria and steps alone."""
 
     def __init__(self, score: int, step: str, broken: bool = False) -> None:
+        super().__init__()
         self.score, self.step, self.broken = score, step, broken
 
     async def __call__(self, request: Request) -> Completion:

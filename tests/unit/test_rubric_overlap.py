@@ -42,6 +42,7 @@ class Changed(RuleComplete):
     """The rule judge, but for what a function makes of prompt and reply."""
 
     def __init__(self, change: Callable[[str, str], str]) -> None:
+        super().__init__()
         self._change = change
         self.prompts: list[str] = []
         self.forgotten = 0
