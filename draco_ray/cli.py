@@ -95,6 +95,10 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the run of this directory where it stopped.")
     ] = None,
+    resume_or_start: Annotated[
+        bool,
+        typer.Option("--resume-or-start", help="Continue the run of run.name, or start it where there is none."),
+    ] = False,
     allow_changed_config: Annotated[
         bool, typer.Option("--allow-changed-config", help="With --resume: although the configuration has changed.")
     ] = False,
@@ -104,9 +108,17 @@ def train(
     from draco_ray.errors import ConfigError
 
     overrides = overrides or []
+    if resume is not None and resume_or_start:
+        raise ConfigError("--resume DIR or --resume-or-start, which takes run.name: not both")
     if resume is None:
         if config is None:
             raise ConfigError(f"train: name a preset ({', '.join(preset_names())}) or a YAML file, or --resume a run")
+        if resume_or_start:
+            from draco_ray.training.run import resume_or_start as run_on
+
+            loaded = load_config(config, overrides, setting, trust=trust)
+            _say_how_sure(run_on(loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
+            return
         if allow_changed_config:
             raise ConfigError("--allow-changed-config: only together with --resume DIR")
         from draco_ray.training.run import train as run_training

@@ -17,6 +17,7 @@
     ├── StoreError           the run directory cannot be written
     ├── TraceError           nothing in the files given is a trace that can be read
     ├── DamagedRun           a file of a run directory that is not what a run wrote; the message names it
+    ├── RunStopped           a run that learns nothing or does not come to an end (resumable)
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
     └── TauBenchError        τ-bench cannot be run, or its results cannot be read
 
@@ -90,6 +91,10 @@ class TraceError(DracoError, ValueError):
 
 class DamagedRun(DracoError):
     """A file of a run or an evaluation cannot be read, or does not hold what is written there."""
+
+
+class RunStopped(DracoError):
+    """A run is ended by its own watch: it learns nothing, its judge fails, or a step does not end."""
 
 
 class CanaryFailed(DracoError):

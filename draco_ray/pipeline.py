@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -38,6 +39,9 @@ from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, R
 
 MOST_GROUPS = 1_000_000
 """Of a step: every group of a step is served before any of the next."""
+
+
+Wait = Callable[[str, str], AbstractContextManager[None]]
 
 
 class GroupState(StrEnum):
@@ -79,7 +83,10 @@ class Group:
 
 
 class Pipeline:
-    """Runs groups through the graph. ``keep`` persists what passes by; ``watch`` is told of every change."""
+    """Runs groups through the graph. ``keep`` persists what passes by; ``watch`` is told of every change.
+
+    ``wait`` is entered, with a kind and a name, while something is waited for.
+    """
 
     def __init__(
         self,
@@ -92,6 +99,7 @@ class Pipeline:
         static_rubric: Sequence[Criterion] = (),
         seed: int = 0,
         watch: Callable[[Group], None] = lambda group: None,
+        wait: Wait = lambda kind, which: nullcontext(),
     ) -> None:
         self._config = config
         self._cites = find_rule(config.rule).cites
@@ -101,7 +109,7 @@ class Pipeline:
         self._keep = keep
         self._static = ray.put(Judged(value=tuple(static_rubric)))
         self._seed = seed
-        self._watch = watch
+        self._watch, self._wait = watch, wait
 
     async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
         """Take one group from its task to a reference to its training samples; None if the group failed."""
@@ -139,9 +147,10 @@ class Pipeline:
     ) -> tuple[Member, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
         working_on(group.name, rollout)
-        played = await self._rollouts.run(
-            group.task_id, group.name, rollout, step=group.step, priority=group.step * MOST_GROUPS + group.index
-        )
+        with self._wait("rollout", f"{group.name}/{rollout}"):
+            played = await self._rollouts.run(
+                group.task_id, group.name, rollout, step=group.step, priority=group.step * MOST_GROUPS + group.index
+            )
         member = played.member
         if member is None:
             return None
@@ -247,7 +256,8 @@ class Pipeline:
         self, group: Group, rubric: ray.ObjectRef[Any] | None, result: Sequence[ray.ObjectRef[Any]]
     ) -> ray.ObjectRef[Any]:
         samples, advantages, step_tokens, summary = result
-        group.advantage = await summary
+        with self._wait("advantages", group.name):
+            group.advantage = await summary
         group.state = GroupState.CREDITED
         self._keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
         self._watch(group)
@@ -257,7 +267,8 @@ class Pipeline:
         """Ask the judge a question about a member, or about the whole group, and keep what it said."""
         rollout = None if member is None else member.rollout
         context = CallContext(group=group.name, task_id=group.task_id, rollout=rollout)
-        judgement = await self._judges.ask(phase, context, **given)
+        with self._wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
+            judgement = await self._judges.ask(phase, context, **given)
         group.phases.append(judgement.summary)
         self._keep.judged.remote(group.step, group.task_id, rollout, phase, judgement.judged)
         self._watch(group)

@@ -507,6 +507,21 @@ class TrainConfig(Tree):
     """Independent rollouts per task of that evaluation."""
 
 
+class WatchConfig(Tree):
+    """When a run that nobody looks at says something, and when it stops; it can be continued then."""
+
+    empty_steps: int = Field(1, ge=1)
+    """Steps in a row in which every group was dropped, after which the run stops."""
+    judge_failures: float = Field(0.5, gt=0, le=1)
+    """Share of a step's judge phases that may fail; above it the run stops."""
+    quiet_seconds: float = Field(600.0, gt=0)
+    """Time without any progress after which what is waited for is said, once in each such time."""
+    step_seconds: float | None = Field(43200.0, gt=0)
+    """Most that a step may take; null is no limit."""
+    start_seconds: float | None = Field(7200.0, gt=0)
+    """Most that engines, judge and learner may take to start, nodes that an autoscaler adds included."""
+
+
 class TauModelConfig(Tree):
     """A model that tau2 reaches through LiteLLM."""
 
@@ -638,6 +653,7 @@ class DracoConfig(Tree):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     train: TrainConfig = TrainConfig()
+    watch: WatchConfig = WatchConfig()
     tau_bench: TauBenchConfig = TauBenchConfig()
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()

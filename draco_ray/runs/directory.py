@@ -356,6 +356,11 @@ class RunDirectory:
         found = (STEP.fullmatch(path.stem) for path in self.tables.glob("*/step*"))
         return sorted({int(match[1]) for match in found if match})
 
+    @property
+    def untouched(self) -> bool:
+        """Whether its run never began: no step has rows or metrics, and no checkpoint was written."""
+        return not (self.steps() or self.checkpoint_steps() or os.path.lexists(self.metrics_file))
+
     def checkpoint_steps(self) -> list[int]:
         """Training steps that have a checkpoint, ascending."""
         found = (STEP.fullmatch(path.name) for path in self.checkpoints.glob("step*"))

@@ -32,6 +32,7 @@ from draco_ray.training.resume import StartPoint, adopt_config, rewind
 from draco_ray.training.session import (
     TrainingSession,
     checked_model,
+    ended_as_interrupted,
     open_judge,
     ray_session,
     stopped_plainly,
@@ -51,10 +52,46 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     console = console or Console(highlight=False, soft_wrap=True)
     config, prompts, order = _checked(config, console)
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
-    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
+    run = _directory(config.run.root.resolve() / name, config)
     console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
     with sole_driver(run):
+        if run.config_text() != dump_config(config):
+            run.write_config(dump_config(config))
         return _train(config, prompts, order, run, StartPoint(), console)
+
+
+def _directory(path: Path, config: DracoConfig) -> RunDirectory:
+    """A new run directory, or one whose run never began: a refused start does not keep the run's name."""
+    if path.is_dir() and (path / "config.yaml").is_file() and (run := RunDirectory.open(path)).untouched:
+        return run
+    return RunDirectory.create(path, dump_config(config))
+
+
+def resume_or_start(
+    config: DracoConfig,
+    source: str,
+    overrides: Sequence[str] = (),
+    setting: str | None = None,
+    *,
+    allow_changed: bool = False,
+    trust: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Continue the run of ``run.name`` if it has begun, else start it: one command that may be repeated for ever.
+
+    Args:
+        config: what ``source``, ``overrides`` and ``setting`` describe; the others are those of `resume`.
+
+    Returns: the run directory.
+    Raises:
+        DracoError: as `train` and `resume` do; ConfigError where ``run.name`` is not set.
+    """
+    if config.run.name is None:
+        raise ConfigError("--resume-or-start: which run? Set run.name, and run.root to a folder that outlives the job")
+    path = config.run.root.resolve() / config.run.name
+    if not path.is_dir() or not (path / "config.yaml").is_file() or RunDirectory.open(path).untouched:
+        return train(config, console)
+    return resume(path, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
 
 def resume(
@@ -148,7 +185,13 @@ def _train(
     check_disk(config, run.path)
     start_run_log(run.path)
     try:
-        with stopped_plainly(run, console, resumable=True), open_judge(config, console) as judge, ray_session(config):
+        with (
+            stopped_plainly(run, console, resumable=True),
+            ended_as_interrupted(),
+            open_judge(config, console) as judge,
+            ray_session(config),
+            ended_as_interrupted(),
+        ):
             if judge.cache is None:
                 judge = judge.model_copy(update={"cache": run.judge_cache})
             asyncio.run(_run(config, judge, prompts, order, run, start, console))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +51,9 @@ from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import StepProgress, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import StepWatch, Trainer
+from draco_ray.training.watchdog import Pending, watch_quiet
 
+START_SAY_SECONDS = 60.0
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
 """By name: what stands in is never imported by what trains."""
 STALE_IMPORTANCE_CAP = 2.0
@@ -169,6 +173,22 @@ def ray_session(config: DracoConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """SIGTERM (`ray job stop`, a container's end) ends the block as Ctrl-C does; main thread only.
+
+    Ray puts a handler of its own in the place of this one when it is started or joined: use it once more inside.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def stopped_plainly(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
     """An interrupt says where the finished part is; a known error of a remote part is one line here as well.
 
@@ -206,6 +226,11 @@ def plain_error(error: BaseException) -> DracoError | None:
 def _say_how_to_continue(run: RunDirectory, console: Console, resumable: bool) -> None:
     if resumable:
         console.print(f"continue with: draco train --resume {run.path}")
+
+
+async def _awaited(work: Awaitable[Any], pending: Pending, what: str) -> Any:
+    with pending.of(what):
+        return await work
 
 
 class Actors:
@@ -264,17 +289,22 @@ class Actors:
         self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")
         self.store = start_run_store(run.path, name, requests_name(judge, run.path))
 
-    async def start(self) -> None:
-        """Return once the judge and every engine answer.
+    async def start(self, pending: Pending | None = None) -> None:
+        """Return once the judge and every engine answer; ``pending`` is told what is waited for.
 
         Raises:
             JudgeUnavailable: the judge cannot be reached from where its worker runs; not asked where no rubric is used.
             ClusterError: no judge worker came up.
             EngineError: the model cannot be loaded.
         """
-        ready: list[Awaitable[Any]] = [self.fleet.start()]
+        pending = pending or Pending()
+        ready: list[Awaitable[Any]] = [_awaited(self.fleet.start(), pending, "the engines' start")]
         if self._config.algorithm.reward == "rubric":
-            ready.insert(0, self.judges.ready())
+            ready.insert(
+                0, _awaited(self.judges.ready(), pending, "the first judge worker, and the judge's answer to it")
+            )
+        if self._servers is not None:
+            ready.insert(0, _awaited(self._servers[0].ready.remote(), pending, "the first of the judge's vLLM servers"))
         await asyncio.gather(*ready)
         self._ready = True
 
@@ -372,7 +402,12 @@ async def training_session(
         parts.push_async_callback(actors.stop)
         parts.push_async_exit(partial(_drain_within_budget, actors, judge))
         advantages = start_advantage_computer(config.algorithm, name)
-        await _start(config, actors, learner)
+        pending = Pending()
+        said = partial(console.print, markup=False)
+        starting = asyncio.create_task(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said))
+        parts.callback(starting.cancel)
+        await _start_in_time(config, actors, learner, pending)
+        starting.cancel()
 
         weights = WeightSync(
             learner,
@@ -395,6 +430,7 @@ async def training_session(
             static_rubric=_static_rubric(config),
             seed=config.seed,
             watch=watch,
+            wait=pending.of,
         )
         recorded = RecordedRollouts(
             actors.store,
@@ -406,6 +442,8 @@ async def training_session(
         )
         watching = asyncio.create_task(watch_judge(actors.judge_pause, progress, console))
         parts.callback(watching.cancel)
+        quiet = asyncio.create_task(watch_quiet(pending, config.watch.quiet_seconds, said))
+        parts.callback(quiet.cancel)
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, recorded),
@@ -417,6 +455,7 @@ async def training_session(
             watch=watch,
             run=run,
             console=console,
+            pending=pending,
         )
         yield TrainingSession(actors, trainer, BeforeAfter(config, actors, run, progress, console))
 
@@ -428,14 +467,33 @@ def learner_config(config: DracoConfig) -> LearnerConfig:
     return config.learner
 
 
-async def _start(config: DracoConfig, actors: Actors, learner: Learner) -> None:
+async def _start_in_time(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
+    """Start everything; what does not come up in time is named."""
+    seconds, starting = config.watch.start_seconds, asyncio.create_task(_start(config, actors, learner, pending))
+    try:
+        done, _ = await asyncio.wait({starting}, timeout=seconds)
+        if done:
+            return starting.result()
+        waiting = str(pending)
+    finally:
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    raise ClusterError(f"the run has not started in watch.start_seconds={seconds:g}, waiting for: {waiting}")
+
+
+async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
+    async def learn() -> None:
+        with pending.of("the learner's start"):
+            await learner.start()
+
     if not config.engine.colocate:
-        await asyncio.gather(actors.start(), learner.start())
+        await asyncio.gather(actors.start(pending), learn())
         return
     # One after the other: Ray gives each engine a GPU of its own first, and vLLM measures what is free there.
-    await actors.start()
+    await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True):
-        await learner.start()
+        await learn()
 
 
 async def _drain_within_budget(actors: Actors, judge: JudgeConfig, kind: Any, error: Any, trace: Any) -> None:

@@ -16,6 +16,7 @@ from draco_ray.learner.base import GroupLearner
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import gather_or_cancel
 from draco_ray.training.overlap import Interval
+from draco_ray.training.watchdog import Pending
 
 
 @dataclass(slots=True)
@@ -31,7 +32,10 @@ class StreamedUpdate:
 
 
 async def streamed_update(
-    learner: GroupLearner, groups: Sequence[Awaitable[Any | None]], minibatch_prompts: int
+    learner: GroupLearner,
+    groups: Sequence[Awaitable[Any | None]],
+    minibatch_prompts: int,
+    pending: Pending | None = None,
 ) -> StreamedUpdate:
     """Give the learner every group as soon as it is there, and update once a minibatch.
 
@@ -42,13 +46,15 @@ async def streamed_update(
         learner: at the weights that sampled the groups.
         groups: each ends with a reference to its samples, or None if the group failed; in the batch's order.
         minibatch_prompts: groups an update.
+        pending: is told when the learner is waited for.
     Raises: the first error of a group or of the learner.
     """
-    result = StreamedUpdate()
+    result, pending = StreamedUpdate(), pending or Pending()
 
     async def ask(order: Callable[[Any], Awaitable[Any]], samples: Any) -> None:
         began = time.time()
-        await order(samples)
+        with pending.of("a group's gradients in the learner"):
+            await order(samples)
         result.busy.append((began, time.time()))
 
     async def first_pass(position: int, group: Awaitable[Any | None]) -> Any | None:
@@ -60,7 +66,8 @@ async def streamed_update(
 
     async def update() -> None:
         began = time.time()
-        result.updates.append(await learner.step())
+        with pending.of("the learner's update"):
+            result.updates.append(await learner.step())
         result.busy.append((began, time.time()))
 
     finished = await gather_or_cancel(first_pass(position, group) for position, group in enumerate(groups))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.actor import EngineFleet
+from draco_ray.errors import RunStopped
 from draco_ray.learner.base import Learner
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
@@ -21,6 +24,7 @@ from draco_ray.training.overlap import busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import StepProgress, step_line
 from draco_ray.training.streaming import StreamedUpdate, streamed_update
+from draco_ray.training.watchdog import Pending, Watchdog
 
 
 class StepWatch:
@@ -64,6 +68,7 @@ class Trainer:
         watch: StepWatch,
         run: RunDirectory,
         console: Console,
+        pending: Pending | None = None,
     ) -> None:
         """
         Args:
@@ -77,19 +82,40 @@ class Trainer:
             watch: is told of each group.
             run: where checkpoints are written.
             console: takes a line a step.
+            pending: is told what is waited for.
         """
         self._config, self._console, self._run = config, console, run
         self._batches, self._learner, self._fleet, self._weights = batches, learner, fleet, weights
         self._store, self._observer, self._watch = store, observer, watch
+        self._pending, self._watchdog = pending or Pending(), Watchdog(config.watch)
 
     async def train(self, first: int, last: int) -> None:
-        """Train from step ``first`` to step ``last``."""
+        """Train from step ``first`` to step ``last``.
+
+        Raises:
+            RunStopped: a step teaches nothing, or takes too long (`draco_ray.training.watchdog`).
+        """
         try:
             for step in range(first, last + 1):
-                metrics = await self._step(step, last)
+                metrics = await self._within_time(step, last)
                 self._console.print(step_line(metrics, last))
+            self._watchdog.end()
         finally:
             await self._batches.cancel()
+
+    async def _within_time(self, step: int, last: int) -> dict[str, Any]:
+        seconds, working = self._config.watch.step_seconds, asyncio.create_task(self._step(step, last))
+        try:
+            done, _ = await asyncio.wait({working}, timeout=seconds)
+            if done:
+                return working.result()
+            # Asked before anything is cancelled.
+            waiting = str(self._pending)
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+        raise RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {waiting}")
 
     async def _step(self, step: int, last: int) -> dict[str, Any]:
         config, started = self._config, time.time()
@@ -103,18 +129,23 @@ class Trainer:
         finally:
             await batch.cancel()
             self._watch.end()
+        played = step_metrics(step, batch.groups, config.algorithm.group_size)
+        # Before the checkpoint: a step that taught nothing is done again when the run is continued.
+        self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
         learned, learned_at = update_metrics(update.updates), time.time()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0
-        gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
+        with self._pending.of("sync of the adapter to the engines"):
+            gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
         if step % config.train.checkpoint_every == 0 or step == last:
             began = time.time()
-            await self._learner.checkpoint(self._run.checkpoint(step))
+            with self._pending.of("the learner's checkpoint"):
+                await self._learner.checkpoint(self._run.checkpoint(step))
             rest["checkpoint"] = [(began, time.time())]
 
         metrics = {
-            **step_metrics(step, batch.groups, config.algorithm.group_size),
+            **played,
             **learned,
             "seconds_learning": busy_seconds(update.busy),
             "canary_gap": gap,
@@ -129,7 +160,9 @@ class Trainer:
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:
         """Update the policy with the groups as they finish; returns what became of it and what the canary compares."""
         async with engines_asleep(self._fleet, colocate=self._config.engine.colocate, after=batch.work):
-            update = await streamed_update(self._learner, batch.work, self._config.learner.minibatch_prompts)
+            update = await streamed_update(
+                self._learner, batch.work, self._config.learner.minibatch_prompts, self._pending
+            )
             # Before engines on the same GPU take the memory that a pass of the learner's needs.
             probe = await self._weights.probe(update.fed)
         for group in batch.groups:

@@ -157,7 +157,7 @@ def test_ones_own_run_is_continued_by_one_command(run: RunDirectory) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_interrupt_keeps_what_was_finished(blind_world: Path, starter_model: Path, tmp_path: Path) -> None:
+def test_sigterm_keeps_what_was_finished(blind_world: Path, starter_model: Path, tmp_path: Path) -> None:
     words = ["--setting", "no-credit", "train.evaluate_before_after=false", "train.steps=50"]
     process = start_draco([*arguments(blind_world, starter_model, tmp_path, "cut"), *words])
     parts = tmp_path / "cut" / "tables" / "trajectories"
@@ -165,13 +165,15 @@ def test_interrupt_keeps_what_was_finished(blind_world: Path, starter_model: Pat
         while not [*parts.glob("step00002/*.parquet"), *parts.glob("step00002.parquet")]:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        # It becomes an interrupt, so that both end alike.
+        process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in stdout + stderr
     assert f"what was finished is in {tmp_path / 'cut'}" in stdout
+    assert f"continue with: draco train --resume {tmp_path / 'cut'}" in stdout
     run = RunDirectory.open(tmp_path / "cut")
     # As far as it came before the signal reached it: step 1 at least, and step 2 had begun.
     finished = [line["step"] for line in run.metrics()]

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.engine.canary import CanaryReading
+from draco_ray.errors import RunStopped
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
 from draco_ray.rollout.pool import SlotQueue
 from draco_ray.runs.directory import RunDirectory
@@ -223,3 +224,38 @@ async def test_a_resumed_run_takes_over_what_the_step_may_have_been_sampled_with
     assert run.sampled[3] == {2}
     assert run.sampled[4] == {3}
     assert (3 in run.sampled[5]) == bool(staleness)
+
+
+async def test_a_step_that_does_not_end_is_given_up_and_what_it_waits_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cancelled = Run(tmp_path, "watch.step_seconds=0.2"), asyncio.Event()
+
+    async def hung(samples: Any) -> None:
+        try:
+            await asyncio.Future()
+        finally:
+            cancelled.set()
+
+    monkeypatch.setattr(run.trainer._learner, "accumulate", hung)
+    with pytest.raises(RunStopped, match=r"step 1 has not ended .*=0.2, waiting for: 3 x a group's gradients in the "):
+        await trained(run, monkeypatch)
+    assert cancelled.is_set()
+
+
+async def test_a_step_in_which_every_group_was_dropped_is_no_finished_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, saved = Run(tmp_path), []
+
+    async def dropped(group: Group) -> None:
+        group.fail("no rubric")
+
+    async def checkpoint(folder: Path) -> None:
+        saved.append(folder)
+
+    monkeypatch.setattr(run.trainer._batches._pipeline, "run", dropped)
+    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    with pytest.raises(RunStopped, match="step 1: all 3 groups were dropped, .* 3 x no rubric"):
+        await trained(run, monkeypatch)
+    assert saved == []

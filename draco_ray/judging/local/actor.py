@@ -102,6 +102,16 @@ class JudgeServersActor:
         self.open()
         return self._servers.pending()
 
+    async def ready(self) -> None:
+        """Return once a server answers.
+
+        Raises:
+            JudgeUnavailable: none comes up.
+        """
+        self.open()
+        lease = await self._servers.acquire()
+        self._servers.release(lease.number)
+
     async def stop(self) -> None:
         """End all servers, and return when they have ended."""
         self._servers.close()

@@ -1,0 +1,130 @@
+"""What stops a run that nobody looks at: steps that teach nothing, a judge that fails, a step without an end.
+
+`Pending` knows what is waited for; `Watchdog` decides. Nothing of Ray is in here, and no clock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from draco_ray.config.schema import WatchConfig
+from draco_ray.errors import RunStopped
+from draco_ray.judging.outage import span
+
+LOOK_SECONDS = 5.0
+FEWEST_PHASES = 10
+"""Of a step, below which a share of failed judge phases says nothing."""
+
+
+class Pending:
+    """What is waited for, and since when."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: seconds, for tests."""
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, str, float]] = {}
+        self._changed = clock()
+
+    @contextmanager
+    def of(self, kind: str, which: str = "") -> Iterator[None]:
+        """Something is waited for as long as the block runs; its beginning and its end are progress."""
+        number = next(self._numbers)
+        self._waiting[number] = (kind, which, self._clock())
+        self._changed = self._clock()
+        try:
+            yield
+        finally:
+            del self._waiting[number]
+            self._changed = self._clock()
+
+    @property
+    def quiet(self) -> float:
+        """Seconds since anything began or ended."""
+        return self._clock() - self._changed
+
+    def __str__(self) -> str:
+        """Each kind with its number and its oldest, e.g. ``12 rollouts (the oldest: step3/a_1/2, for 11 min)``."""
+        if not self._waiting:
+            return "nothing that is known of"
+        counts = Counter(kind for kind, _, _ in self._waiting.values())
+        parts = []
+        for kind, count in counts.items():
+            _, which, since = min(
+                (each for each in self._waiting.values() if each[0] == kind), key=lambda each: each[2]
+            )
+            lasted = span(self._clock() - since)
+            named = f"{kind} {which}".strip()
+            parts.append(
+                f"{named}, for {lasted}" if count == 1 else f"{count} x {kind} (the oldest: {which}, for {lasted})"
+            )
+        return "; ".join(parts)
+
+
+class Watchdog:
+    """Decides after each step whether the run should go on."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self._config = config
+        self._empty = 0
+        self._last = ""
+
+    def check(self, metrics: Mapping[str, Any], reasons: Mapping[str, int]) -> None:
+        """Take in a step before it counts as done.
+
+        Args:
+            metrics: of `draco_ray.training.metrics.step_metrics`.
+            reasons: why groups were dropped, with their numbers.
+
+        Raises:
+            RunStopped: too many steps in a row had no group left, or the judge failed too often.
+        """
+        step = metrics["step"]
+        self._last = ""
+        if metrics["groups"] and metrics["groups_failed"] == metrics["groups"]:
+            self._empty += 1
+            lost, why = (
+                metrics["rollouts_lost"],
+                [f"{count} x {reason}" for reason, count in Counter(reasons).most_common(3)],
+            )
+            self._last = (
+                f"step {step}: all {metrics['groups']} groups were dropped, {lost} of {lost + metrics['rollouts']} "
+                f"rollouts lost: {'; '.join(why) or 'no reason known'}"
+            )
+            if self._empty >= self._config.empty_steps:
+                in_row = f" ({self._empty} such steps in a row)" if self._empty > 1 else ""
+                raise RunStopped(f"{self._last}{in_row}: nothing can be learned (watch.empty_steps)")
+            return
+        self._empty = 0
+        phases = {name: (each["failed"], each["phases"]) for name, each in metrics["judge"].items()}
+        failed, asked = sum(bad for bad, _ in phases.values()), sum(all_ for _, all_ in phases.values())
+        if asked >= FEWEST_PHASES and failed > self._config.judge_failures * asked:
+            most = ", ".join(f"{name} {bad} of {all_}" for name, (bad, all_) in phases.items() if bad)
+            raise RunStopped(
+                f"step {step}: {failed} of {asked} judge phases failed ({most}), more than watch.judge_failures="
+                f"{self._config.judge_failures:g} of them: look at `draco runs cost` and the judge workers' log"
+            )
+
+    def end(self) -> None:
+        """The last step is done. Raises: RunStopped: it was one in which every group was dropped."""
+        if self._last:
+            raise RunStopped(f"{self._last}: the run ends without having learned from its last step")
+
+
+async def watch_quiet(
+    pending: Pending, seconds: float, say: Callable[[str], None], look_seconds: float = LOOK_SECONDS
+) -> None:
+    """Say, until cancelled, what is waited for whenever nothing has happened for so many ``seconds`` more."""
+    said = 0
+    while True:
+        await asyncio.sleep(look_seconds)
+        times = int(pending.quiet // seconds)
+        if times > said:
+            say(f"no progress for {span(pending.quiet)}, waiting for: {pending}")
+        said = times
