@@ -10,7 +10,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from pydantic import Field, ValidationError
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
 from draco_ray.environments.base import Environment, WorldVerdict
 from draco_ray.environments.program import run_program
-from draco_ray.environments.tools.rows import Row, read_rows
+from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 
@@ -69,34 +68,20 @@ class TasksEnvironment(Environment):
 
     def tasks(self, split: str) -> list[str]:
         """See `Environment`."""
-        found = [row.task_id for row in self._rows.values() if row.split == split]
-        if not found:
-            splits = ", ".join(sorted({row.split for row in self._rows.values()}))
-            raise WorldError(f"{self._source}: no task of split {split!r}; there are {splits}")
-        return found
+        return self.rows.of_split(split)
 
     def task(self, task_id: str) -> Task:
         """See `Environment`."""
-        return self.row(task_id).task("")
-
-    def row(self, task_id: str) -> Row:
-        """A task with all that its row says. Raises: WorldError for one that is not there."""
-        try:
-            return self._rows[task_id]
-        except KeyError:
-            raise WorldError(f"{self._source}: no task {task_id!r}") from None
+        return self.rows.row(task_id).task("")
 
     async def open(self, task_id: str) -> HandIn:
         """See `Environment`."""
         return HandIn(self, self.task(task_id))
 
-    @property
-    def _source(self) -> str:
-        return self.options.tasks or str(self.data.root / "tasks.jsonl")
-
     @functools.cached_property
-    def _rows(self) -> Mapping[str, Row]:
-        return read_rows(self._source)
+    def rows(self) -> Rows:
+        """Its tasks."""
+        return read_rows(self.options.tasks or str(self.data.root / "tasks.jsonl"))
 
 
 class HandIn:
@@ -118,7 +103,7 @@ class HandIn:
         environment, task_id = self._environment, self.task.task_id
         if not (environment.ground_truth and environment.evaluates):
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")
-        task = environment.row(task_id).told(ground_truth=True)
+        task = environment.rows.row(task_id).told(ground_truth=True)
         told = {"task": task, "output": self._output or "", "workspace": str(self._folder)}
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:

@@ -157,18 +157,22 @@ def _messages_of(record: object) -> object:
     return record if isinstance(record, list) else _field(record, "messages")
 
 
-def _is_anthropic(record: object) -> bool:
+def is_anthropic(record: object) -> bool:
+    """Whether a record holds Anthropic messages."""
     messages = _messages_of(record)
     own = {"tool_use", "tool_result", "thinking", "server_tool_use", "redacted_thinking"}
     has_blocks = any(str(part.get("type")) in own for part in blocks(messages))
     return is_messages(messages) and (has_blocks or (isinstance(record, Mapping) and "system" in record))
 
 
-def _is_chat(record: object) -> bool:
-    return (isinstance(record, Mapping) and "messages" in record) or (is_messages(record) and not _is_items(record))
+def is_chat(record: object) -> bool:
+    """Whether it holds OpenAI's chat messages."""
+    return (isinstance(record, Mapping) and "messages" in record) or (is_messages(record) and not is_items(record))
 
 
-def _read_chat(name: str) -> Callable[[Any, str, Reading], Iterator[Trace]]:
+def read_chat(name: str) -> Callable[[Any, str, Reading], Iterator[Trace]]:
+    """What reads messages, as those of the format ``name``."""
+
     def read(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
         said = entries(_messages_of(record))
         if (system := _field(record, "system")) is not None:
@@ -199,7 +203,8 @@ def _loose(system: object) -> list[Entry]:
     return entries([{"role": "system", "content": system}], "system")
 
 
-def _is_items(record: object) -> bool:
+def is_items(record: object) -> bool:
+    """Whether it holds items of OpenAI's responses."""
     items = record if isinstance(record, list) else [*_listed(record, "input"), *_listed(record, "output")]
     types = {item.get("type") for item in items if isinstance(item, Mapping) and isinstance(item.get("type"), str)}
     return (
@@ -216,7 +221,8 @@ def _listed(record: object, name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _read_items(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_items(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """One trace of items."""
     items = record if isinstance(record, list) else [*_listed(record, "input"), *_listed(record, "output")]
     said = entries(items, "item")
     if isinstance(told := _field(record, "instructions"), str) and told:
@@ -236,11 +242,13 @@ def _read_items(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
 # --- benchmarks ------------------------------------------------------------------------------------------------------
 
 
-def _is_inspect(record: object) -> bool:
+def is_inspect(record: object) -> bool:
+    """Whether it is an Inspect log."""
     return isinstance(record, Mapping) and isinstance(record.get("eval"), Mapping) and "status" in record
 
 
-def _read_inspect(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_inspect(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """A trace of every sample. Raises: BadTrace for a log without samples."""
     samples = record.get("samples")
     if not isinstance(samples, list) or not samples:
         raise BadTrace(f"an Inspect log without samples (status {record.get('status')!r})")
@@ -305,12 +313,14 @@ def _is_simulation(record: object) -> bool:
     return isinstance(record, Mapping) and "termination_reason" in record and "task_id" in record
 
 
-def _is_tau2(record: object) -> bool:
+def is_tau2(record: object) -> bool:
+    """Whether it holds results of tau2-bench."""
     many = isinstance(record, Mapping) and isinstance(record.get("simulations"), list) and "info" in record
     return many or _is_simulation(record)
 
 
-def _read_tau2(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_tau2(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """A trace of every simulation."""
     simulations = [record] if _is_simulation(record) else record["simulations"]
     tasks = {str(_field(task, "id")): task for task in _listed(record, "tasks")}
     policy = path_value(record, "info.environment_info.policy")
@@ -374,7 +384,8 @@ def _scenario(task: object) -> str | None:
     return clean(f"What the agent's user wants and knows; the agent was not told this, only the user:\n{lines}")
 
 
-def _is_verifiers(record: object) -> bool:
+def is_verifiers(record: object) -> bool:
+    """Whether it is an episode or a result of verifiers."""
     if not isinstance(record, Mapping):
         return False
     episode = isinstance(record.get("traces"), list) and "task" in record
@@ -382,7 +393,8 @@ def _is_verifiers(record: object) -> bool:
     return episode or ("nodes" in record and "task" in record) or old
 
 
-def _read_verifiers(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_verifiers(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """Traces of an episode, or the one of a result."""
     if "completion" in record and "nodes" not in record and "traces" not in record:
         yield build(
             [*entries(record["prompt"], "prompt message"), *entries(record["completion"], "completion message")],

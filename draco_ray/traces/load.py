@@ -51,20 +51,20 @@ FORMATS: dict[str, Format] = {
         Format(
             name="inspect",
             shape='an Inspect log: an object with "eval", "status" and "samples"',
-            recognises=formats._is_inspect,
-            read=formats._read_inspect,
+            recognises=formats.is_inspect,
+            read=formats.read_inspect,
         ),
         Format(
             name="tau2",
             shape='results of tau2-bench: an object with "info" and "simulations"',
-            recognises=formats._is_tau2,
-            read=formats._read_tau2,
+            recognises=formats.is_tau2,
+            read=formats.read_tau2,
         ),
         Format(
             name="verifiers",
             shape='an episode of verifiers ("task", "traces" with "nodes") or an object with "prompt" and "completion"',
-            recognises=formats._is_verifiers,
-            read=formats._read_verifiers,
+            recognises=formats.is_verifiers,
+            read=formats.read_verifiers,
         ),
         Format(
             name="otel",
@@ -75,20 +75,20 @@ FORMATS: dict[str, Format] = {
         Format(
             name="anthropic",
             shape='an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
-            recognises=formats._is_anthropic,
-            read=formats._read_chat("anthropic"),
+            recognises=formats.is_anthropic,
+            read=formats.read_chat("anthropic"),
         ),
         Format(
             name="openai-responses",
             shape='an object with "input" and "output" items (function_call, function_call_output)',
-            recognises=formats._is_items,
-            read=formats._read_items,
+            recognises=formats.is_items,
+            read=formats.read_items,
         ),
         Format(
             name="openai-chat",
             shape='an object with "messages", each with "role" and "content" or "tool_calls"',
-            recognises=formats._is_chat,
-            read=formats._read_chat("openai-chat"),
+            recognises=formats.is_chat,
+            read=formats.read_chat("openai-chat"),
         ),
     )
 }

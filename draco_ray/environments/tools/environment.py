@@ -17,7 +17,7 @@ from draco_ray.environments.base import Environment, WorldVerdict
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions, read_options
 from draco_ray.environments.tools.process import HARD_STOP, ToolProcess
-from draco_ray.environments.tools.rows import Row, read_rows
+from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 
@@ -59,19 +59,15 @@ class ToolsEnvironment(Environment):
 
     def tasks(self, split: str) -> list[str]:
         """See `Environment`."""
-        found = [row.task_id for row in self._rows.values() if row.split == split]
-        if not found:
-            splits = ", ".join(sorted({row.split for row in self._rows.values()}))
-            raise WorldError(f"{self._source}: no task of split {split!r}; there are {splits}")
-        return found
+        return self._rows.of_split(split)
 
     def task(self, task_id: str) -> Task:
         """See `Environment`."""
-        return self._row(task_id).task(self._offer.tools)
+        return self._rows.row(task_id).task(self._offer.tools)
 
     async def open(self, task_id: str) -> ToolWorld:
         """See `Environment`."""
-        row, task = self._row(task_id), self.task(task_id)
+        row, task = self._rows.row(task_id), self.task(task_id)
         if self._open is not None:
             await self._open.close()
         if self._process is None or not self._process.alive:
@@ -118,19 +114,9 @@ class ToolsEnvironment(Environment):
     def _own_facts(self) -> list[str]:
         return [line if line.startswith("- ") else f"- {line}" for line in self._options.facts.splitlines() if line]
 
-    def _row(self, task_id: str) -> Row:
-        try:
-            return self._rows[task_id]
-        except KeyError:
-            raise WorldError(f"{self._source}: no task {task_id!r}") from None
-
-    @property
-    def _source(self) -> str:
-        return self._options.tasks or str(self.data.root / "tasks.jsonl")
-
     @functools.cached_property
-    def _rows(self) -> dict[str, Row]:
-        return read_rows(self._source)
+    def _rows(self) -> Rows:
+        return read_rows(self._options.tasks or str(self.data.root / "tasks.jsonl"))
 
     @functools.cached_property
     def _offer(self) -> Offer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task
 from draco_ray.registry import find
 
@@ -45,13 +45,36 @@ class Row:
         return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
 
 
-def read_rows(source: str) -> dict[str, Row]:
-    """The tasks of a JSONL file or of ``folder/file.py:function``, by id, in their order.
+class Rows(dict[str, Row]):
+    """Tasks by id, in the order of their source."""
+
+    def __init__(self, source: str) -> None:
+        """None yet; ``source`` is named in errors."""
+        super().__init__()
+        self._source = source
+
+    def of_split(self, split: str) -> list[str]:
+        """Ids of a split. Raises: WorldError where there is none."""
+        found = [row.task_id for row in self.values() if row.split == split]
+        if not found:
+            splits = ", ".join(sorted({row.split for row in self.values()}))
+            raise WorldError(f"{self._source}: no task of split {split!r}; there are {splits}")
+        return found
+
+    def row(self, task_id: str) -> Row:
+        """A task with all that its row says. Raises: WorldError for one that is not there."""
+        if task_id not in self:
+            raise WorldError(f"{self._source}: no task {task_id!r}")
+        return self[task_id]
+
+
+def read_rows(source: str) -> Rows:
+    """The tasks of a JSONL file or of ``folder/file.py:function``.
 
     Raises: ConfigError, one line that names the place.
     """
     is_file = ":" not in source.rpartition("/")[2]
-    found: dict[str, Row] = {}
+    found = Rows(source)
     places: dict[str, str] = {}
     for place, row in _lines(Path(source)) if is_file else _returned(source):
         task_id, instruction = row.get("id"), row.get("instruction")
