@@ -14,7 +14,7 @@ export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop example-desk bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check check format test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop example-desk bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check check format docs test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -41,8 +41,8 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
-# TRL or mutmut, and of what they require only what the main environment lacks; the rest they see there.
-.venv-bench/.ready .venv-mutate/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
+# TRL, mutmut or mkdocs, and of what they require only what the main environment lacks; the rest they see there.
+.venv-bench/.ready .venv-mutate/.ready .venv-docs/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
 		> $$(.venv-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
@@ -89,7 +89,7 @@ lock-gpu: .venv-tools/bin/uv
 
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
-	for lock in cpu appworld bench mutate; do \
+	for lock in cpu appworld bench mutate docs; do \
 		sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/$$lock.lock > requirements/.$$lock.in && \
 		env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.$$lock.in --no-deps --generate-hashes -o requirements/.$$lock.lock && \
 		mv requirements/.$$lock.lock requirements/$$lock.lock && rm requirements/.$$lock.in || exit 1; \
@@ -187,6 +187,10 @@ format: setup
 # Every test, those that start real processes included, two files at a time (three need more than 24 GiB), end to end first.
 test: setup
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Build the documentation as a site, below site/; a link that leads nowhere fails it.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 # The tests that start no process (a minute).
 test-fast: setup
