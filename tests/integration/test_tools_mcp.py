@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -27,11 +28,14 @@ SERVER = REPOSITORY / "tests" / "support" / "desk_mcp_server.py"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(SERVER, tmp_path / "desk_server.py")
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "Write a note."}')
     monkeypatch.setenv("DESK_KEY", "s3cret key")
-    return tmp_path
+    # As in the processes of a run, whose files are private.
+    before = os.umask(0o077)
+    yield tmp_path
+    os.umask(before)
 
 
 def environment(folder: Path, server: dict[str, object], seconds: float = 5, **options: object) -> ToolsEnvironment:

@@ -32,7 +32,10 @@ def run(*command: str | Path, cwd: Path, appworld: str | None = None) -> subproc
     }
     if appworld is not None:
         environment["DRACO_APPWORLD_PYTHON"] = appworld
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+    # As on hosts where what a user makes is closed to others.
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, umask=0o077
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

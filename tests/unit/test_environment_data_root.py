@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
+from draco_ray.environments.appworld.data_root import check_data_root, check_readable, load_split, load_task
 from draco_ray.environments.appworld.interpreter import VARIABLE, appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import WorldError
@@ -54,6 +55,16 @@ def test_roots_that_cannot(root: Path, tmp_path: Path) -> None:
     (root / "data" / "tasks" / "abc_1" / "specs.json").unlink()
     with pytest.raises(WorldError, match="has no tasks"):
         AppWorldSlot(EnvironmentConfig(appworld_python=sys.executable), root, load_ground_truth=False, name="x")
+
+
+@pytest.mark.parametrize("closed", ["data", "data/tasks/abc_1", "data/tasks/abc_1/specs.json"])
+def test_a_root_closed_to_the_users_that_tasks_are(root: Path, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    os.chmod(root / "data", 0o755)
+    check_readable(root, ["abc_1"])
+    (root / closed).chmod(0o700)
+    with pytest.raises(WorldError, match=rf"{closed}: closed to other users.*chmod -R a\+rX"):
+        check_readable(root, ["abc_1"])
 
 
 @pytest.mark.parametrize(

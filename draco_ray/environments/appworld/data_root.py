@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,25 @@ def check_data_root(root: Path) -> None:
             raise WorldError(f"data root {str(root)!r} has no folder data/{name}: {_HINT}")
     if next((root / "data" / "tasks").glob("*/specs.json"), None) is None:
         raise WorldError(f"data root {str(root)!r} has no tasks (data/tasks/*/specs.json): {_HINT}")
+
+
+def check_readable(root: Path, task_ids: Sequence[str]) -> None:
+    """Make sure that tasks can read their data where root starts them, since they become users of their own.
+
+    Raises: WorldError, one line, where a folder or a file is closed to other users.
+    """
+    if os.geteuid():
+        return
+    data = root / "data"
+    seen = [data, *(data / name for name in ("tasks", "base_dbs", "api_docs"))]
+    for task_id in task_ids:
+        seen += [_specs(root, task_id).parent, _specs(root, task_id)]
+    for path in seen:
+        needed = 0o005 if path.is_dir() else 0o004
+        if path.exists() and path.stat().st_mode & needed != needed:
+            raise WorldError(
+                f"{path}: closed to other users, and tasks run as users of their own: chmod -R a+rX {data}"
+            )
 
 
 def load_split(root: Path, split: str) -> list[str]:

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.appworld.data_root import load_difficulty, load_split, load_task, tasks_digest
+from draco_ray.environments.appworld.data_root import (
+    check_readable,
+    load_difficulty,
+    load_split,
+    load_task,
+    tasks_digest,
+)
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.environments.appworld.termination import termination_of
 from draco_ray.environments.base import Environment, WorldVerdict
@@ -37,7 +43,10 @@ class AppWorldEnvironment(Environment):
 
     def tasks(self, split: str) -> list[str]:
         """See `Environment`."""
-        return load_split(self.data.root, split)
+        tasks = load_split(self.data.root, split)
+        if self.config.isolation != "rlimits":
+            check_readable(self.data.root, tasks[:1])
+        return tasks
 
     def task(self, task_id: str) -> Task:
         """See `Environment`."""

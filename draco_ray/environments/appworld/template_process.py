@@ -108,8 +108,6 @@ class TemplateProcess:
                 stderr=stderr,
                 start_new_session=True,
                 cwd="/",
-                # Whoever tasks run as must see what is made for them, however private a run's files are.
-                umask=0o022,
             )
         their_control.close()
         template = cls(process, control, directory, level)

@@ -131,6 +131,8 @@ class JailSpec:
 def main() -> int:
     """Enter the jail described by the first argument. Returns the template's exit status, if it ever ends."""
     spec = JailSpec.from_json(sys.argv[1])
+    # Whoever runs in the jail must see what is made for it, however private a run's own files are.
+    os.umask(0o022)
     linux.die_first()
     _leave_caretaker(spec)
     try:

@@ -192,8 +192,6 @@ def _spawn(spec: JailSpec, control: int) -> subprocess.Popen[bytes]:
             stderr=stderr,
             start_new_session=True,
             cwd="/",
-            # Whoever tasks run as must see what is made for them, however private a run's files are.
-            umask=0o022,
         )
 
 
