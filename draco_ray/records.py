@@ -26,6 +26,8 @@ GAP = -1
 
 TOOLS = "tools"
 """Role of the message in a prompt that lists what the agent may call."""
+PROGRAM = "program"
+"""Role of what is said of an agent's program when it has ended: a turn of no branch."""
 
 
 class EpisodeEnd(StrEnum):

@@ -27,8 +27,9 @@ WORKSPACE = "workspace"
 """Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that called a tool, that was \
-answered, or, where it was offered no tools, that anything came after; what came back stands as its output.
+answered, or, where it was offered no tools, that anything came after; what tools answered stands as its output.
 - Turns of sub-agents, and those after a rewritten history, stand in branches of their own, in the order of time.
+- What stands under USER, SYSTEM or CONTEXT was said to the policy, by the program or by whom it speaks for.
 - The episode ends with the program. What it printed stands at the end, under PROGRAM."""
 
 

@@ -24,10 +24,10 @@ rubric_scores          JSON array of rubric_index, rubric_title, evaluator_instr
                        justification
 =====================  ==============================================================================================
 
-In traces of other agents a turn of somebody else's stands under its role: ``[USER c0de]``, ``### USER [c0de]``. Of a
-rollout with several branches every turn names its own: ``[ASSISTANT c0de] (branch 2, step N)``, and in the summary a
-line ``Branch 2`` below the heading; what opened a branch stands before it under its role. Steps are numbered from 1;
-``Reasoning`` is left out where a turn is only its action, an output where there is none.
+A turn of somebody else's (a user, another agent) stands under its role and has no number: ``[USER c0de]``, ``### USER
+[c0de]``. Of a rollout with several branches every turn names its own: ``[ASSISTANT c0de] (branch 2, step N)``, and in
+the summary a line ``Branch 2`` below the heading; what opened a branch stands before it under its role. Steps are
+numbered from 1; ``Reasoning`` is left out where a turn is only its action, an output where there is none.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import hmac
 from collections.abc import Iterable, Sequence
 
 from draco_ray.judging.escaping import escape, json_text
-from draco_ray.records import TOOLS, Criterion, Message, ScoredCriterion, Trajectory, Turn
+from draco_ray.records import PROGRAM, TOOLS, Criterion, Message, ScoredCriterion, Trajectory, Turn
 
 AGENT = "assistant"
 """Role of the agent's own turns; those of others stand under their own."""
@@ -86,10 +86,11 @@ def steps_summary(trajectory: Trajectory, code: str) -> str:
     """The trajectory as numbered steps, the form in which the credit call cites them."""
     blocks = []
     step = 0
+    last = next((turn for turn in reversed(trajectory.turns) if turn.role == AGENT), None)
     for turn in trajectory.turns:
-        named = [f"Branch {turn.branch + 1}"] if len(trajectory.branches) > 1 else []
+        named = [branch.capitalize()] if (branch := _branch(trajectory, turn)) else []
         if turn.action is None:
-            heading = _gap(turn, turn is trajectory.turns[-1])
+            heading = _gap(turn, turn is last)
             blocks.append("\n".join([f"### {heading} [{code}]", *named, escape(turn.text.strip())]).rstrip())
             continue
         step += 1
@@ -159,7 +160,7 @@ def _conversation(trajectory: Trajectory, code: str) -> str:
     blocks = []
     step = 0
     for turn in trajectory.turns:
-        branch = f"branch {turn.branch + 1}" if len(trajectory.branches) > 1 else ""
+        branch = _branch(trajectory, turn)
         if turn.role != AGENT:
             named = f" ({branch})" if branch else ""
             blocks.append(f"[{turn.role.upper()} {code}]{named}\n{escape(turn.text.strip())}")
@@ -173,6 +174,12 @@ def _conversation(trajectory: Trajectory, code: str) -> str:
         if turn.observation is not None:
             blocks.append(f"[ENVIRONMENT {code}] (output of step {step})\n{escape(turn.observation.strip())}")
     return "\n\n".join([*blocks, f"[END {code}] {trajectory.ended.value}"])
+
+
+def _branch(trajectory: Trajectory, turn: Turn) -> str:
+    """The branch a turn stands in, where there are several; empty for what stands in none."""
+    several = len(trajectory.branches) > 1 and turn.role != PROGRAM
+    return f"branch {turn.branch + 1}" if several else ""
 
 
 def _gap(turn: Turn, last: bool) -> str:

@@ -15,6 +15,7 @@ from draco_ray.algorithm.group import group_advantages_from_rewards, training_sa
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.errors import EngineError
+from draco_ray.judging import render
 from draco_ray.records import TOOLS, EpisodeEnd
 from tests.support.endpoint_episode import CHAT, END, TASK, TOKENIZER, TOOL, Served, call, encoded, served
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer
@@ -208,11 +209,18 @@ async def test_without_tools_a_turn_is_a_step_when_anything_comes_after_it() -> 
         await client.create(model="m", messages=[*ASK, {"role": "assistant", "content": turn.content}, more])
         await client.create(model="m", messages=[{"role": "user", "content": "Say goodbye."}])
         played = at.trajectory()
-    assert [(step.action, step.observation) for step in played.steps] == [
-        ("Look.", "It is delivered."),
-        ("Refund.", None),
+    assert [(turn.role, turn.text, turn.action) for turn in played.turns if turn.role != "system"] == [
+        ("user", ASK[-1]["content"], None),
+        ("assistant", "Look.", "Look."),
+        # What a user says is a turn of the user's and no result of a tool.
+        ("user", "It is delivered.", None),
+        ("assistant", "Refund.", "Refund."),
+        ("user", "Say goodbye.", None),
+        ("assistant", "Bye.", None),
     ]
-    assert played.turns[-1].action is None
+    assert {step.observation for step in played.steps} == {None}
+    summary = render.steps_summary(played, "c0de1234")
+    assert "### USER [c0de1234]\nBranch 1\nIt is delivered.\n\n### Step 2 [c0de1234]" in summary
 
 
 async def test_several_calls_of_a_turn_are_one_step() -> None:
@@ -232,7 +240,9 @@ async def test_a_call_that_cannot_be_read_is_text_for_the_agent() -> None:
         more = [{"role": "assistant", "content": broken}, {"role": "user", "content": "That is no call."}]
         await client.create(model="m", messages=[*ASK, *more], tools=[TOOL])
         (step,) = at.trajectory().steps
-    assert (step.action, step.observation) == (broken, "That is no call.")
+        told = [turn.text for turn in at.trajectory().turns if turn.role == "user"]
+    assert (step.action, step.observation) == (broken, None)
+    assert told == [ASK[-1]["content"], "That is no call."]
 
 
 async def test_streams_say_the_same() -> None:
@@ -304,7 +314,8 @@ async def test_responses_are_answered_and_continued() -> None:
         assert third.output_text == "Once more."
         played = at.trajectory()
     assert played.branches == (0,)
-    assert [step.observation for step in played.steps] == ["yes", "And?"]
+    assert [step.observation for step in played.steps] == ["yes", None]
+    assert [turn.text for turn in played.turns if turn.role == "user"] == ["Refund A1.", "And?"]
 
 
 async def test_a_stream_of_a_response_is_read_by_openais_client() -> None:

@@ -28,7 +28,7 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import evidence_key, load_prompts, render_phase
-from draco_ray.records import Criterion, EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.records import PROGRAM, Criterion, EpisodeEnd, Message, Trajectory, Turn
 
 CODE = "c0de1234"
 FILES = {name: phase.template for name, phase in PHASES.items()}
@@ -89,7 +89,8 @@ def test_the_branches_of_a_rollout_are_named_and_its_steps_numbered_through() ->
     example = example_trajectory()
     first, second, closing = example.turns
     opened = Turn(text="You check totals.", action=None, observation=None, first_token=6, last_token=6, branch=1)
-    turns = (first, replace(opened, role="system"), replace(second, branch=1), closing)
+    ended = replace(opened, role=PROGRAM, branch=0, text="exit code 0")
+    turns = (first, replace(opened, role="system"), replace(second, branch=1), closing, ended)
     branched = replace(example, turns=turns, branches=(0, 6))
     assert lines_like(r"\[", inside(render.agent_trajectory(branched, CODE)))[2:] == [
         "[ASSISTANT c0de1234] (branch 1, step 1)",
@@ -98,6 +99,7 @@ def test_the_branches_of_a_rollout_are_named_and_its_steps_numbered_through() ->
         "[ASSISTANT c0de1234] (branch 2, step 2)",
         "[ENVIRONMENT c0de1234] (output of step 2)",
         "[ASSISTANT c0de1234] (branch 1, no action)",
+        "[PROGRAM c0de1234]",
         "[END c0de1234] finished",
     ]
     assert re.findall(r"### .*\n.*", inside(render.steps_summary(branched, CODE)).replace(f" [{CODE}]", "")) == [
@@ -105,6 +107,7 @@ def test_the_branches_of_a_rollout_are_named_and_its_steps_numbered_through() ->
         "### SYSTEM\nBranch 2",
         "### Step 2\nBranch 2",
         "### Closing turn (no action)\nBranch 1",
+        "### PROGRAM\nexit code 0",
     ]
 
 

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.tool_calls import ToolCall, ToolUse, after_reasoning
 from draco_ray.errors import ConfigError
-from draco_ray.records import GAP, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage
+from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint.turns import Answer, Ask, Refused, identity
@@ -212,8 +213,10 @@ class Episode:
                 step_T[offset + turn.first : offset + turn.last] = steps
                 steps += 1
             turns.append(self._record(turn, number, offset, acted))
+            spoken = [message for message in turn.answered or () if message["role"] != "tool"]
+            turns += [_context(each, number, offset + turn.last, self._config) for each in spoken]
         if closing:
-            turns.append(Turn(text=closing, action=None, observation=None, first_token=0, last_token=0, role="program"))
+            turns.append(Turn(text=closing, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM))
         usage = Usage(
             calls=len(self._turns),
             input_tokens=sum(turn.first for turn in self._turns),
@@ -333,8 +336,8 @@ class Episode:
         if acted:
             action = turn.use.text if turn.use is not None else turn.text
         observation = None
-        if acted and turn.answered is not None:
-            observation = cut_output(_told(turn.answered, turn.use), self._config.max_output_characters)
+        if results := [message for message in turn.answered or () if message["role"] == "tool"]:
+            observation = cut_output(_results(results, turn.use), self._config.max_output_characters)
         return Turn(
             text=turn.text,
             action=action,
@@ -348,20 +351,18 @@ class Episode:
         )
 
 
-def _told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> str:
-    """What came of a turn: the results of its calls, and what else was said to it."""
-    if len(messages) == 1:
-        return str(messages[0].get("content") or "")
+def _results(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> str:
+    """What the tools that a turn called have answered."""
+    results = [str(message.get("content") or "") for message in messages]
+    if len(results) == 1:
+        return results[0]
     names = [call.name for call in use.calls] if use is not None else []
-    lines = []
-    for index, message in enumerate(messages):
-        role = names[index] if message["role"] == "tool" and index < len(names) else message["role"]
-        lines.append(f"({index + 1}) {role}: {message.get('content') or ''}")
-    return "\n".join(lines)
+    numbered = enumerate(zip_longest(names[: len(results)], results, fillvalue="tool"), start=1)
+    return "\n".join(f"({number}) {name}: {result}" for number, (name, result) in numbered)
 
 
 def _context(message: Mapping[str, Any], branch: int, at: int, config: AgentConfig) -> Turn:
-    """A message that opened a branch, as a turn of its speaker."""
+    """A message that opened a branch, or that a turn was answered with, as a turn of its speaker."""
     content = str(message.get("content") or "")
     if calls := message.get("tool_calls"):
         content = "\n".join([content, *(json.dumps(call["function"], ensure_ascii=False) for call in calls)]).strip()
