@@ -412,8 +412,8 @@ class AlgorithmConfig(Tree):
     """rubric (weighted verdicts), outcome (the environment's evaluator: not outcome-blind) or random."""
     rubric: Literal["dynamic", "static"] = "dynamic"
     """Written by the judge for each task and its rollouts, or one fixed list."""
-    static_rubric: Path = Path("prompts/static_rubric.yaml")
-    """The fixed list, of algorithm.rubric=static."""
+    static_rubric: Path | None = None
+    """The fixed list, of algorithm.rubric=static; null: the environment's own, which AppWorld has: the paper's 21."""
     rule: Part = "draco"
     """How verdicts and citations become step advantages: draco, grpo (no step credit: vanilla GRPO on the reward),
     no_dropout, mixed_only, no_std, score_verdicts, or one of your own, package.module:Class or folder/file.py:Class."""

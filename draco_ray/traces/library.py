@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig, JudgeLimits, RunConfig
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge import prompts_of
@@ -97,8 +98,10 @@ def plan(
         update={"judge": judge, "setting": SETTING, "run": RunConfig(root=base.run.root, trackers=())}
     )
     of_run = of_run.model_copy(update={"model": base.model.model_copy(update={"path": "traces"})})
-    if rubric is not None:
-        static = base.algorithm.static_rubric if str(rubric) == STATIC else Path(rubric).resolve()
+    static = None
+    if rubric is not None or base.algorithm.rubric == "static":
+        ships = base.algorithm.static_rubric or AppWorldEnvironment.static_rubric
+        static = ships if rubric is None or str(rubric) == STATIC else Path(rubric).resolve()
         algorithm = base.algorithm.model_copy(update={"rubric": "static", "static_rubric": static})
         of_run = of_run.model_copy(update={"algorithm": algorithm})
     known = _served_context(judge) if judge.local.enabled else model_limit(model, "max_input_tokens")
@@ -112,7 +115,7 @@ def plan(
         room=room_of(tokens, of_run, prompts),
         context_tokens=tokens,
         context_known=bool(context or known),
-        rubric=load_static_rubric(of_run.algorithm.static_rubric) if of_run.algorithm.rubric == "static" else None,
+        rubric=load_static_rubric(static) if static is not None else None,
         batch=batch,
     )
 

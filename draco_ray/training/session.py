@@ -16,12 +16,11 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from draco_ray.config.load import project_file
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.environments.base import Environment, make_environment
-from draco_ray.errors import BudgetSpent, ClusterError, DracoError
+from draco_ray.environments.base import Environment, find_environment, make_environment
+from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
@@ -78,12 +77,23 @@ def with_environment(config: DracoConfig) -> DracoConfig:
     """The configuration with what the environment says of itself to the judge, so that a run directory tells it too.
 
     Raises:
-        ConfigError, WorldError: ``environment.use`` names none, or one that cannot be used.
+        ConfigError, WorldError: ``environment.use`` names none, or one that cannot be used; a static rubric is wanted,
+            and there is none.
     """
-    facts = config.judge.environment_facts
+    facts, algorithm = config.judge.environment_facts, config.algorithm
     if facts is None:
         facts = make_environment(config.environment, config.data).facts
-    return config.model_copy(update={"judge": config.judge.model_copy(update={"environment_facts": facts})})
+    if algorithm.reward == "rubric" and algorithm.rubric == "static":
+        static = algorithm.static_rubric or find_environment(config.environment.use).static_rubric
+        if static is None:
+            raise ConfigError(
+                f"algorithm.rubric=static: environment.use={config.environment.use} has no static rubric: write one "
+                "with `draco rubric author CONFIG --out FILE` and set algorithm.static_rubric=FILE"
+            )
+        load_static_rubric(static)
+        algorithm = algorithm.model_copy(update={"static_rubric": static})
+    judge = config.judge.model_copy(update={"environment_facts": facts})
+    return config.model_copy(update={"judge": judge, "algorithm": algorithm})
 
 
 def usable_prompts(config: DracoConfig, environment: Environment, console: Console) -> dict[str, tuple[Message, ...]]:
@@ -504,6 +514,6 @@ async def _drain_within_budget(actors: Actors, judge: JudgeConfig, kind: Any, er
 
 def _static_rubric(config: DracoConfig) -> tuple[Criterion, ...]:
     algorithm = config.algorithm
-    if algorithm.reward != "rubric" or algorithm.rubric != "static":
+    if algorithm.reward != "rubric" or algorithm.rubric != "static" or algorithm.static_rubric is None:
         return ()
-    return load_static_rubric(project_file(algorithm.static_rubric))
+    return load_static_rubric(algorithm.static_rubric)

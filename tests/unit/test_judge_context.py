@@ -15,6 +15,7 @@ from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig, DracoConfig
 from draco_ray.engine.model_shape import model_shape
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
     api_warning,
@@ -77,7 +78,7 @@ def test_the_union_of_six_full_rollouts_fits_into_what_is_reserved(prompts: str)
     config = load_config("qwen3.6-27b", [f"judge.prompts={prompts}"], "self-judge")
     songs = json.dumps(SONG)
     prompt = (Message(role="user", content=songs * (config.agent.max_prompt_length // tokens(songs))),)
-    static = load_static_rubric(config.algorithm.static_rubric)
+    static = load_static_rubric(AppWorldEnvironment.static_rubric)
     candidates = [static[index % len(static)] for index in range(15 + 6 * 10)]
     rollouts = [full_length(rollout, config.agent) for rollout in range(config.algorithm.group_size)]
     needed = tokens(Union(prompt, candidates, rollouts).prompt(load_prompts(config.judge.prompts)))

@@ -33,6 +33,7 @@ class AppWorldEnvironment(Environment):
 
     facts = FACTS
     agent_prompt: ClassVar[Path] = Path("prompts/agent_think.txt")
+    static_rubric: ClassVar[Path] = Path("prompts/static_rubric.yaml")
     evaluates = True
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:

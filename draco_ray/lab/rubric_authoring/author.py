@@ -99,7 +99,8 @@ def author_rubric(
     if out.exists():
         raise ConfigError(f"--out {out}: exists already; choose another file")
     check_file(out)
-    config = with_environment(config)
+    algorithm = config.algorithm.model_copy(update={"rubric": "dynamic"})
+    config = with_environment(config.model_copy(update={"algorithm": algorithm}))
     environment = make_environment(config.environment, config.data)
     environment.tasks(config.data.train_split)
     config = checked_model(config)
