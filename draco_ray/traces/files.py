@@ -8,10 +8,11 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draco_ray.errors import TraceError
 from draco_ray.traces.messages import BadTrace
@@ -43,7 +44,8 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
         if not path.exists():
             raise TraceError(f"{path}: no such file or folder")
         found += [path] if is_run(path) or not path.is_dir() else _below(path)
-    return list(dict.fromkeys(found))
+    # A link to another of them (latest.jsonl) adds nothing.
+    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 
 def is_run(path: Path) -> bool:
@@ -59,7 +61,7 @@ def _below(folder: Path) -> list[Path]:
     # The simulations of τ-bench's directory format are read with the results.json beside them.
     tau2 = (folder / "results.json").is_file()
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.is_symlink():
+        if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):
             continue
         if path.is_dir():
             found += [] if tau2 and path.name == "simulations" else _below(path)
@@ -96,36 +98,41 @@ def _open(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[Found]:
-    number = 0
+    empty = True
     with _open(path) as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
             if not line.strip():
                 continue
+            if empty and line.strip() in (b"{", b"["):
+                # Written over several lines.
+                yield from _document(path, None)
+                return
+            empty, where = False, f"{path}:{number}"
             try:
-                yield Found(where, loads(line))
+                yield from _several(loads(line), where)
             except BadTrace as problem:
                 yield Found(where, problem=f"expected a JSON object, {problem}")
-    if not number:
+    if empty:
         yield Found(str(path), problem="is empty")
 
 
 def _document(path: Path, inside: str | None) -> Iterator[Found]:
-    from draco_ray.traces.formats import is_messages, path_value
+    from draco_ray.traces.formats import path_value
 
     with _open(path) as file:
-        content = file.read()
-    if not content.strip():
+        content = file.read().strip()
+    if not content:
         yield Found(str(path), problem="is empty")
         return
     try:
         document = loads(content)
     except BadTrace as problem:
-        if b"\n{" in content.strip():
+        first = content.partition(b"\n")[0].rstrip()
+        if b"\n{" in content and first.startswith(b"{") and first != b"{":
             # JSON Lines under another name.
             yield from _lines(path)
         else:
-            yield Found(str(path), problem=f"expected JSON, {problem}")
+            yield from _values(path, content if inside is None else b"", problem)
         return
     del content
     if inside is not None:
@@ -133,13 +140,52 @@ def _document(path: Path, inside: str | None) -> Iterator[Found]:
         if document is None:
             yield Found(str(path), problem=f'has nothing at "{inside}", where the mapping says that records are')
             return
+    yield from _several(document, str(path))
+
+
+def _values(path: Path, content: bytes, problem: BadTrace) -> Iterator[Found]:
+    """What can be read of a document that is no JSON as a whole, then what is wrong with it, if anything is.
+
+    That is values one behind the other, or those before the end of a list that is cut.
+    """
+    from draco_ray.traces.formats import is_messages
+
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = ""
+    decoder, found, at = json.JSONDecoder(), list[Any](), 0
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+            found.append(value)
+        except (ValueError, RecursionError) as error:
+            problem = _not_json(error)
+            if at or text[0] != "[":
+                break
+            at = 1
+        at = cast("re.Match[str]", _BETWEEN.match(text, at)).end()
+    if not is_messages(found):
+        for place, value in enumerate(found, 1):
+            yield from _several(value, f"{path}[{place}]")
+    if not found or at < len(text):
+        yield Found(str(path), problem=f"expected JSON, {problem}")
+
+
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+def _several(document: object, where: str) -> Iterator[Found]:
+    """The records of a list, or the one that it is."""
+    from draco_ray.traces.formats import is_messages
+
     if isinstance(document, list) and not is_messages(document):
         for place, record in enumerate(document, 1):
-            yield Found(f"{path}[{place}]", record)
+            yield Found(f"{where}[{place}]", record)
         if not document:
-            yield Found(str(path), problem="is an empty list")
+            yield Found(where, problem="is an empty list")
         return
-    yield Found(str(path), document)
+    yield Found(where, document)
 
 
 def loads(content: bytes) -> Any:
@@ -150,14 +196,18 @@ def loads(content: bytes) -> Any:
     """
     try:
         return json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise BadTrace(f"not UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise BadTrace(f"not valid at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise BadTrace("nested too deep") from None
-    except ValueError as error:
-        raise BadTrace(f"not valid: {' '.join(str(error).split())[:200]}") from None
+    except (ValueError, RecursionError) as error:
+        raise _not_json(error) from None
+
+
+def _not_json(error: ValueError | RecursionError) -> BadTrace:
+    if isinstance(error, UnicodeDecodeError):
+        return BadTrace(f"not UTF-8 at byte {error.start} (`iconv -t utf-8` makes it so)")
+    if isinstance(error, json.JSONDecodeError):
+        return BadTrace(f"not valid at line {error.lineno}, column {error.colno}: {error.msg}")
+    if isinstance(error, RecursionError):
+        return BadTrace("nested too deep")
+    return BadTrace(f"not valid: {' '.join(str(error).split())[:200]}")
 
 
 def _inspect(path: Path) -> Iterator[Found]:

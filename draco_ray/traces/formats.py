@@ -129,13 +129,17 @@ def build(
     )
 
 
+ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
+"""Types of the items of OpenAI's responses."""
+
+
 def is_messages(value: object) -> bool:
     """Whether it is a list of chat messages or items."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(each, Mapping) and ("role" in each or "type" in each) for each in value[:3])
-    )
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value[:3]))
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or bool(ITEM.fullmatch(str(value.get("type")))))
 
 
 def blocks(messages: object) -> Iterator[Mapping[str, Any]]:
@@ -155,6 +159,16 @@ def _field(record: object, name: str) -> object:
 
 def _messages_of(record: object) -> object:
     return record if isinstance(record, list) else _field(record, "messages")
+
+
+def logged(record: object) -> object:
+    """The request in a log of API calls, with its response; other records as they are."""
+    request = next((r for name in ("request", "body") if isinstance(r := _field(record, name), Mapping)), None)
+    if request is None or not isinstance(record, Mapping):
+        return record
+    response = _field(_field(record, "response"), "body") or _field(record, "response")
+    output = {"output": response["output"]} if isinstance(response, Mapping) and "output" in response else {}
+    return {**record, **request, "response": response, **output}
 
 
 def is_anthropic(record: object) -> bool:
@@ -211,19 +225,20 @@ def is_items(record: object) -> bool:
         bool(types & {"function_call", "function_call_output", "reasoning", "custom_tool_call", "mcp_call"})
         or (isinstance(record, Mapping) and record.get("object") == "response")
         or (isinstance(record, Mapping) and "input" in record and is_messages(record.get("output")))
+        or (is_messages(_field(record, "input")) and isinstance(_field(record, "output"), str | Mapping))
     )
 
 
-def _listed(record: object, name: str) -> list[Any]:
+def _listed(record: object, name: str, role: str = "user") -> list[Any]:
     value = _field(record, name)
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return value if isinstance(value, list) else []
+        return [{"role": role, "content": value}]
+    return value if isinstance(value, list) else [value] if _is_message(value) else []
 
 
 def read_items(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
     """One trace of items."""
-    items = record if isinstance(record, list) else [*_listed(record, "input"), *_listed(record, "output")]
+    items = record if isinstance(record, list) else [*_listed(record, "input"), *_listed(record, "output", AGENT)]
     said = entries(items, "item")
     if isinstance(told := _field(record, "instructions"), str) and told:
         said = [Entry(role="system", text=clean(told)), *said]

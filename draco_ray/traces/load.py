@@ -95,6 +95,11 @@ FORMATS: dict[str, Format] = {
 """Formats of records by name, in the order in which they are tried."""
 
 
+def recognised(record: object) -> Format | None:
+    """The format of a record; None: it is none of them."""
+    return next((each for each in FORMATS.values() if each.recognises(record)), None)
+
+
 def format_names() -> list[str]:
     """What ``format`` may be."""
     return [AUTO, *FORMATS, RUN]
@@ -167,13 +172,20 @@ class _Loader:
             if found.problem is not None:
                 self.problem(found.where, found.problem)
                 continue
-            known = self.forced or next((each for each in FORMATS.values() if each.recognises(found.record)), None)
+            known = self.forced or recognised(found.record)
+            if known is None:
+                found = Found(found.where, formats.logged(found.record))
+                known = recognised(found.record)
             if known is None and latest is None and found_any:
                 continue  # Said once of a file.
             found_any = True
             if known is None and latest is None:
                 expected = "; ".join(each.shape for each in FORMATS.values())
-                self.problem(found.where, f"no known format, found {_described(found.record)}; expected {expected}")
+                self.problem(
+                    found.where,
+                    f"no known format, found {_described(found.record)}; expected {expected}; for any other a mapping "
+                    "says where things are (--mapping FILE)",
+                )
                 continue
             latest = known or latest
             assert latest is not None
@@ -330,7 +342,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
     loader = _Loader(Reading(group_by=None if group_by == NO_GROUPS else group_by), None, alone=group_by == NO_GROUPS)
     for number, record in enumerate(records, 1):
         where = f"{RECORD} {number}"
-        known = next((each for each in FORMATS.values() if each.recognises(record)), None)
+        known = recognised(record)
         if known is None:
             loader.problem(where, f"no known format, found {_described(record)}")
         else:

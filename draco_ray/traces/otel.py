@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of generative AI, as OTLP JSON: what Langfuse, Phoenix, MLflow and collectors export.
+"""OpenTelemetry spans of generative AI: OTLP JSON as collectors write it, and what Langfuse, Phoenix and MLflow export.
 
 Every call of a model is a span that holds the conversation so far and what the model said. A trace is put together from
 those of one ``gen_ai.conversation.id`` (else one trace id): what is new in each span's input, then its output. Spans
@@ -16,15 +16,20 @@ Langfuse, MLflow         ``langfuse.observation.input``, ``mlflow.spanInputs``, 
 =======================  ===========================================================================================
 
 Results of tools that no later input repeats are taken from ``execute_tool`` spans.
+
+Spans lie in OTLP's lists (``resourceSpans``, Tempo's ``batches``), in ``data.spans`` (MLflow), in ``data`` (Phoenix's
+API), in ``observations`` (Langfuse), or are a record each; rows of Phoenix's table and observations of Langfuse, which
+have names of their own, are put into the form of spans.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeGuard
 
-from draco_ray.traces.formats import Reading, build, path_value
+from draco_ray.traces.formats import Reading, build, number, path_value
 from draco_ray.traces.messages import AGENT, BadTrace, Entry, entries, kind
 from draco_ray.traces.model import Trace, identifier
 
@@ -44,23 +49,44 @@ OUTPUTS = (
 )
 FLAT_INPUTS = ("llm.input_messages", "gen_ai.prompt")
 FLAT_OUTPUTS = ("llm.output_messages", "gen_ai.completion")
+OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
+
+
+OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans")
+HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
+"""What spans are below, in exports."""
+OBSERVATION = {
+    "id": ("id",),
+    "type": ("type",),
+    "trace": ("traceId", "trace_id"),
+    "start": ("startTime", "start_time"),
+    "parent": ("parentObservationId", "parent_observation_id"),
+}
+"""What every observation of Langfuse has, in the spelling of its API and of its tables."""
+MAX_DEPTH = 8
 
 
 def recognises(record: object) -> bool:
     """Whether it is an export of spans, or a span."""
-    if not isinstance(record, Mapping):
+    if isinstance(record, Mapping) and any(name in record for name in OTLP):
+        return True
+    try:
+        return _is_span(next(_below(record), None))
+    except BadTrace:
         return False
-    known = ("resourceSpans", "resource_spans", "scopeSpans")
-    return any(name in record for name in known) or _is_span(record) or _is_span(path_value(record, "data.spans.0"))
 
 
 def _is_span(record: object) -> bool:
-    return (
-        isinstance(record, Mapping)
-        and "attributes" in record
-        and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
-    )
+    if not isinstance(record, Mapping):
+        return False
+    own = "attributes" in record and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
+    return own or _is_observation(record) or "context.span_id" in record
+
+
+def _is_observation(record: Mapping[str, Any]) -> bool:
+    """Whether Langfuse's API or its export to a bucket wrote it."""
+    return all(any(name in record for name in spellings) for spellings in OBSERVATION.values())
 
 
 def spans(record: Any) -> Iterator[Span]:
@@ -69,30 +95,70 @@ def spans(record: Any) -> Iterator[Span]:
     Raises:
         BadTrace: something in it is no span.
     """
-    if _is_span(record):
-        yield _span(record)
-        return
-    if not recognises(record):
-        raise BadTrace(f"no spans in it, found {kind(record)}")
-    for span in path_value(record, "data.spans") or ():  # type: ignore[attr-defined]
+    empty = True
+    for span in _below(record):
+        empty = False
         yield _span(span)
-    of_resources = record.get("resourceSpans", record.get("resource_spans", [record]))
-    for resource in _list(of_resources, "resourceSpans"):
-        scopes = path_value(resource, "scopeSpans") or path_value(resource, "scope_spans") or ()
-        for scope in _list(scopes, "scopeSpans"):
-            for span in _list(path_value(scope, "spans") or [], "spans"):
-                yield _span(span)
+    if empty:
+        raise BadTrace("no spans in it")
 
 
-def _list(value: object, name: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise BadTrace(f'expected "{name}" as a list, found {kind(value)}')
-    return list(value)
+def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
+    """The spans in an export, whatever they are wrapped in; ``name`` is what the node was found under."""
+    holder = None if not isinstance(node, Mapping) or _is_span(node) else next((h for h in HOLDERS if h in node), None)
+    if depth > MAX_DEPTH:
+        raise BadTrace("no spans in it, but lists in lists")
+    if isinstance(node, list):
+        for each in node:
+            yield from _below(each, name, depth + 1)
+    elif isinstance(node, Mapping) and holder is not None:
+        value = _json(node[holder])
+        if value is not None and not isinstance(value, list | Mapping):
+            raise BadTrace(f'expected "{holder}" as a list, found {kind(value)}')
+        for span in _below([] if value is None else value, holder, depth + 1):
+            # What Langfuse knows of a trace stands beside its observations.
+            yield {**span, "trace": node.get("trace", node)} if _observed(span, holder) else span
+    elif name in ("spans", "observations") or _is_span(node):
+        yield node
+    elif name not in OTLP or not isinstance(node, Mapping):
+        raise BadTrace(f"no spans in it, found {kind(node)}")
+
+
+def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
+    return holder == "observations" and isinstance(span, Mapping)
+
+
+def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of Phoenix's table, or an observation of Langfuse, in the shape of a span."""
+    if "context.span_id" in span:
+        named = {key: value for key, value in span.items() if value is not None}
+        attributes = {key.removeprefix("attributes."): named[key] for key in named if key.startswith("attributes.")}
+        context = {key: span.get(f"context.{key}") for key in ("trace_id", "span_id")}
+        return {**span, "attributes": attributes, "context": context}
+    if "attributes" in span or not _is_observation(span):
+        return span
+    own = {name: next(span[each] for each in spellings if each in span) for name, spellings in OBSERVATION.items()}
+    usage = _json(span.get("usageDetails") or span.get("usage_details") or span.get("usage"))
+    attributes = {
+        **{f"langfuse.observation.{key}": span[key] for key in ("type", "input", "output") if span.get(key)},
+        "langfuse.trace.metadata": path_value(span, "trace.metadata"),
+        "metadata": _json(span.get("metadata")),
+        "gen_ai.usage.output_tokens": path_value(usage, "output"),
+    }
+    return {
+        "traceId": own["trace"],
+        "spanId": own["id"],
+        "parentSpanId": own["parent"],
+        "name": span.get("name"),
+        "start_time": own["start"],
+        "attributes": attributes,
+    }
 
 
 def _span(span: object) -> Span:
     if not isinstance(span, Mapping):
         raise BadTrace(f"expected a span as an object, found {kind(span)}")
+    span = _renamed(span)
     attributes = _attributes(span.get("attributes"))
     events = [
         (str(event.get("name", "")), _attributes(event.get("attributes")))
@@ -136,7 +202,7 @@ def _flatten(prefix: str, tree: Mapping[str, Any], found: dict[str, Any]) -> Non
     for key, value in tree.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in (*INPUTS, *OUTPUTS):
             _flatten(f"{prefix}{key}.", value, found)
-        elif isinstance(value, list) and f"{prefix}{key}" in (*FLAT_INPUTS, *FLAT_OUTPUTS):
+        elif isinstance(value, list) and f"{prefix}{key}".startswith((*FLAT_INPUTS, *FLAT_OUTPUTS)):
             _flatten(f"{prefix}{key}.", {str(i): each for i, each in enumerate(value)}, found)
         else:
             found[f"{prefix}{key}"] = value
@@ -272,7 +338,21 @@ def _said(span: Span) -> tuple[list[Entry], list[Entry]] | None:
     if system:
         parts = system if isinstance(system, list | str) else [system]
         inputs = entries([{"role": "system", "parts": parts}]) + inputs
+    tokens = _tokens(attributes)
+    if tokens > 0 and [entry.role for entry in outputs] == [AGENT]:
+        outputs = [replace(outputs[0], tokens=tokens)]
     return inputs, outputs
+
+
+def _tokens(attributes: Mapping[str, Any]) -> int:
+    """Tokens that the model wrote; 0 where the span does not say."""
+    for name in OUTPUT_TOKENS:
+        value = attributes.get(name)
+        # OTLP writes 64 bits as text, a table numbers with a point.
+        count = number(int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value)
+        if count is not None:
+            return int(count)
+    return 0
 
 
 def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str) -> list[Entry]:

@@ -371,6 +371,58 @@ def test_files_of_other_kinds_and_other_packings(tmp_path: Path) -> None:
     }
 
 
+INDENTED = json.dumps(chat(), indent=1)
+PACKINGS = {
+    "indented.jsonl": (INDENTED, 1, ""),
+    # As `jq . traces.jsonl` prints them.
+    "indented_many.jsonl": ("\n".join([INDENTED] * 3), 3, ""),
+    "indented_many.json": ("\n".join([INDENTED] * 3), 3, ""),
+    "indented_cut.json": ("\n".join([INDENTED] * 3)[:-9], 2, "not valid at line"),
+    "array_in_a_line.jsonl": (json.dumps([chat(), chat()]), 2, ""),
+    "list_cut.json": (json.dumps([chat()] * 3, indent=1)[:-30], 2, "not valid at line 33"),
+    "list_cut_in_lines.json": ("[\n" + ",\n".join([json.dumps(chat())] * 3)[:-9], 2, "not valid at line 4"),
+    "lists.json": (json.dumps([chat()]) + json.dumps([chat(), chat()]), 3, ""),
+    "messages_cut.json": (json.dumps(chat()["messages"] * 2)[:-9], 0, "expected JSON, not valid"),
+    "first_line_bad.json": ("{bad\n" + json.dumps(chat()), 1, "first_line_bad.json:1: expected a JSON object"),
+    "old_windows.jsonl": (f"\r\n{json.dumps(chat())}\r\n\r\n{json.dumps(chat())}\r\n", 2, ""),
+    "blank.jsonl": ("\n \n", 0, "is empty"),
+    "blank.json": ("\n \n", 0, "is empty"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PACKINGS))
+def test_values_one_behind_the_other_and_documents_that_are_cut(name: str, tmp_path: Path) -> None:
+    content, traces, problem = PACKINGS[name]
+    (tmp_path / name).write_bytes(content.encode())
+    written(tmp_path / "other.jsonl", chat(id="other"))
+    groups = load_traces(tmp_path)
+    assert sum(map(len, groups)) == traces + 1
+    assert len(groups.problems) == bool(problem)
+    assert problem in "".join(groups.problems)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_another_encoding_is_named_with_what_helps(encoding: str, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "café"}, {"role": "assistant", "content": "2"}]
+    for name in ("a.json", "a.jsonl"):
+        (tmp_path / name).write_bytes(json.dumps({"messages": said}, ensure_ascii=False).encode(encoding))
+        with pytest.raises(TraceError, match=r"not UTF-8 at byte \d+ \(`iconv -t utf-8` makes it so\)"):
+            load_traces(tmp_path / name)
+
+
+def test_a_link_is_read_and_one_to_another_trace_adds_nothing(tmp_path: Path) -> None:
+    folder, store = tmp_path / "traces", tmp_path / "store"
+    folder.mkdir()
+    store.mkdir()
+    written(folder / "run.jsonl", chat(id="run"))
+    (folder / "latest.jsonl").symlink_to("run.jsonl")
+    (folder / "kept.jsonl").symlink_to(written(store / "0a1b2c", chat(id="kept")))
+    (folder / "round").symlink_to(folder)
+    (folder / "nowhere.jsonl").symlink_to("gone")
+    groups = load_traces([folder, folder / "run.jsonl"])
+    assert sorted(each.trace_id for group in groups for each in group.summaries) == ["kept", "run"]
+
+
 def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "traces.jsonl").write_bytes((FILES / "openai_chat.jsonl").read_bytes())
     os.mkfifo(tmp_path / "pipe.jsonl")

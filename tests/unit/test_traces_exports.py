@@ -1,0 +1,283 @@
+"""One conversation in every shape in which Phoenix, Langfuse, MLflow, Tempo and logs of API calls export it.
+
+The shapes are written by hand after those tools' own schemas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draco_ray.errors import TraceError
+from draco_ray.traces.load import groups_of, load_traces
+from draco_ray.traces.model import Trace
+
+Json = dict[str, Any]
+
+
+def call(number: int, name: str, **arguments: Any) -> Json:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "tool_calls": [{"id": f"c{number}", "type": "function", "function": function}]}
+
+
+CHAT: list[Json] = [
+    {"role": "system", "content": "You book."},
+    {"role": "user", "content": "Book JFK to SFO."},
+    call(1, "search", origin="JFK"),
+    {"role": "tool", "tool_call_id": "c1", "content": "DL9 380 USD"},
+    call(2, "book", flight="DL9"),
+    {"role": "tool", "tool_call_id": "c2", "content": "ok"},
+    {"role": "assistant", "content": "Done."},
+]
+TURNS = [(CHAT[:end], CHAT[end]) for end in (2, 4, 6)]
+"""Input and output of each call of the model."""
+TOKENS = (11, 12, 13)
+
+
+def same(trace: Trace, tokens: Sequence[int | None] = TOKENS) -> None:
+    assert [message.content for message in trace.prompt[:2]] == ["You book.", "Book JFK to SFO."]
+    assert [turn.action for turn in trace.turns] == ['search({"origin": "JFK"})', 'book({"flight": "DL9"})', None]
+    assert [turn.observation for turn in trace.turns] == ["DL9 380 USD", "ok", None]
+    assert trace.turns[-1].text == "Done."
+    assert [turn.tokens for turn in trace.turns] == list(tokens)
+
+
+def open_inference(messages: Sequence[Json], prefix: str) -> Json:
+    """OpenInference's attributes, flat."""
+    found: Json = {}
+    for place, message in enumerate(messages):
+        name = f"{prefix}.{place}.message"
+        found |= {f"{name}.{key}": value for key, value in message.items() if key != "tool_calls"}
+        for number, each in enumerate(message.get("tool_calls", ())):
+            inner = f"{name}.tool_calls.{number}.tool_call"
+            found |= {f"{inner}.id": each["id"]}
+            found |= {f"{inner}.function.{key}": value for key, value in each["function"].items()}
+    return found
+
+
+def nested(messages: Sequence[Json]) -> list[Json]:
+    """The same as Phoenix's table has it: lists of objects with dotted names."""
+    found = []
+    for message in messages:
+        row = {f"message.{key}": value for key, value in message.items() if key != "tool_calls"}
+        if "tool_calls" in message:
+            row["message.tool_calls"] = [
+                {
+                    "tool_call.id": each["id"],
+                    **{f"tool_call.function.{key}": value for key, value in each["function"].items()},
+                }
+                for each in message["tool_calls"]
+            ]
+        found.append(row)
+    return found
+
+
+def phoenix() -> list[Json]:
+    """As its API lists spans."""
+    agent = {"openinference.span.kind": "AGENT", "input.value": "Book JFK to SFO.", "output.value": "Done."}
+    spans: list[tuple[Json, str | None]] = [(agent, None)]
+    for (said, reply), tokens in zip(TURNS, TOKENS, strict=True):
+        messages = open_inference(said, "llm.input_messages") | open_inference([reply], "llm.output_messages")
+        counted = {"openinference.span.kind": "LLM", "llm.token_count.completion": tokens}
+        spans.append(({**counted, **messages}, "s0"))
+    return [
+        {
+            "id": f"U3Bhbjox{place}",
+            "name": "span",
+            "context": {"trace_id": "t1", "span_id": f"s{place}"},
+            "parent_id": parent,
+            "start_time": f"2026-11-22T10:00:0{place}+00:00",
+            "attributes": attributes,
+            "events": [],
+        }
+        for place, (attributes, parent) in enumerate(spans)
+    ]
+
+
+def otlp(span: Mapping[str, Any]) -> Json:
+    typed = {str: "stringValue", int: "intValue"}
+    attributes = [{"key": k, "value": {typed[type(v)]: str(v)}} for k, v in span["attributes"].items()]
+    return {
+        "traceId": "0af7651916cd43dd8448eb211c80319c",
+        "spanId": span["context"]["span_id"],
+        "parentSpanId": span["parent_id"] or "",
+        "name": "span",
+        "startTimeUnixNano": f"100000000000000000{span['context']['span_id'][1:]}",
+        "attributes": attributes,
+    }
+
+
+def of_resource(spans: Sequence[Json]) -> list[Json]:
+    return [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [otlp(span) for span in spans]}]}]
+
+
+def row(span: Mapping[str, Any], place: int) -> Json:
+    """A row of `get_spans_dataframe().to_json(orient="records", lines=True)`."""
+    messages: Json = {"attributes.llm.input_messages": None, "attributes.llm.token_count.completion": None}
+    if place:
+        said, reply = TURNS[place - 1]
+        messages = {
+            "attributes.llm.input_messages": nested(said),
+            "attributes.llm.output_messages": nested([reply]),
+            "attributes.llm.token_count.completion": float(TOKENS[place - 1]),
+        }
+    kind = span["attributes"]["openinference.span.kind"]
+    context = {f"context.{key}": value for key, value in span["context"].items()}
+    return {
+        "name": "span",
+        "parent_id": span["parent_id"],
+        "start_time": 1_763_805_600_000 + place,
+        **context,
+        **messages,
+        "attributes.openinference.span.kind": kind,
+    }
+
+
+def langfuse() -> list[Json]:
+    """As its API lists observations."""
+    found: list[tuple[str, Any, Any, int, str | None]] = [("SPAN", {"question": "Book?"}, "Done.", 0, None)]
+    found += [("GENERATION", said, reply, n, "o0") for (said, reply), n in zip(TURNS, TOKENS, strict=True)]
+    return [
+        {
+            "id": f"o{place}",
+            "traceId": "t1",
+            "type": kind,
+            "startTime": f"2026-11-22T10:00:0{place}.000Z",
+            "parentObservationId": parent,
+            "input": given,
+            "output": output,
+            "metadata": {},
+            "usageDetails": {"input": 100, "output": tokens},
+        }
+        for place, (kind, given, output, tokens, parent) in enumerate(found)
+    ]
+
+
+OF_TRACE = {"id": "t1", "name": "agent", "timestamp": "2026-11-22T10:00:00Z", "metadata": {"task_id": "flights"}}
+
+
+def bucket(observation: Mapping[str, Any]) -> Json:
+    """As its export to a bucket writes it."""
+    names = {
+        "traceId": "trace_id",
+        "startTime": "start_time",
+        "parentObservationId": "parent_observation_id",
+        "usageDetails": "usage_details",
+    }
+    texts = {key: json.dumps(observation[key]) for key in ("input", "output", "metadata")}
+    return {names.get(key, key): value for key, value in {**observation, **texts}.items()}
+
+
+def mlflow() -> Json:
+    """As `Trace.to_json` of version 3 writes it."""
+    spans: list[tuple[str, Any, Any, str | None]] = [("AGENT", {"question": "Book JFK to SFO."}, "Done.", None)]
+    for said, reply in TURNS:
+        spans.append(("CHAT_MODEL", {"model": "m", "messages": said}, {"choices": [{"message": reply}]}, "s0="))
+    return {
+        "info": {"trace_id": "tr-1", "state": "OK"},
+        "data": {
+            "spans": [
+                {
+                    "trace_id": "dHI=",
+                    "span_id": f"s{place}=",
+                    "parent_span_id": parent,
+                    "start_time_unix_nano": 1_763_805_600_000_000_000 + place,
+                    "attributes": {
+                        "mlflow.spanType": json.dumps(kind),
+                        "mlflow.spanInputs": json.dumps(given),
+                        "mlflow.spanOutputs": json.dumps(output),
+                    },
+                }
+                for place, (kind, given, output, parent) in enumerate(spans)
+            ]
+        },
+    }
+
+
+EXPORTS: dict[str, list[Any]] = {
+    "Phoenix's API": [{"data": phoenix(), "next_cursor": None}],
+    "Phoenix's API in OTLP": [{"data": [otlp(span) for span in phoenix()], "next_cursor": None}],
+    "Phoenix's table": [row(span, place) for place, span in enumerate(phoenix())],
+    "a span a record": phoenix(),
+    "OTLP": [{"resourceSpans": of_resource(phoenix())}],
+    "OTLP, a batch a record": [{"resourceSpans": of_resource([span])} for span in phoenix()],
+    "Tempo": [{"batches": of_resource(phoenix())}],
+    "Tempo's API": [{"trace": {"resourceSpans": of_resource(phoenix())}}],
+    "Langfuse's page": [{"trace": OF_TRACE, "observations": langfuse()}],
+    "Langfuse's API, a trace": [{**OF_TRACE, "observations": langfuse()}],
+    "Langfuse's API, observations": [{"data": langfuse(), "meta": {"page": 1}}],
+    "Langfuse's observations": langfuse(),
+    "Langfuse's bucket": [bucket(each) for each in langfuse()],
+}
+MLFLOW: dict[str, list[Any]] = {
+    "a trace": [mlflow()],
+    "traces": [{"traces": [mlflow()]}],
+    "a row of its table, spans": [{"trace_id": "tr-1", "spans": mlflow()["data"]["spans"], "state": "OK"}],
+    "a row of its table, text": [{"trace_id": "tr-1", "trace": json.dumps(mlflow()), "state": "OK"}],
+}
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTS))
+def test_what_tools_export_is_one_conversation_with_its_counted_tokens(name: str) -> None:
+    groups = groups_of(EXPORTS[name])
+    assert not groups.problems
+    ((trace,),) = (group.traces for group in groups)
+    assert trace.format == "otel"
+    same(trace)
+    if "trace" in EXPORTS[name][0] and "observations" in EXPORTS[name][0]:
+        assert trace.task_id == "flights"
+
+
+@pytest.mark.parametrize("name", sorted(MLFLOW))
+def test_what_mlflow_exports(name: str) -> None:
+    ((trace,),) = (group.traces for group in groups_of(MLFLOW[name]))
+    same(trace, [None] * 3)
+
+
+def test_a_list_of_records_that_say_their_type_is_no_conversation(tmp_path: Path) -> None:
+    observations, typed = tmp_path / "observations.json", tmp_path / "typed.json"
+    observations.write_text(json.dumps(langfuse()), encoding="utf-8")
+    typed.write_text(json.dumps([{"type": "episode", "messages": CHAT}] * 2), encoding="utf-8")
+    same(load_traces(observations)[0].traces[0])
+    assert [len(group) for group in load_traces(typed)] == [2]
+
+
+LOGS = {
+    "chat": {"request": {"messages": CHAT[:-1]}, "response": {"choices": [{"message": CHAT[-1]}]}},
+    "a trace without its spans": {**OF_TRACE, "input": CHAT[:-1], "output": CHAT[-1]},
+    "a batch's request": {"custom_id": "1", "body": {"messages": CHAT}},
+    "responses": {
+        "request": {"instructions": "You book.", "input": CHAT[1:-1]},
+        "response": {"output": [{"type": "message", "role": "assistant", "content": "Done."}]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOGS))
+def test_logs_of_api_calls_hold_a_conversation(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps(LOGS[name]), encoding="utf-8")
+    ((trace,),) = (group.traces for group in load_traces(file))
+    same(trace, [None] * 3)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"data": {"data": [{"data": {"data": [[[[[[7]]]]]]}}]}}, "no known format"),
+        ({"data": [{"messages": 7}]}, "no known format"),
+        ({"observations": 7}, "no known format"),
+        ({"resourceSpans": [{"scopeSpans": [{"spans": [7]}]}]}, "expected a span as an object, found a number"),
+        ({"resourceSpans": [7]}, "no spans in it, found a number"),
+        ({"resourceSpans": [{"resource": {}}]}, ": no spans in it; expected OTLP"),
+    ],
+)
+def test_what_only_looks_like_an_export_is_said(record: Json, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    file.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(TraceError, match=said):
+        load_traces(file)
