@@ -311,7 +311,10 @@ class Judged(Generic[ValueT]):
     calls: tuple[JudgeCall, ...] = ()
     error: str | None = None
     notes: tuple[str, ...] = ()
-    """What was tolerated in a usable reply: surplus criteria cut, a translated title, a verdict without a step."""
+    """What was tolerated in a usable reply (surplus criteria cut, a translated title, a verdict without a step), and
+    that the prompt was cut."""
+    left_out: int = 0
+    """Characters of the prompt that the judge could not have read and was not shown."""
 
     @property
     def ok(self) -> bool:

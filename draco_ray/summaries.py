@@ -53,6 +53,8 @@ class PhaseSummary:
     dollars: float
     started_at: float
     ended_at: float
+    prompt_cut: bool = False
+    """Whether the judge was shown less than all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

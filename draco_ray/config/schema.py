@@ -236,7 +236,7 @@ class SelfJudgeConfig(Tree):
     """Whether its chat template's thinking mode is on, in every phase."""
     context_tokens: int | None = Field(None, ge=1024)
     """Longest judge prompt and reply together, for which the engines are started with room; null: what the union of a
-    group of full-length rollouts takes (`draco plan` prints it). A longer prompt fails its call; none is cut."""
+    group of full-length rollouts takes (`draco plan` prints it). Longer prompts are cut: see judge.context_tokens."""
 
 
 class LocalJudgeConfig(Tree):
@@ -317,6 +317,10 @@ class JudgeConfig(Tree):
     """null leaves it out of the request; models that LiteLLM knows to take none are sent none."""
     max_tokens: int = Field(16384, ge=256)
     """Of a reply, its reasoning included."""
+    context_tokens: int | None = Field(None, ge=1024)
+    """Prompt and reply together, as much as the judge reads; null: what LiteLLM's table or the served model's
+    config.json says. Longer prompts are cut: first outputs, then turns, then the agent's prompt, each text to one
+    length with the cut marked; no step is left out. Of a judge of which nothing is known no prompt is cut."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """How long the model thinks before it answers, where it can be told; null leaves it out of the request."""
     extra_body: dict[str, object] = Field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import TYPE_CHECKING, TypeVar
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
 from draco_ray.judging.parsing import Parsed, check_finish
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
+from draco_ray.judging.shortening import LENGTHS, LEVELS
 from draco_ray.judging.structured import reply_schema
 from draco_ray.records import JudgeCall, Judged, Message
 
@@ -29,9 +32,6 @@ if TYPE_CHECKING:
     from draco_ray.judging.endpoint import Servers
     from draco_ray.judging.limiter import Leases
     from draco_ray.judging.self_judge import JudgeSampler
-
-QUOTED_REPLY_CHARACTERS = 20_000
-"""How much of an unusable reply is shown to the judge when it is asked again."""
 
 ValueT = TypeVar("ValueT")
 
@@ -52,6 +52,7 @@ class Judge:
         self._complete = complete
         self._prompts = prompts
         self._config = config
+        self._room = judge_room(config)
         self._schemas = {name: reply_schema(phase, prompts.templates[name]) for name, phase in PHASES.items()}
 
     async def check(self) -> None:
@@ -66,17 +67,43 @@ class Judge:
         """Answer a question of any phase: its value, or the reason there is none, with every call that was made."""
         if (settled := question.settled()) is not None:
             return Judged(value=settled)
-        prompt = await asyncio.to_thread(question.prompt, self._prompts)
+        try:
+            question, prompt, left_out = await asyncio.to_thread(self._fitting, question)
+        except ReplyError as problem:
+            return Judged(value=None, error=f"{question.name} of {_who(context)} failed: {problem}")
         votes = await asyncio.gather(
             *(self._vote(question, prompt, context, vote) for vote in range(question.votes(self._config)))
         )
         calls = tuple(call for vote in votes for call in vote.calls)
         notes = tuple(note for vote in votes for note in vote.notes)
+        if left_out:
+            about = f"{left_out:,} of {left_out + len(prompt):,} characters"
+            notes = (f"{about} were left out of its prompt: the judge reads about {self._room:,}", *notes)
         errors = [vote.error for vote in votes if vote.error is not None]
         if errors:
-            return Judged(value=None, calls=calls, error=errors[0], notes=notes)
+            return Judged(value=None, calls=calls, error=errors[0], notes=notes, left_out=left_out)
         values = [vote.value for vote in votes if vote.value is not None]
-        return Judged(value=question.combine(values), calls=calls, notes=notes)
+        return Judged(value=question.combine(values), calls=calls, notes=notes, left_out=left_out)
+
+    def _fitting(self, question: Question[ValueT]) -> tuple[Question[ValueT], str, int]:
+        """A question that the judge can read whole, its prompt, and how many characters were left out for that.
+
+        Raises:
+            ReplyError: it is too long even so.
+        """
+        prompt, room = question.prompt(self._prompts), self._room
+        if room is None or len(prompt) <= room:
+            return question, prompt, 0
+        levels = range(1, LEVELS + 1)
+        level = bisect_left(levels, True, key=lambda each: len(question.shortened(each).prompt(self._prompts)) <= room)
+        if level == len(levels):
+            raise ReplyError(
+                f"its prompt takes {len(prompt):,} characters, and the judge reads about {room:,}: too long even "
+                f"with every text cut to {LENGTHS[-1]}: take a judge with a longer context (judge.context_tokens)"
+            )
+        shorter = question.shortened(levels[level])
+        fitting = shorter.prompt(self._prompts)
+        return shorter, fitting, len(prompt) - len(fitting)
 
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
         """Ask, parse, ask again with the error quoted."""
@@ -122,9 +149,10 @@ class Judge:
             archived_prompt = f"{archived_prompt}\n\n[REPLY]\n{quoted}\n\n[ASKED AGAIN]\n{reask}"
         for request in requests:
             await self._complete.forget(request)
-        who = context.task_id if context.rollout is None else f"{context.task_id} rollout {context.rollout}"
         return Judged(
-            value=None, calls=tuple(calls), error=f"{phase} of {who} failed after {len(calls)} calls: {error}"
+            value=None,
+            calls=tuple(calls),
+            error=f"{phase} of {_who(context)} failed after {len(calls)} calls: {error}",
         )
 
 
@@ -166,6 +194,10 @@ def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], mode
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{Path(model_path).name}")
     return Judge(complete, prompts_of(config), config)
+
+
+def _who(context: CallContext) -> str:
+    return context.task_id if context.rollout is None else f"{context.task_id} rollout {context.rollout}"
 
 
 def _call(phase: str, context: CallContext, prompt: str, completion: Completion, error: str | None) -> JudgeCall:

@@ -1,8 +1,8 @@
 """How long a judge's prompts may become: the longest is the union's, which shows every rollout of a group whole.
 
 An estimate from above for rollouts at their full length, in tokens of the policy. Text whose length is set in
-characters or by the judge itself is counted at `CHARACTERS_PER_TOKEN`. A prompt that is longer all the same fails its
-call; none is cut.
+characters or by the judge itself is counted at `CHARACTERS_PER_TOKEN`. A prompt that is longer than the judge reads is
+cut by the rule of `draco_ray.judging.shortening`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config.load import project_file
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
-from draco_ray.judging.judge import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union
 
 CHARACTERS_PER_TOKEN = 3
 """Of English, code and JSON: fewer than the base models' tokenizers take."""
+QUOTED_REPLY_CHARACTERS = 20_000
+"""How much of an unusable reply is shown to the judge when it is asked again."""
+LEAST_ROOM = 2_000
+"""Characters of a prompt, however small the judge's context is said to be."""
 CRITERION_TOKENS = 256
 """Of a criterion with its JSON; those of the static set take 172 at that rate."""
 TURN_TOKENS = 32
@@ -84,6 +87,32 @@ def judge_context(config: DracoConfig) -> JudgeContext:
     )
 
 
+def judge_tokens(judge: JudgeConfig) -> int | None:
+    """Prompt and reply that a judge reads, tokens; None where that is not known.
+
+    That of a policy which judges itself is its engines', which have room for what a run shows unless they are told.
+    """
+    if judge.context_tokens is not None:
+        return judge.context_tokens
+    if judge.self_judge.enabled:
+        return judge.self_judge.context_tokens
+    if judge.local.enabled:
+        return judge.local.context_tokens or model_positions(judge.model.removeprefix(LOCAL_PROVIDER))
+    # Behind an endpoint of one's own a name says nothing of how a model is served.
+    return None if judge.api_base else model_limit(judge.model, "max_input_tokens")
+
+
+def judge_room(judge: JudgeConfig) -> int | None:
+    """Characters that a prompt may have, beside a reply and the quotation of one that was refused; None: any."""
+    # Whoever of them answers reads the same prompt.
+    others = (model_limit(each.model, "max_input_tokens") for each in judge.fallbacks if each.api_base is None)
+    known = [tokens for tokens in (judge_tokens(judge), *others) if tokens is not None]
+    if not known:
+        return None
+    rest = CHARACTERS_PER_TOKEN * (min(known) - judge.max_tokens)
+    return max(rest - judge.reasks * QUOTED_REPLY_CHARACTERS, LEAST_ROOM)
+
+
 def context_tokens(config: DracoConfig) -> int:
     """Tokens of prompt and reply for which the engines of a self-judged run have room.
 
@@ -114,7 +143,7 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
         f"self-judge: {needed.shows}, at full length {needed}, and {config.model.path} accepts {positions:,}: choose a "
         "model with a longer context, or lower "
         f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
-        "with judge.self_judge.context_tokens set, longer prompts fail their call"
+        "with judge.self_judge.context_tokens set, longer prompts are cut"
     )
 
 
@@ -124,19 +153,19 @@ def context_warning(config: DracoConfig) -> str | None:
     if not uses_self_judge(config) or given is None or given >= needed.tokens:
         return None
     return (
-        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: a call whose "
-        "prompt is longer fails; null sizes it"
+        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: longer "
+        "prompts are cut, outputs first; null sizes it"
     )
 
 
 def api_warning(config: DracoConfig) -> str | None:
-    """That the judge behind an API reads less than full length takes, by LiteLLM's table; None where it does not."""
-    reads, needed = model_limit(config.judge.model, "max_input_tokens"), judge_context(config)
-    if reads is None or needed.tokens - needed.reply <= reads:
+    """That the judge reads less than full length takes; None where it does not, or where that is not known."""
+    reads, needed = judge_tokens(config.judge), judge_context(config)
+    if reads is None or config.judge.self_judge.enabled or needed.tokens <= reads:
         return None
     return (
-        f"judge {config.judge.model} reads {reads:,} tokens; {needed.shows}, at full length {needed}: a call whose "
-        "prompt is longer fails"
+        f"judge {config.judge.model} reads {reads:,} tokens; {needed.shows}, at full length {needed}: longer prompts "
+        "are cut, outputs first (judge.context_tokens)"
     )
 
 

@@ -67,15 +67,16 @@ class Panel(Judge):
         )
         calls = tuple(call for ballot in ballots for call in ballot.calls)
         notes = [note for ballot in ballots for note in ballot.notes]
+        left_out = max(ballot.left_out for ballot in ballots)
         # One that failed has no vote, and is said to have none.
         notes += [f"no vote: {ballot.error}" for ballot in ballots if ballot.error is not None]
         valid = [ballot.value for ballot in ballots if ballot.value is not None]
         if not valid:
-            return Judged(value=None, calls=calls, error=ballots[0].error, notes=tuple(notes))
+            return Judged(value=None, calls=calls, error=ballots[0].error, notes=tuple(notes), left_out=left_out)
         scores = [majority(votes) for votes in zip(*valid, strict=True)]
         split = [i for i, votes in enumerate(zip(*valid, strict=True)) if len({each.verdict for each in votes}) > 1]
         if self._strong is None or not split:
-            return Judged(value=tuple(scores), calls=calls, notes=tuple(notes))
+            return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), left_out=left_out)
         asked = Score(question.trajectory, [question.rubric[index] for index in split])
         decided = await self._strong.ask(asked, context)
         calls += decided.calls
@@ -84,7 +85,7 @@ class Panel(Judge):
         else:
             for index, score in zip(split, decided.value, strict=True):
                 scores[index] = score
-        return Judged(value=tuple(scores), calls=calls, notes=tuple(notes))
+        return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), left_out=left_out)
 
 
 def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:
@@ -168,6 +169,7 @@ def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
             "api_base": judge.api_base,
             "api_key_env": judge.api_key_env or f"{provider.upper()}_API_KEY",
             "extra_body": {},
+            "context_tokens": None,
             "local": LocalJudgeConfig(),
             "jury": (),
             "strong": None,

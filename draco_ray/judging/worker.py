@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from draco_ray.judging.phases.base import Phase
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,8 @@ class JudgeWorkerActor:
         started = time.time()
         question = phase(**{name: await _value(each) for name, each in given.items()})
         judged = await self._judge.ask(question, context)
+        for note in judged.notes:
+            log.warning("%s of %s: %s", phase.name, context.group, note)
         return judged, phase_summary(phase.name, context, judged, started)
 
 
@@ -118,6 +123,7 @@ def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started
         cached_tokens=sum(call.cached_tokens for call in calls),
         output_tokens=sum(call.output_tokens for call in calls),
         dollars=sum(call.dollars for call in calls),
+        prompt_cut=judged.left_out > 0,
         started_at=started,
         ended_at=time.time(),
     )

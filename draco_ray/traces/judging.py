@@ -28,6 +28,7 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import Prompts
+from draco_ray.judging.shortening import LENGTHS
 from draco_ray.records import (
     Attribution,
     Criterion,
@@ -39,7 +40,7 @@ from draco_ray.records import (
     Trajectory,
 )
 from draco_ray.traces.model import Trace, TraceGroup
-from draco_ray.traces.trajectory import LENGTHS, as_trajectory, environment_facts, fit
+from draco_ray.traces.trajectory import as_trajectory, environment_facts, fit
 
 CHARACTERS_PER_TOKEN = 3
 """Fewer than any tokenizer of a judge takes of English, code and JSON."""

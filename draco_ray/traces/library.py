@@ -17,7 +17,7 @@ from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge import prompts_of
-from draco_ray.judging.judge_context import model_positions
+from draco_ray.judging.judge_context import judge_tokens
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.outage import Outage
@@ -90,6 +90,7 @@ def plan(
             "api_key_env": api_key_env or (base.judge.api_key_env if same else f"{provider.upper()}_API_KEY"),
             "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),
             "cache": None if out is None else (out / "judge_cache").resolve(),
+            "context_tokens": context or (base.judge.context_tokens if same else None),
         }
     )
     judge = _served_here(judge, ray=ray)
@@ -104,7 +105,7 @@ def plan(
         static = ships if rubric is None or str(rubric) == STATIC else Path(rubric).resolve()
         algorithm = base.algorithm.model_copy(update={"rubric": "static", "static_rubric": static})
         of_run = of_run.model_copy(update={"algorithm": algorithm})
-    known = _served_context(judge) if judge.local.enabled else model_limit(model, "max_input_tokens")
+    known = judge_tokens(judge) or model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:
         raise ConfigError(f"--context {tokens}: a reply alone may take judge.max_tokens={judge.max_tokens}; give more")
@@ -129,10 +130,6 @@ def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
             "a cluster"
         )
     return judge.model_copy(update={"local": judge.local.model_copy(update={"enabled": own})})
-
-
-def _served_context(judge: JudgeConfig) -> int | None:
-    return judge.local.context_tokens or model_positions(judge.model.removeprefix(LOCAL_PROVIDER))
 
 
 def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:

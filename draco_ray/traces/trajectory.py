@@ -1,25 +1,22 @@
 """A trace as the judge takes it: a `Trajectory`, cut where a judge could not read it all, and the facts of its world.
 
-The rule of cutting, which every result states: first what came back, then what was said and done, then the prompt is
-shortened, all of a trace's texts to one length, the longest of `LENGTHS` with which it fits; head and tail stay, and a
-line between them says how much is left out. No step is ever left out.
+It is cut by the rule of `draco_ray.judging.shortening`, which every result states.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from draco_ray.records import GAP, EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.judging.shortening import LEVELS, shortened
+from draco_ray.records import GAP, EpisodeEnd, Trajectory, Turn
 from draco_ray.traces.messages import AGENT
-from draco_ray.traces.model import Trace, TraceTurn
+from draco_ray.traces.model import Trace
 
-LENGTHS = (50_000, 20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100)
-"""Characters of one text, tried in turn."""
 HEADINGS = 120
 """Characters that a turn takes beside its texts."""
 UNKNOWN_TOKEN = -1
@@ -38,17 +35,11 @@ class Fitted:
 
 
 def fit(trace: Trace, room: int) -> Fitted | None:
-    """Shorten a trace to ``room`` characters, by the module's rule; None where it does not fit even so."""
-    shorter: tuple[Callable[[Trace, int], Trace], ...] = (_shorter_observations, _shorter_turns, _shorter_prompt)
-    found = trace
-    if _size(found) <= room:
-        return Fitted(trace)
-    for shorten in shorter:
-        before = found
-        for length in LENGTHS:
-            found = shorten(before, length)
-            if _size(found) <= room:
-                return Fitted(found, trace.characters - found.characters)
+    """Shorten a trace to ``room`` characters; None where it does not fit even so."""
+    for level in range(LEVELS + 1):
+        found = shortened(trace, level)
+        if _size(found) <= room:
+            return Fitted(found, trace.characters - found.characters)
     return None
 
 
@@ -56,43 +47,6 @@ def _size(trace: Trace) -> int:
     """Characters it takes; prompts of a judge may show its own prompt twice."""
     prompt = sum(len(message.content) for message in trace.prompt)
     return trace.characters + prompt + HEADINGS * (len(trace.turns) + 2 * len(trace.prompt))
-
-
-def _shorter_observations(trace: Trace, length: int) -> Trace:
-    turns = (replace(turn, observation=turn.observation and cut(turn.observation, length)) for turn in trace.turns)
-    return replace(trace, turns=tuple(turns))
-
-
-def _shorter_turns(trace: Trace, length: int) -> Trace:
-    return replace(trace, turns=tuple(_shorter_turn(turn, length) for turn in trace.turns))
-
-
-def _shorter_turn(turn: TraceTurn, length: int) -> TraceTurn:
-    if turn.action is None:
-        return replace(turn, text=cut(turn.text, length))
-    before, after = turn.text.removesuffix(turn.action), ""
-    if before == turn.text:
-        before, _, after = turn.text.partition(turn.action)
-    action = cut(turn.action, length)
-    return replace(turn, text=f"{cut(before, length)}{action}{cut(after, length)}", action=action)
-
-
-def _shorter_prompt(trace: Trace, length: int) -> Trace:
-    return replace(
-        trace, prompt=tuple(Message(role=each.role, content=cut(each.content, length)) for each in trace.prompt)
-    )
-
-
-def cut(text: str, length: int) -> str:
-    """Head and tail of a text that is longer than ``length``, and how much is left out between them.
-
-    >>> cut("a" * 300, 100).count("a")
-    102
-    """
-    if len(text) <= length + 60:
-        return text
-    head = length * 2 // 3
-    return f"{text[:head]}\n[... {len(text) - length:,} characters left out ...]\n{text[len(text) - (length - head) :]}"
 
 
 def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:

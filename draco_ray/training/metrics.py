@@ -46,6 +46,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         phase: {
             "phases": len(mine),
             "failed": sum(p.error is not None for p in mine),
+            "prompts_cut": sum(p.prompt_cut for p in mine),
             "requests": sum(p.requests for p in mine),
             "input_tokens": sum(p.input_tokens for p in mine),
             "cached_tokens": sum(p.cached_tokens for p in mine),
@@ -78,6 +79,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "judge": per_phase,
         "judge_dollars": sum(phase.dollars for phase in phases),
         "judge_failed_phases": sum(phase.error is not None for phase in phases),
+        "judge_prompts_cut": sum(phase.prompt_cut for phase in phases),
         "seconds_generation": busy_seconds(generation),
         "seconds_judging": busy_seconds(judging),
         "judge_seconds": sum(end - start for start, end in judging),

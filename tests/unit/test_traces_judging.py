@@ -16,6 +16,7 @@ from draco_ray.commands.report import write as write_report
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.shortening import LENGTHS, cut
 from draco_ray.lab.analysis.recorded import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
@@ -26,7 +27,7 @@ from draco_ray.traces import judging
 from draco_ray.traces.library import judge, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from draco_ray.traces.model import Trace, TraceTurn
-from draco_ray.traces.trajectory import LENGTHS, as_trajectory, cut, environment_facts, fit
+from draco_ray.traces.trajectory import as_trajectory, environment_facts, fit
 from tests.support import canned_judge
 from tests.unit.test_traces_load import FILES, written
 

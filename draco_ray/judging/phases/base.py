@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
@@ -55,6 +55,10 @@ class Question(ABC, Generic[ValueT]):
     @abstractmethod
     def values(self, code: str) -> Mapping[str, object]:
         """What stands for each placeholder, with evidence marked by ``code``."""
+
+    def shortened(self, level: int) -> Self:
+        """The same question with less of what it shows (`draco_ray.judging.shortening`), 0 .. `LEVELS`."""
+        return self
 
     @abstractmethod
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[ValueT]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator
 
@@ -14,6 +14,7 @@ from draco_ray.judging import render
 from draco_ray.judging.parsing import Integer, Parsed, Remark, RubricEntry, VerdictName, align, read_entries
 from draco_ray.judging.phases.base import INTEGER, TEXT, Attributions, JsonSchema, Question, trajectory_values
 from draco_ray.judging.phases.score import WHICH
+from draco_ray.judging.shortening import shortened
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.runs.rows import Row, citation_rows
 
@@ -50,6 +51,10 @@ class Credit(Question[Attributions]):
     )
     required = (frozenset({"rubric_scores"}), frozenset({"steps_summary", "agent_trajectory"}))
     reply_fields = WHICH | {"explanation": TEXT, "relevant_steps": _STEPS, "verdict": _VERDICT}
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(self, trajectory=shortened(self.trajectory, level))
 
     @property
     def identity(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator
 
@@ -14,6 +14,7 @@ from draco_ray.judging import render
 from draco_ray.judging.parsing import Parsed, Remark, RubricEntry, VerdictName, align, read_entries
 from draco_ray.judging.phases.base import INTEGER, TEXT, JsonSchema, Question, Scores, trajectory_values
 from draco_ray.judging.reply_json import integer
+from draco_ray.judging.shortening import shortened
 from draco_ray.records import Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.runs.rows import Row, verdict_rows
 
@@ -37,6 +38,10 @@ class Score(Question[Scores]):
     placeholders = frozenset({"agent_prompt", "task_input", "agent_trajectory", "rubrics"})
     required = (frozenset({"agent_trajectory"}), frozenset({"rubrics"}))
     reply_fields = WHICH | {"evidence": TEXT, "justification": TEXT, "score": _SCORE}
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(self, trajectory=shortened(self.trajectory, level))
 
     @property
     def identity(self) -> str:

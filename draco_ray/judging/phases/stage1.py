@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
 from draco_ray.judging.parsing import Parsed, parse_criteria
 from draco_ray.judging.phases.base import TEXT, TEXTS, Question, Rubric
+from draco_ray.judging.shortening import shorter_prompt
 from draco_ray.records import Message
 from draco_ray.runs.rows import Row, proposal_rows
 
@@ -28,6 +30,10 @@ class Stage1(Question[Rubric]):
     required = (frozenset({"agent_prompt"}),)
     reply_fields = CRITERION_FIELDS
     optional_reply_fields = WHERE_SEEN
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(self, messages=shorter_prompt(tuple(self.messages), level))
 
     @property
     def identity(self) -> str:

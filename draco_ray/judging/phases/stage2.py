@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
 from draco_ray.judging.parsing import Parsed, parse_criteria
 from draco_ray.judging.phases.base import Question, Rubric, trajectory_values
 from draco_ray.judging.phases.stage1 import CRITERION_FIELDS, WHERE_SEEN
+from draco_ray.judging.shortening import shortened
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.rows import Row, proposal_rows
 
@@ -27,6 +29,10 @@ class Stage2(Question[Rubric]):
     required = (frozenset({"agent_trajectory"}), frozenset({"existing_rubrics"}))
     reply_fields = CRITERION_FIELDS
     optional_reply_fields = WHERE_SEEN
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(self, trajectory=shortened(self.trajectory, level))
 
     @property
     def identity(self) -> str:

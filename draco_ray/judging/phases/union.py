@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
 from draco_ray.judging.parsing import Parsed, parse_criteria
 from draco_ray.judging.phases.base import Question, Rubric
 from draco_ray.judging.phases.stage1 import CRITERION_FIELDS
+from draco_ray.judging.shortening import shortened, shorter_prompt
 from draco_ray.records import Criterion, Message, Trajectory
 
 
@@ -31,6 +33,14 @@ class Union(Question[Rubric]):
     placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
     required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
     reply_fields = CRITERION_FIELDS
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(
+            self,
+            messages=shorter_prompt(tuple(self.messages), level),
+            trajectories=[shortened(each, level) for each in self.trajectories],
+        )
 
     @property
     def identity(self) -> str:

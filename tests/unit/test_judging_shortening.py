@@ -1,0 +1,122 @@
+"""Prompts that a judge could not read whole: cut by the stated rule, marked, counted, and never a step lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge_context import judge_room, judge_tokens
+from draco_ray.judging.phases.base import Question
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.shortening import LEVELS, shortened
+from draco_ray.judging.worker import phase_summary
+from draco_ray.records import Message, Trajectory
+from tests.unit.test_judging_judge import Script
+
+WHERE = CallContext(group="step3/example_1", task_id="example_1", rollout=2)
+LONG = 60_000
+
+
+def long_rollout(*, steps: int = 4, output: int = LONG, said: int = 100, told: int = 100) -> Trajectory:
+    example = example_trajectory()
+    first = example.turns[0]
+    turn = replace(
+        first,
+        text="t" * said + f"<code>\nprint({'c' * said})\n</code>",
+        action=f"print({'c' * said})",
+        observation="o" * output,
+    )
+    own = example.prompt[-1]
+    prompt = (*example.prompt[:-1], Message(role=own.role, content=own.content + "p" * told))
+    empty: dict[str, Any] = {
+        name: np.zeros(0, dtype=getattr(example, name).dtype)
+        for name in ("token_ids_T", "sampled_T", "logprob_T", "step_T")
+    }
+    return replace(example, turns=(turn,) * steps, prompt=prompt, **empty)
+
+
+def judge(script: Script, **settings: Any) -> Judge:
+    config = JudgeConfig(reasks=0, max_tokens=1000, **settings)
+    return Judge(script, load_prompts(Path("prompts/judge")), config)
+
+
+async def asked(question: Question[Any], tokens: int) -> tuple[str, Any]:
+    script = Script("[]")
+    judged = await judge(script, context_tokens=tokens).ask(question, WHERE)
+    return (script.asked[0].messages[0].content if script.asked else ""), judged
+
+
+QUESTIONS: dict[str, Any] = {
+    "stage2": lambda rollout: Stage2(rollout, RUBRIC[:1]),
+    "union": lambda rollout: Union(PROMPT, RUBRIC, [rollout, replace(rollout, rollout=1)]),
+    "score": lambda rollout: Score(rollout, RUBRIC),
+    "credit": lambda rollout: Credit(rollout, RUBRIC, SCORES),
+}
+
+
+@pytest.mark.parametrize("phase", QUESTIONS)
+async def test_outputs_are_cut_first_to_the_longest_length_with_which_the_prompt_fits(phase: str) -> None:
+    prompt, judged = await asked(QUESTIONS[phase](long_rollout()), 41_000)
+    room = 3 * 40_000
+    assert room / 4 < len(prompt) <= room
+    assert judged.left_out > LONG
+    assert judged.notes[0].startswith(f"{judged.left_out:,} of {judged.left_out + len(prompt):,} characters")
+    # The cut is marked, every step is there, and what was said is whole.
+    assert "characters left out ...]" in prompt
+    assert prompt.count("t" * 100) == prompt.count("[... ") * (1 if phase != "credit" else 1)
+    assert "c" * 100 in prompt
+    assert phase_summary(phase, WHERE, judged, 0.0).prompt_cut
+
+
+@pytest.mark.parametrize("phase", QUESTIONS)
+async def test_what_fits_is_shown_as_it_is(phase: str) -> None:
+    question = QUESTIONS[phase](long_rollout(output=50))
+    prompt, judged = await asked(question, 1_000_000)
+    assert prompt == question.prompt(judge(Script())._prompts)
+    assert (judged.left_out, phase_summary(phase, WHERE, judged, 0.0).prompt_cut) == (0, False)
+
+
+async def test_then_turns_are_cut_and_then_the_agents_prompt() -> None:
+    prompt, _ = await asked(Score(long_rollout(said=20_000), RUBRIC), 21_000)
+    assert prompt.count("[... ") > 4
+    assert "p" * 100 in prompt
+    prompt, _ = await asked(Stage1(long_rollout(told=200_000).prompt), 21_000)
+    assert "characters left out ...]\n" in prompt
+    assert len(prompt) <= 60_000
+
+
+async def test_what_does_not_fit_even_so_is_not_asked_and_says_why() -> None:
+    prompt, judged = await asked(Score(long_rollout(steps=2000), RUBRIC), 21_000)
+    assert (prompt, judged.value, judged.calls) == ("", None, ())
+    assert "too long even with every text cut to 100" in judged.error
+
+
+def test_a_cut_rollout_has_the_steps_it_had() -> None:
+    rollout = long_rollout(said=5_000)
+    for level in range(LEVELS + 1):
+        found = shortened(rollout, level)
+        assert len(found.steps) == len(rollout.steps)
+        assert all(step.action in step.text for step in found.steps if step.action)
+
+
+def test_how_much_a_judge_reads() -> None:
+    known = JudgeConfig(model="openai/gpt-4o")
+    assert judge_tokens(known) == 128_000
+    assert judge_tokens(JudgeConfig(model="openai/gpt-4o", context_tokens=5000)) == 5000
+    # An endpoint of one's own may serve anything under that name.
+    assert judge_tokens(JudgeConfig(model="openai/gpt-4o", api_base="http://127.0.0.1:1/v1")) is None
+    assert judge_room(JudgeConfig(model="openai/no-such")) is None
+    with_fallback = JudgeConfig.model_validate({"model": "openai/gpt-5.4", "fallbacks": [{"model": "openai/gpt-4o"}]})
+    assert judge_room(with_fallback) == judge_room(known)
