@@ -713,7 +713,7 @@ def prompts_import(
     out: Annotated[Path, typer.Option(help="Folder for the prompt files; give it to judge.prompts.")],
 ) -> None:
     """Extract the paper's own prompts from its source, verbatim, into the file names this project uses."""
-    from draco_ray.judging.importer import import_prompts
+    from draco_ray.commands.import_prompts import import_prompts
 
     for path in import_prompts(source, out):
         typer.echo(path)

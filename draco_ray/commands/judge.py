@@ -15,12 +15,12 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
-from draco_ray.judging.batch import DISCOUNT
-from draco_ray.judging.costs import cost_table, phase_costs, without_prompt_cache
 from draco_ray.judging.pricing import known_price
 from draco_ray.lab.analysis.judges import RULES, RuleComplete
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import prices, read_calls
+from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
+from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
 from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan, trace_judge

@@ -233,7 +233,7 @@ def open_judge(settled: Plan) -> Meter:
 
     def open_one(judge: JudgeConfig) -> Complete:
         if settled.batch:
-            from draco_ray.judging.batch import BatchClient
+            from draco_ray.traces.batch import BatchClient
 
             return meter.over(BatchClient(judge, cache, line))
         return meter.over(LiteLLMClient(judge, cache, leases=line))

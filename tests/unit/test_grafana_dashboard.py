@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from grafana_dashboard import dashboard
+
 from draco_ray.observability.catalogue import CATALOGUE, Kind
-from draco_ray.observability.dashboard import dashboard
 
 FILE = Path(__file__).resolve().parents[2] / "cluster" / "grafana" / "draco.json"
 SERIES = {series: metric for metric in CATALOGUE for series in metric.series}
@@ -24,7 +25,7 @@ def expressions() -> list[str]:
 
 
 def test_the_file_is_the_generated_one() -> None:
-    assert committed() == dashboard(), "run: python -m draco_ray.observability.dashboard > cluster/grafana/draco.json"
+    assert committed() == dashboard(), "run: python jobs/grafana_dashboard.py > cluster/grafana/draco.json"
 
 
 def test_every_series_it_queries_is_exported() -> None:

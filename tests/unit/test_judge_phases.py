@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from draco_ray.cli import main
+from draco_ray.commands.import_prompts import import_prompts
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.costs import cost_table, phase_costs
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.importer import import_prompts
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.parsing import after_thinking
 from draco_ray.judging.phases import PHASES, urgency
@@ -30,6 +29,7 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.worker import JudgeWorkerActor, phase_summary
+from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.pipeline import Group
 from draco_ray.records import Criterion, Judged
 from draco_ray.runs.directory import RunDirectory

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.commands.import_prompts import extract_listings, import_prompts
 from draco_ray.errors import ConfigError
-from draco_ray.judging.importer import extract_listings, import_prompts
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.prompts import load_prompts
 

@@ -10,7 +10,6 @@ import pytest
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
-from draco_ray.judging.costs import cost_table, phase_costs, without_prompt_cache
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
@@ -19,6 +18,7 @@ from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.prompt_cache import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
 from draco_ray.judging.prompts import load_prompts
+from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
 from draco_ray.records import Message, Trajectory
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.small_run import a_call

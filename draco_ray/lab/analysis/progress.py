@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from draco_ray.environments.appworld.termination import termination
-from draco_ray.judging.costs import phase_costs
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.phase_costs import phase_costs
 from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations

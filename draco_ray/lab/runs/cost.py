@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.config.schema import JudgeConfig, Price
-from draco_ray.judging.costs import PhaseCost, call_cost, cost_table, phase_costs, without_prompt_cache
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import read_book
+from draco_ray.lab.runs.phase_costs import PhaseCost, call_cost, cost_table, phase_costs, without_prompt_cache
 from draco_ray.lab.runs.savings import savings
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory

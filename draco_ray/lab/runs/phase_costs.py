@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from draco_ray.config.schema import Price
 from draco_ray.judging.phases import PHASES
@@ -35,19 +35,8 @@ class PhaseCost:
     """Of all calls together: calls in flight at one time each count in full."""
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
-        return PhaseCost(
-            calls=self.calls + other.calls,
-            replayed=self.replayed + other.replayed,
-            requests=self.requests + other.requests,
-            failures=self.failures + other.failures,
-            input_tokens=self.input_tokens + other.input_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-            output_tokens=self.output_tokens + other.output_tokens,
-            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
-            dollars=self.dollars + other.dollars,
-            estimated_dollars=self.estimated_dollars + other.estimated_dollars,
-            seconds=self.seconds + other.seconds,
-        )
+        names = (field.name for field in fields(self))
+        return PhaseCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def cached_share(self) -> float:

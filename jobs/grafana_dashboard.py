@@ -1,4 +1,4 @@
-"""The Grafana dashboard of a run, generated from `catalogue` (``python -m draco_ray.observability.dashboard``).
+"""The Grafana dashboard of a run, generated from `catalogue` (``python jobs/grafana_dashboard.py``).
 
 The committed file is ``cluster/grafana/draco.json``; a test compares the two.
 """

@@ -10,11 +10,11 @@ import pytest
 
 from draco_ray.config.schema import DracoConfig, JudgeConfig, Price
 from draco_ray.errors import ConfigError
-from draco_ray.judging.batch import FILE, BatchClient
 from draco_ray.judging.complete import Request
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
 from draco_ray.traces import library
+from draco_ray.traces.batch import FILE, BatchClient
 from draco_ray.traces.library import judge, open_judge
 from draco_ray.traces.load import load_traces
 from tests.support.batch_server import BatchServer
