@@ -21,7 +21,6 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging import pool as judge_pool
 from draco_ray.judging.example import RUBRIC
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.stage1 import Stage1
@@ -92,7 +91,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 
 async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     """As many calls as the workers hold, one of which is stopped under them: neither dead nor alive."""
-    judge_pool.SILENT_SECONDS, judge_pool.LOOK_SECONDS = 4.0, 0.2
+    pool._watched.silent_seconds, pool._watched.look_seconds = 4.0, 0.2
     place = pool._workers.places[0]
     process = await place.worker.__ray_call__.remote(_process_id)
     calls = [asyncio.create_task(ask(pool, -1 - number)) for number in range(2 * MOST)]

@@ -5,16 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-import ray
-
-from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging import pool as judge_pool
-from draco_ray.judging.elastic import Place
-from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.pool import JudgePool
 from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, SlotQueue
@@ -135,47 +125,3 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
         member = (await playing).member
         assert (member.summary.ended if member is not None else None) is expected
     assert pool.lost == 1
-
-
-WHERE = CallContext(group="step1/t_1", task_id="t_1")
-
-
-class DeafWorker:
-    """In the place of a judge worker's handle: takes phases and never answers."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def __getattr__(self, method: str) -> DeafWorker:
-        self.asked.append(method)
-        return self
-
-    def options(self, **_: Any) -> DeafWorker:
-        return self
-
-    def remote(self, *_: Any, **__: Any) -> tuple[None, None]:
-        return None, None
-
-
-class DeafPool(JudgePool):
-    """A judge pool whose workers fall silent under whatever they are given."""
-
-    def __init__(self, worker: DeafWorker) -> None:
-        super().__init__(lambda name: worker, JudgeConfig())
-        self._worker = worker
-
-    async def _acquire(self, phase: Phase) -> Place[Any]:
-        return Place(self._worker, 0, 0.0)
-
-    async def _finish(self, place: Place[Any], summary: Any) -> None:
-        return None
-
-
-async def test_a_phase_that_silences_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "put", lambda value: value)
-    worker = DeafWorker()
-    judgement: Any = await DeafPool(worker).ask(Stage1, WHERE, messages=())
-    assert worker.asked.count("ask") == judge_pool.MOST_SENDS
-    assert not judgement.ok
-    assert judgement.judged.value is None
-    assert judgement.summary.error == "stage1 of t_1: 4 judge workers fell silent under it, one after the other"
