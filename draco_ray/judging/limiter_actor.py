@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
-from draco_ray.judging.outage import Next, Outage, Pause
+from draco_ray.judging.outage import Next, Outage
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
@@ -24,7 +24,7 @@ from draco_ray.runs.directory import RunDirectory
 LEASE_GRACE_SECONDS = 60.0
 
 
-class LimiterActor:
+class LimiterActor(WaitingLine):
     """A `WaitingLine` for callers in other processes."""
 
     def __init__(
@@ -37,30 +37,11 @@ class LimiterActor:
             who=f"judge {config.model} at {config.api_base or 'its provider'}",
         )
         lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
-        self._limiter = Limiter(
-            config.limits, spent=spent, under_way=under_way, lease_seconds=lease_seconds, outage=outage, name=name
+        super().__init__(
+            Limiter(
+                config.limits, spent=spent, under_way=under_way, lease_seconds=lease_seconds, outage=outage, name=name
+            )
         )
-        self._line = WaitingLine(self._limiter)
-
-    async def lease(self, asked: Asked) -> Grant:
-        """See `draco_ray.judging.limiter.Leases.lease`."""
-        return await self._line.lease(asked)
-
-    async def settle(self, number: str, ended: Ended) -> Next:
-        """See `draco_ray.judging.limiter.Leases.settle`."""
-        return await self._line.settle(number, ended)
-
-    async def give_back(self, number: str) -> None:
-        """See `draco_ray.judging.limiter.Leases.give_back`."""
-        await self._line.give_back(number)
-
-    async def abandon(self, number: str) -> None:
-        """See `draco_ray.judging.limiter.Leases.abandon`."""
-        self._line.abandon(number)
-
-    async def pause(self) -> Pause | None:
-        """The outage there is, if there is one."""
-        return self._limiter.pause()
 
 
 class JudgeLimiterActor(LimiterActor):

@@ -42,7 +42,6 @@ class DirectLeases:
 
     def __init__(self, limiter: JudgeLimiterActor) -> None:
         self.actor = limiter
-        self.tasks: list[asyncio.Task[None]] = []
 
     async def lease(self, asked: Asked) -> Grant:
         return await self.actor.lease(asked)
@@ -54,7 +53,7 @@ class DirectLeases:
         await self.actor.give_back(number)
 
     def abandon(self, number: str) -> None:
-        self.tasks.append(asyncio.create_task(self.actor.abandon(number)))
+        self.actor.abandon(number)
 
 
 @pytest.fixture
@@ -146,7 +145,7 @@ async def test_a_model_that_only_litellm_has_a_price_of_stays_within_its_budget(
         billed = len(server.requests) * (100 * 0.15 + 1000 * 0.60) / 1e6
     assert 0.009 < billed <= 0.01
     assert sum(answer.dollars for answer in paid) == pytest.approx(billed)
-    assert actor._limiter.spent == pytest.approx(billed)
+    assert actor.limiter.spent == pytest.approx(billed)
 
 
 @pytest.mark.parametrize("prices", [{}, {"another": PRICE}])
@@ -182,7 +181,7 @@ async def test_a_reply_without_a_usage_that_can_be_true_is_booked_at_the_most_it
         await judge(ask(1))
         with pytest.raises(BudgetSpent, match=r"\$2\.0000"):
             await judge(ask(2))
-    assert actor._limiter.spent == 2.0
+    assert actor.limiter.spent == 2.0
     # Said once.
     assert caplog.text.count("no usage that could be true") == 1
 
@@ -211,7 +210,7 @@ async def test_chinese_does_not_overrun_what_a_lease_holds(run: RunDirectory) ->
         judge, actor = client(server.base, JudgeLimits(dollars=2.0), run, prices=price)
         results = await asyncio.gather(*(judge(ask(number, text)) for number in range(5)), return_exceptions=True)
     assert sum(isinstance(result, BudgetSpent) for result in results) == 4
-    assert actor._limiter.spent == pytest.approx(0.8, rel=0.01)
+    assert actor.limiter.spent == pytest.approx(0.8, rel=0.01)
 
 
 async def test_requests_that_timed_out_may_be_billed_and_are_booked(run: RunDirectory) -> None:
@@ -224,7 +223,7 @@ async def test_requests_that_timed_out_may_be_billed_and_are_booked(run: RunDire
     assert completion.requests == 3
     assert completion.dollars == pytest.approx(2.1)
     assert completion.estimated_dollars == pytest.approx(2.0)
-    assert actor._limiter.spent == pytest.approx(2.1)
+    assert actor.limiter.spent == pytest.approx(2.1)
 
 
 @pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
@@ -233,7 +232,7 @@ async def test_requests_that_the_endpoint_answered_with_an_error_cost_nothing(ru
         judge, actor = client(server.base, JudgeLimits(dollars=10.0), run)
         await judge(ask(0))
         await judge(ask(1))
-    assert actor._limiter.spent == pytest.approx(0.1 if status < 429 else 0.11)
+    assert actor.limiter.spent == pytest.approx(0.1 if status < 429 else 0.11)
 
 
 async def test_a_call_that_is_cancelled_under_way_is_booked(run: RunDirectory) -> None:
@@ -245,7 +244,7 @@ async def test_a_call_that_is_cancelled_under_way_is_booked(run: RunDirectory) -
         with pytest.raises(asyncio.CancelledError):
             await call
         await asyncio.sleep(0)
-    assert actor._limiter.spent == 1.0
+    assert actor.limiter.spent == 1.0
 
 
 def outage(*during: Reply, before: int = 0, times: int = 1) -> list[Reply]:
@@ -401,8 +400,8 @@ async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDi
         assert sorted(book.settled.values()) == pytest.approx([0.4, 0.4])
         assert list(book.under_way.values()) == [1.0]
         judge, actor = client(server.base, JudgeLimits(dollars=2.9), run)
-        assert actor._limiter.spent == pytest.approx(0.8)
-        assert actor._limiter.reserved == pytest.approx(1.0)
+        assert actor.limiter.spent == pytest.approx(0.8)
+        assert actor.limiter.reserved == pytest.approx(1.0)
         completions = [await judge(ask(number)) for number in range(3)]
         assert [completion.requests for completion in completions] == [0, 0, 1]
         # 1.2 are spent and 1.0 may be: a fourth, which may cost 1.0, has to wait for what it is.
@@ -423,7 +422,7 @@ async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDi
             again.judged(1, TASKS[0], rollout, Score, await phase_of(await judge(ask(rollout))))
         assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
     _, resumed = client(server.base, JudgeLimits(dollars=3.0), run)
-    assert resumed._limiter.spent == pytest.approx(1.2)
+    assert resumed.limiter.spent == pytest.approx(1.2)
 
 
 async def test_forgotten_and_failed_replies_stay_on_the_books(run: RunDirectory) -> None:
@@ -433,7 +432,7 @@ async def test_forgotten_and_failed_replies_stay_on_the_books(run: RunDirectory)
         await judge.forget(ask(0))
         assert (await judge(ask(0))).text == "again"
         _, resumed = client(server.base, JudgeLimits(dollars=10.0), run)
-    assert resumed._limiter.spent == pytest.approx(0.7)
+    assert resumed.limiter.spent == pytest.approx(0.7)
 
 
 async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: RunDirectory, tmp_path: Path) -> None:
@@ -448,14 +447,14 @@ async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: 
 
         await of(run)[0](ask(0))
         judge, actor = of(other)
-        assert actor._limiter.spent == 0.0
+        assert actor.limiter.spent == 0.0
         replayed = await judge(ask(0))
         assert replayed.requests == 0
         # Paid for by the first run: not on the second one's bill.
         store = RunStoreActor(other.path, requests_name(config, other.path))
         store.judged(1, TASKS[0], 0, Score, await phase_of(replayed))
         assert archived(other) == [(0.0, 0)]
-        assert of(run)[1]._limiter.spent == pytest.approx(0.4)
+        assert of(run)[1].limiter.spent == pytest.approx(0.4)
 
 
 async def test_a_limiter_that_is_restarted_knows_what_is_under_way(run: RunDirectory) -> None:
@@ -467,6 +466,6 @@ async def test_a_limiter_that_is_restarted_knows_what_is_under_way(run: RunDirec
         await asyncio.to_thread(server.asked.wait)
         # Ray starts the actor anew, under the same name.
         leases.actor = JudgeLimiterActor(judge._config, run.path)
-        assert (leases.actor._limiter.spent, leases.actor._limiter.reserved) == (0.0, 1.0)
+        assert (leases.actor.limiter.spent, leases.actor.limiter.reserved) == (0.0, 1.0)
         await call
-        assert (leases.actor._limiter.spent, leases.actor._limiter.reserved) == (pytest.approx(0.4), 0.0)
+        assert (leases.actor.limiter.spent, leases.actor.limiter.reserved) == (pytest.approx(0.4), 0.0)

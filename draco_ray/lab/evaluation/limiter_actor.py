@@ -32,14 +32,14 @@ class EvaluationLimiterActor(LimiterActor):
         self._keep()
         return verdict
 
-    async def abandon(self, number: str) -> None:
+    def abandon(self, number: str) -> None:
         """See `LimiterActor.abandon`."""
-        await super().abandon(number)
+        super().abandon(number)
         self._keep()
 
     def _keep(self) -> None:
         temporary = self._book.with_name(f".{self._book.name}.unfinished")
-        temporary.write_text(json.dumps({"dollars": self._limiter.spent}), encoding="utf-8")
+        temporary.write_text(json.dumps({"dollars": self.limiter.spent}), encoding="utf-8")
         os.replace(temporary, self._book)
 
 
