@@ -758,7 +758,8 @@ def rubric_author(
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:
-    from draco_ray.environments.appworld.interpreter import appworld_python, link_package
+    from draco_ray.environments.appworld.interpreter import appworld_python
+    from draco_ray.environments.jail.launch import link_package
 
     with tempfile.TemporaryDirectory(prefix="draco-program-") as folder:
         environment = {**os.environ, "PYTHONPATH": link_package(Path(folder, "program")), "PYTHONUNBUFFERED": "1"}

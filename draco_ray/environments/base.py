@@ -133,7 +133,7 @@ class Environment(ABC):
         return None
 
     def digest(self, tasks: Sequence[str]) -> str:
-        """What tells other tasks under the same ids apart."""
+        """A digest of the tasks, by which others under the same ids are told apart."""
         texts = "\0".join(repr(self.task(task_id)) for task_id in tasks)
         return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:16]
 

@@ -81,7 +81,7 @@ class TasksEnvironment(Environment):
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """Its tasks."""
+        """The rows of its tasks."""
         return read_rows(self.options.tasks or str(self.data.root / "tasks.jsonl"))
 
 

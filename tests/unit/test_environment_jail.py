@@ -11,12 +11,13 @@ import pytest
 
 from draco_ray.environments.appworld import template_process
 from draco_ray.environments.appworld.template_process import (
-    LevelUnavailable,
     TemplateKey,
     acquire_template,
     release_template,
 )
+from draco_ray.environments.jail import launch
 from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
+from draco_ray.environments.jail.launch import LevelUnavailable
 from draco_ray.environments.jail.system_calls import _REFUSED, Instruction, filter_program
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 
@@ -212,7 +213,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception | None]:
         return FakeTemplate(level)
 
     monkeypatch.setattr(template_process.TemplateProcess, "start", staticmethod(start))
-    monkeypatch.setattr(template_process, "_levels_reached", {})
+    monkeypatch.setattr(launch, "_reached", {})
     monkeypatch.setattr(template_process, "_shares", {})
     return outcomes
 

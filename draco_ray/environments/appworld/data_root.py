@@ -121,7 +121,7 @@ def load_difficulty(root: Path, task_id: str) -> int | None:
 
 
 def tasks_digest(root: Path, tasks: Sequence[str]) -> str:
-    """What tells two worlds with the same task ids apart."""
+    """A digest of the tasks' specs, by which two worlds with the same task ids are told apart."""
     digest = hashlib.sha256()
     for task_id in tasks:
         digest.update(_specs(root, task_id).read_bytes())

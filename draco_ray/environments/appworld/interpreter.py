@@ -1,7 +1,8 @@
 """AppWorld's own Python: its pins clash with everything else, so it has a virtual environment of its own.
 
 It runs code of this package too. An installed package lies among all others, in the very versions that clash, so
-AppWorld's Python imports it through a folder that holds nothing but a link to it (`link_package`).
+AppWorld's Python imports it through a folder that holds nothing but a link to it
+(`draco_ray.environments.jail.launch.link_package`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from draco_ray.environments.jail.launch import PACKAGE
 from draco_ray.errors import WorldError
 
 VARIABLE = "DRACO_APPWORLD_PYTHON"
-PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def appworld_python(configured: str | None) -> str:
@@ -34,13 +35,3 @@ def appworld_python(configured: str | None) -> str:
         if candidate.exists():
             return str(candidate)
     raise WorldError(f"AppWorld's Python was not found: run `make setup`, or set {VARIABLE} to its interpreter")
-
-
-def link_package(folder: Path) -> str:
-    """Make ``folder`` and link this package, alone, into it.
-
-    Returns: its path, for AppWorld's Python to take as PYTHONPATH.
-    """
-    folder.mkdir()
-    (folder / "draco_ray").symlink_to(PACKAGE)
-    return str(folder)

@@ -128,7 +128,7 @@ def _run(connection: sqlite3.Connection, changes: Sequence[Change]) -> None:
 
 
 def _stay_in_this_database(action: int, *_: str | None) -> int:
-    """A second wall: what the search index does while a statement runs is let through, other files are not."""
+    """Deny other databases to a statement that runs; what the search index does meanwhile is let through."""
     return sqlite3.SQLITE_DENY if action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH) else sqlite3.SQLITE_OK
 
 

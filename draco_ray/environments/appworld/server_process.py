@@ -20,9 +20,10 @@ import httpx
 import psutil
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.appworld.template_process import SCRATCH_MIB, TemplateProcess, last_line
+from draco_ray.environments.appworld.template_process import TemplateProcess
 from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, SlotSpec
 from draco_ray.environments.jail import linux
+from draco_ray.environments.jail.launch import SCRATCH_MIB, last_line
 from draco_ray.errors import EnvironmentCrashed
 
 log = logging.getLogger(__name__)

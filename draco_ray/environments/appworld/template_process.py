@@ -6,10 +6,8 @@ AppWorld is loaded once for them. The template is started with the first slot th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import select
 import socket
 import subprocess
@@ -19,15 +17,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draco_ray.environments.appworld.interpreter import link_package
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, UNAVAILABLE, JailSpec
+from draco_ray.environments.jail.confine import JailSpec
+from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 
 log = logging.getLogger(__name__)
-
-SCRATCH_MIB = 128
-"""What a task may write, and the largest file."""
 
 _SIGNALLED = 128
 """Exit statuses from here on stand for a signal: an accident, which says nothing about the host's isolation."""
@@ -56,12 +51,6 @@ class _Share:
 
 _shares: dict[TemplateKey, _Share] = {}
 _shares_lock = threading.Lock()
-_levels_reached: dict[str, str] = {}
-"""The level ``auto`` reached in this process, by interpreter, so that later templates do not try again."""
-
-
-class LevelUnavailable(Exception):
-    """The host does not offer an isolation level."""
 
 
 class _NotLoaded(LevelUnavailable):
@@ -97,18 +86,7 @@ class TemplateProcess:
             scratch_mib=SCRATCH_MIB,
             output_bytes=key.output_bytes,
         )
-        program = link_package(Path(spec.program))
-        with open(os.path.join(directory, "stderr"), "wb") as stderr:
-            process = subprocess.Popen(
-                [key.python, "-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()],
-                env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"},
-                pass_fds=(their_control.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-                cwd="/",
-            )
+        process = launch(spec, key.python)
         their_control.close()
         template = cls(process, control, directory, level)
         try:
@@ -122,8 +100,7 @@ class TemplateProcess:
                 complaint = last_line(directory)
                 if status < 0 or status >= _SIGNALLED:
                     raise EnvironmentCrashed(f"the process that loads AppWorld was killed (status {status})")
-                refused = status == UNAVAILABLE or complaint.startswith("bwrap: ")
-                raise LevelUnavailable(complaint) if refused else _NotLoaded(complaint)
+                raise LevelUnavailable(complaint) if not_offered(status, complaint) else _NotLoaded(complaint)
             ready = json.loads(message)
             template.system_calls_refused = ready["system_calls_refused"]
             if not template.system_calls_refused:
@@ -198,24 +175,18 @@ def release_template(key: TemplateKey) -> None:
 
 
 def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
-    wanted = key.isolation
-    levels: tuple[str, ...] = (wanted,)
-    if wanted == "auto":
-        reached = _levels_reached.get(key.python)
-        levels = (reached,) if reached else AUTOMATIC_LEVELS
-    complaints: list[str] = []
+    levels = Levels(key.isolation, key.python)
     failure: type[EnvironmentCrashed] = IsolationUnavailable
     for level in levels:
         started_at = time.monotonic()
         try:
             template = TemplateProcess.start(key, level, timeout_seconds)
         except LevelUnavailable as error:
-            complaints.append(f"{level}: {error}")
+            levels.refused(level, error)
             if isinstance(error, _NotLoaded):
                 failure = EnvironmentCrashed
             continue
-        if wanted == "auto":
-            _levels_reached[key.python] = level
+        levels.reached(level)
         log.info("AppWorld loaded in %.1f s; isolation: %s", time.monotonic() - started_at, level)
         if level == "rlimits":
             log.warning(
@@ -223,14 +194,4 @@ def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
                 " processes, stay within its reach"
             )
         return template
-    hint = "; environment.isolation=rlimits would run model-written code with limits alone" if wanted == "auto" else ""
-    raise failure(f"AppWorld cannot be started: {'; '.join(complaints)}{hint}")
-
-
-def last_line(directory: str) -> str:
-    """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path(directory, "stderr").read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it left no message"
+    raise failure(f"AppWorld cannot be started: {levels}")

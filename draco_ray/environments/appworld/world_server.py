@@ -71,7 +71,7 @@ class SlotSpec:
 
 
 class WorldServer:
-    """Forks and ends the processes of tasks, at the slot's word."""
+    """Forks and ends the processes of tasks, as the slot orders."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class WorldServer:
 
 
 def show_only(task_id: str, tasks: str) -> None:
-    """In a mount namespace of this process, leave of all tasks only this one's specs and databases.
+    """Leave of all tasks only this one's specs and databases, in a mount namespace of this process.
 
     Its ground truth, and everything about other tasks, is then out of reach for good once privileges are dropped.
     """

@@ -244,7 +244,7 @@ def landlock_version() -> int:
 
 
 def require_landlock() -> None:
-    """Raises OSError where Landlock is missing or too old to hold."""
+    """Refuse a host whose Landlock is missing or too old. Raises: OSError."""
     if landlock_version() < _LANDLOCK_OLDEST:
         raise OSError(f"Landlock version {landlock_version()}, version {_LANDLOCK_OLDEST} (Linux 6.2) is needed")
 

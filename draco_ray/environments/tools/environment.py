@@ -6,9 +6,9 @@ import asyncio
 import functools
 import json
 import os
-import threading
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,26 +267,10 @@ def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[s
     files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
     key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
     if key not in _known:
-        _known[key] = _in_a_loop_of_its_own(options, config, secrets)
+        # In a thread: an event loop may run in this one.
+        with ThreadPoolExecutor(1) as elsewhere:
+            _known[key] = elsewhere.submit(asyncio.run, _ask_offer(options, config, secrets)).result()
     return _known[key]
-
-
-def _in_a_loop_of_its_own(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
-    """`_ask_offer`, whether or not an event loop runs here."""
-    outcome: list[Offer | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(_ask_offer(options, config, secrets)))
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
 
 
 async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:

@@ -19,9 +19,10 @@ from typing import Any
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import JailSpec
+from draco_ray.environments.jail.launch import SCRATCH_MIB, jail_command, last_line, link_package, reached_level
 from draco_ray.environments.tools.command import Launch
 from draco_ray.environments.tools.options import McpServerOptions
-from draco_ray.environments.tools.process import CPU_CALLS, SCRATCH_MIB, last_line, link_package, reached_level
+from draco_ray.environments.tools.process import CPU_CALLS
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.extras import need
 
@@ -48,7 +49,7 @@ class McpSession:
         self._lost: str | None = None
 
     async def start(self) -> list[dict[str, Any]]:
-        """Begin it. Returns: the schemas of its tools, in OpenAI's form. Raises: EnvironmentCrashed."""
+        """Begin the session. Returns: the schemas of its tools, in OpenAI's form. Raises: EnvironmentCrashed."""
         need("mcp")
         ready: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._live(ready))
@@ -72,7 +73,7 @@ class McpSession:
         return await answer
 
     async def stop(self) -> None:
-        """End it, and the command."""
+        """End the session, and the command."""
         if self._task is None:
             return
         self._jobs.put_nowait(None)
@@ -173,7 +174,7 @@ class McpSession:
         if program is not None and not program.startswith(("/usr/", "/bin/")):
             shown.append(program)
         spec = JailSpec(
-            level=reached_level(self._config),
+            level=reached_level(self._config.isolation),
             # Standard input: what must not be held open by the processes around the command.
             control_fd=0,
             directory=directory,
@@ -185,7 +186,7 @@ class McpSession:
             shown=tuple(shown),
             network=self._network,
         )
-        return ["-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()]
+        return jail_command(spec)
 
 
 def _filled(template: str, secrets: Mapping[str, str]) -> str:

@@ -11,34 +11,24 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, UNAVAILABLE, JailSpec
+from draco_ray.environments.jail.confine import JailSpec
+from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.environments.tools.options import ToolsOptions
 from draco_ray.environments.tools.server import Setup
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken
 
 log = logging.getLogger(__name__)
 
-SCRATCH_MIB = 128
-"""What a task may write, and the largest file."""
 HARD_STOP = 1.25
 """Times ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted costs the process."""
 CPU_CALLS = 60
-_PACKAGE = Path(__file__).resolve().parents[2]
-_levels_reached: list[str] = []
-"""The level that ``auto`` reached in this process, so that later servers do not try again."""
-
-
-class _LevelUnavailable(Exception):
-    """The host does not offer an isolation level."""
 
 
 class ToolProcess:
@@ -66,22 +56,17 @@ class ToolProcess:
         Raises: ConfigError where these cannot be used; IsolationUnavailable where the host offers no level that
             ``environment.isolation`` allows; EnvironmentCrashed when it does not start.
         """
-        levels = (config.isolation,) if config.isolation != "auto" else tuple(_levels_reached or AUTOMATIC_LEVELS)
-        complaints = []
+        levels = Levels(config.isolation)
         for level in levels:
             try:
                 started = await cls._start(level, options, config, secrets)
-            except _LevelUnavailable as error:
-                complaints.append(f"{level}: {error}")
+            except LevelUnavailable as error:
+                levels.refused(level, error)
                 continue
-            if config.isolation == "auto" and not _levels_reached:
-                _levels_reached.append(level)
-                log.info("tools are isolated by: %s", level)
+            levels.reached(level)
+            log.info("tools are isolated by: %s", level)
             return started
-        raise IsolationUnavailable(
-            f"tools cannot be confined: {'; '.join(complaints)}; environment.isolation=rlimits would run them with "
-            "limits alone"
-        )
+        raise IsolationUnavailable(f"tools cannot be confined: {levels}")
 
     @classmethod
     async def _start(
@@ -102,7 +87,7 @@ class ToolProcess:
             shown=(*files, *(os.path.abspath(path) for path in options.reads)),
             network=options.network,
         )
-        process = _spawn(spec, theirs.fileno())
+        process = launch(spec)
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=control, limit=8 * config.max_output_bytes + (1 << 20))
         started = cls(process, directory, reader, writer)
@@ -121,8 +106,8 @@ class ToolProcess:
             complaint = last_line(directory)
             await started.kill()
             status = process.returncode
-            if status == UNAVAILABLE or complaint.startswith("bwrap: "):
-                raise _LevelUnavailable(complaint) from None
+            if not_offered(status, complaint):
+                raise LevelUnavailable(complaint) from None
             raise EnvironmentCrashed(f"the process of tools did not start (status {status}): {complaint}") from None
         except BaseException:
             await started.kill()
@@ -134,7 +119,7 @@ class ToolProcess:
         return started
 
     async def ask(self, order: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """One order and its answer.
+        """Give an order and return its answer.
 
         Raises: EOFError when it is gone; EnvironmentCrashed when it does not answer in time.
         """
@@ -178,39 +163,3 @@ class ToolProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
         await asyncio.to_thread(linux.remove_tree, self._directory)
-
-
-def _spawn(spec: JailSpec, control: int) -> subprocess.Popen[bytes]:
-    program = link_package(Path(spec.program))
-    with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()],
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"},
-            pass_fds=(control,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-            cwd="/",
-        )
-
-
-def link_package(folder: Path) -> str:
-    """Make ``folder`` and link this package, alone, into it. Returns: its path, for PYTHONPATH."""
-    folder.mkdir()
-    (folder / "draco_ray").symlink_to(_PACKAGE)
-    return str(folder)
-
-
-def reached_level(config: EnvironmentConfig) -> str:
-    """The level at which a process of tools has been started here."""
-    return _levels_reached[0] if config.isolation == "auto" else config.isolation
-
-
-def last_line(directory: str) -> str:
-    """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path(directory, "stderr").read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it left no message"

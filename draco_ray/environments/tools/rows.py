@@ -26,7 +26,7 @@ class Row:
     row: Mapping[str, Any]
 
     def task(self, tools: str) -> Task:
-        """As the policy may see it; short fields of its own may stand in the prompt."""
+        """The task as the policy may see it; short fields of its own may stand in the prompt."""
         fields = {
             name: str(value)
             for name, value in self.row.items()
@@ -41,7 +41,7 @@ class Row:
         )
 
     def told(self, *, ground_truth: bool) -> dict[str, Any]:
-        """As ``reset`` and ``evaluate`` get it: what is expected only where there is ground truth."""
+        """The row as ``reset`` and ``evaluate`` get it: what is expected only where there is ground truth."""
         return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
 
 
@@ -49,7 +49,7 @@ class Rows(dict[str, Row]):
     """Tasks by id, in the order of their source."""
 
     def __init__(self, source: str) -> None:
-        """None yet; ``source`` is named in errors."""
+        """Begin without a row; ``source`` is named in errors."""
         super().__init__()
         self._source = source
 
