@@ -1,4 +1,4 @@
-"""Where actors go that ask for no resource."""
+"""The node for actors that ask for no resource."""
 
 from __future__ import annotations
 

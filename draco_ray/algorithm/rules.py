@@ -78,7 +78,7 @@ class NoDropout(AdvantageRule):
     """Every criterion counts."""
 
     def surviving(self, verdict_GK: IntArray) -> BoolArray:
-        """All of them."""
+        """The mask of all criteria."""
         return np.ones(verdict_GK.shape[1], dtype=np.bool_)
 
 
@@ -86,7 +86,7 @@ class MixedOnly(AdvantageRule):
     """A criterion counts where members differ."""
 
     def surviving(self, verdict_GK: IntArray) -> BoolArray:
-        """Those that some member failed and another passed."""
+        """The criteria that some member failed and another passed."""
         return surviving_criteria(verdict_GK) & np.any(verdict_GK == Verdict.PASS, axis=0)
 
 
@@ -103,7 +103,7 @@ class ScoreVerdicts(AdvantageRule):
     """The credit call names steps, and overrules no verdict."""
 
     def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
-        """Its citations under the scoring verdicts."""
+        """The credit call's citations, under the scoring call's verdicts."""
         return tuple(replace(each, verdict=Verdict(int(verdict_K[each.criterion]))) for each in attributed)
 
 

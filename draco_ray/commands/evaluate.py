@@ -192,7 +192,7 @@ def _percent(rates: Sequence[Estimate]) -> Cell | None:
 
 
 def check_options(options: EvaluateOptions) -> None:
-    """Raises: ConfigError where options do not go together."""
+    """Refuse options that do not go together. Raises: ConfigError."""
     if (options.policy is None) == (options.run is None):
         raise ConfigError("draco evaluate: expected either --policy or --run")
     if options.run is None and (options.last_epochs is not None or options.train_curve):

@@ -60,7 +60,7 @@ class PooledJudge:
 
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
-    """With the facts of the first groups' world, where nobody has given others: workers judge all groups alike."""
+    """The configuration with facts of the first groups' world, unless there are others: groups are judged alike."""
     if judge.environment_facts is not None:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]

@@ -69,7 +69,7 @@ class PolicyEngineActor:
 
     @ray.method(max_task_retries=0)
     async def until_death(self) -> None:
-        """Answers never; fails once this process has ended."""
+        """Wait for ever; the call fails once this process has ended."""
         await asyncio.Event().wait()
 
     async def sample(
@@ -107,7 +107,7 @@ class PolicyEngineActor:
 
     @asynccontextmanager
     async def _alive(self) -> AsyncIterator[None]:
-        """A call of the engine: begins once it serves, and ends this process where it left the engine dead."""
+        """Let a call in once the engine serves, and end this process where the call left the engine dead."""
         await self._serving.wait()
         try:
             yield
@@ -219,7 +219,7 @@ class EngineFleet:
         await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
-        """No engine is replaced any more; they themselves go on."""
+        """Stop replacing engines that die; the engines themselves go on."""
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)

@@ -52,7 +52,7 @@ class Child:
         *,
         folder: Path | None = None,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             folder: working directory; None is this process's.
@@ -76,7 +76,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id, and that of its group."""
+        """The process id, which is that of its group too."""
         return self._process.pid
 
     @property
@@ -95,7 +95,7 @@ class Child:
         return code
 
     def end(self) -> None:
-        """End it and everything it started: politely, then not. Safe to call twice."""
+        """End it and everything it started: by SIGTERM, then by SIGKILL. Safe to call twice."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)

@@ -69,7 +69,7 @@ class RunwiseLora(PunicaWrapperCPU):
             y[rows].addmm_(x[rows], lora_b_stacked[slot, 0].T)
 
     def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the learner refuses adapters on the LM head, whose log-probs it computes in chunks."""
+        """Do nothing: the learner refuses adapters on the LM head, whose log-probs it computes in chunks."""
 
 
 class CpuWorker(CPUWorker):

@@ -19,7 +19,7 @@ class RequestGate:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Inside, one request is under way; entering waits while the gate is shut."""
+        """Count a request as under way inside the block; entering waits while the gate is shut."""
         # Whoever was let out may find it shut again.
         while not self._open.is_set():
             await self._open.wait()

@@ -9,7 +9,7 @@ import threading
 
 
 def die_with_parent() -> None:
-    """Kill this process, without ceremony, as soon as the one that started it has ended, however that ended.
+    """Kill this process with SIGKILL as soon as the one that started it has ended, however that ended.
 
     Does nothing in a process that `multiprocessing` did not start.
     """

@@ -1,4 +1,4 @@
-"""Is this a model directory that an engine can load? Answered from file names and JSON, without importing vLLM."""
+"""Checks whether an engine can load a model directory, by file names and JSON, without importing vLLM."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the base model as the learner loads it."""
+        """The number of parameters of the base model as the learner loads it."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return embeddings + self.hidden + sum(self.layer_parameters(kind) for kind in self.layers)
 
@@ -176,7 +176,7 @@ class ModelShape:
         return found
 
     def adapter_parameters(self, target: str, rank: int) -> int:
-        """Of the LoRA adapter: two matrices a linear layer."""
+        """The number of parameters of the LoRA adapter: two matrices a linear layer."""
         return rank * sum(linear.inputs + linear.outputs for linear in self.adapted(target))
 
     def _mixer(self, kind: LayerKind) -> tuple[LinearShape, ...]:

@@ -346,7 +346,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
-        """Inside, no request is under way, where the configuration says so."""
+        """Hold requests back inside the block, where ``engine.sync`` says so."""
         if self._config.sync == "serve":
             yield
             return
@@ -362,7 +362,7 @@ class VllmEngine:
         return self._running()
 
     def _check_vocabulary(self, token_ids: list[int]) -> None:
-        """Without a tokenizer of its own vLLM does not look, and its core process would die of the look-up."""
+        """Refuse tokens that the model does not have: without a tokenizer vLLM does not look, and its core dies."""
         words = self._running().model_config.get_vocab_size()
         strange = next((token for token in token_ids if not 0 <= token < words), None)
         if strange is not None:

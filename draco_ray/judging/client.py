@@ -85,7 +85,7 @@ class LiteLLMClient:
         role: str = "judge",
         settings: str = "judge.model, judge.api_base",
     ) -> None:
-        """Nothing is sent or imported yet.
+        """Prepare a client; nothing is sent or imported yet.
 
         Args:
             config: model, endpoint, sampling, limits and prices.

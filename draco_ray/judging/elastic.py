@@ -49,7 +49,7 @@ class ElasticWorkers(Generic[WorkerT]):
         idle_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is started before the first `adjust`.
+        """Prepare the pool; nothing is started before the first `adjust`.
 
         Args:
             start: asks for the worker of that number.
@@ -147,7 +147,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._serve()
 
     def came_up(self, place: Place[WorkerT]) -> None:
-        """The worker answers: it gets calls from now on."""
+        """Note that a worker answers: it gets calls from now on."""
         if not place.up:
             place.up, place.given_up = True, asyncio.Event()
             place.idle_since = self._clock()
@@ -156,13 +156,13 @@ class ElasticWorkers(Generic[WorkerT]):
         self._serve()
 
     def went_down(self, place: Place[WorkerT]) -> None:
-        """The worker does not answer: it gets no call until it does, and its calls go to others if there are any."""
+        """Note that a worker does not answer: it gets no call until it does, and its calls go to others that are up."""
         place.up = False
         self._silent.add(place)
         self._give_up_the_silent()
 
     def lost(self, place: Place[WorkerT], error: BaseException) -> None:
-        """The worker is gone for good. Where it was the last one, whoever waits is told ``error``."""
+        """Note that a worker is gone for good. Where it was the last one, whoever waits is told ``error``."""
         place.up = False
         self._silent.discard(place)
         if place in self.places:

@@ -55,7 +55,7 @@ class Endpoint:
     """The configured model at its endpoint."""
 
     def __init__(self, config: JudgeConfig, role: str, settings: str) -> None:
-        """Nothing is sent or imported yet; ``role`` and ``settings`` as of `draco_ray.judging.client.LiteLLMClient`."""
+        """Prepare it; nothing is sent yet. ``role`` and ``settings``: see `draco_ray.judging.client.LiteLLMClient`."""
         self._config, self._role, self._settings = config, role, settings
         self._structured = StructuredOutput(config)
         self._tokens_name = "max_tokens"
@@ -76,7 +76,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
-        """The configured one, for every request (`Servers`)."""
+        """The configured server, for every request (`Servers`)."""
         yield Borrowed(Server(self._config.api_base, self.api_key()))
 
     def api_key(self) -> str:
@@ -134,7 +134,7 @@ class Endpoint:
                 self._tokens_name = "max_completion_tokens"
 
     def _told(self, litellm: Any, request: Request, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """What tells the provider of its tier, and of the beginnings that other requests share."""
+        """The arguments that tell the provider of its tier, and of the beginnings that other requests share."""
         config = self._config
         extra: dict[str, Any] = {} if config.service_tier is None else {"service_tier": config.service_tier}
         how = told(litellm, config.model, config.api_base, config.prompt_cache)

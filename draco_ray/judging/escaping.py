@@ -159,5 +159,5 @@ def _plain(text: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Lone surrogates cannot travel as UTF-8; they become question marks."""
+    """Replace lone surrogates, which cannot travel as UTF-8, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")

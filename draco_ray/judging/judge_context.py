@@ -49,7 +49,7 @@ class JudgeContext:
 
     @property
     def tokens(self) -> int:
-        """All of it."""
+        """The sum of the parts."""
         return self.instructions + self.rollouts + self.criteria + self.reply
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
 
 
 def context_warning(config: DracoConfig) -> str | None:
-    """That ``judge.self_judge.context_tokens`` is set to less than full length takes; None where it is not."""
+    """The warning that ``judge.self_judge.context_tokens`` is below what full length takes; None where it is not."""
     given, needed = config.judge.self_judge.context_tokens, judge_context(config)
     if not uses_self_judge(config) or given is None or given >= needed.tokens:
         return None
@@ -159,7 +159,7 @@ def context_warning(config: DracoConfig) -> str | None:
 
 
 def api_warning(config: DracoConfig) -> str | None:
-    """That the judge reads less than full length takes; None where it does not, or where that is not known."""
+    """The warning that the judge reads less than full length takes; None where it does not, or that is not known."""
     reads, needed = judge_tokens(config.judge), judge_context(config)
     if reads is None or config.judge.self_judge.enabled or needed.tokens <= reads:
         return None

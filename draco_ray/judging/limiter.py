@@ -108,15 +108,15 @@ class Leases(Protocol):
         ...
 
     async def settle(self, number: str, ended: Ended) -> Next:
-        """The request of a lease has ended; says what becomes of its call if it has no reply."""
+        """Book the end of a lease's request; returns what becomes of its call if it has no reply."""
         ...
 
     async def give_back(self, number: str) -> None:
-        """The request of a lease was not sent."""
+        """Take back a lease whose request was not sent."""
         ...
 
     def abandon(self, number: str) -> None:
-        """Nobody waits for the request of a lease any longer: it may be billed."""
+        """Give up a lease whose request nobody waits for any longer; it may be billed."""
         ...
 
 
@@ -147,7 +147,7 @@ class SlidingWindow:
         """When all that was taken would have left at an even pace."""
 
     def seconds_to_wait(self, amount: float, now: float, held: float = 0.0) -> float:
-        """Until ``amount`` more would fit beside ``held`` if nothing else happened; 0 if it does."""
+        """Seconds until ``amount`` more would fit beside ``held`` if nothing else happened; 0 if it does."""
         self._forget(now)
         if self._limit is None:
             return 0.0
@@ -172,7 +172,7 @@ class SlidingWindow:
         return use
 
     def correct(self, use: _Use, amount: float, now: float) -> None:
-        """``use`` turned out to be ``amount``."""
+        """Count ``use`` as ``amount``, which it turned out to be."""
         self._forget(now)
         if now - use.at < WINDOW_SECONDS:
             self._sum += amount - use.amount
@@ -311,7 +311,7 @@ class Limiter:
         return grant
 
     def settle(self, number: str, ended: Ended) -> Next:
-        """The request of a lease has ended. What it did cost counts even if the lease expired."""
+        """Book the end of a lease's request. What it did cost counts even if the lease expired."""
         now = self._clock()
         self.spent += ended.dollars - self._booked.pop(number, 0.0)
         lease = self._leases.pop(number, None)
@@ -331,7 +331,7 @@ class Limiter:
         return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now)
 
     def give_back(self, number: str) -> None:
-        """The request of a lease was not sent."""
+        """Take back a lease whose request was not sent."""
         lease = self._leases.pop(number, None)
         if lease is not None:
             self._tokens.correct(lease.use, 0.0, self._clock())

@@ -96,7 +96,7 @@ class Outage:
         return self._max_seconds > 0
 
     def seconds_to_wait(self, now: float) -> float:
-        """Until the next request may be sent; infinite while the small question is under way."""
+        """Seconds until the next request may be sent; infinite while the small question is under way."""
         if self._paused_until > now:
             return self._paused_until - now
         return math.inf if self._asking else 0.0
@@ -106,11 +106,11 @@ class Outage:
         return self._rounds >= ROUNDS_TO_ASK
 
     def ask(self) -> None:
-        """The small question is sent."""
+        """Note that the small question is sent."""
         self._asking = True
 
     def asked(self, trouble: Trouble | None = None) -> None:
-        """It has ended: answered, not sent, or without a reply."""
+        """Note that the small question has ended: answered, not sent, or without a reply."""
         self._asking = False
         self.unanswered += trouble in (Trouble.RATE_LIMITED, Trouble.UNAVAILABLE, Trouble.TIMED_OUT)
 
@@ -136,13 +136,13 @@ class Outage:
         )
 
     def answered(self, now: float) -> None:
-        """A reply came."""
+        """Note that a reply came."""
         self._answered = True
         self._refusals = 0
         self._well(now)
 
     def failed(self, trouble: Trouble, reason: str, hint: float | None, sent_at: float, now: float) -> Next:
-        """A request that was sent at ``sent_at`` had no reply.
+        """Take in that a request, sent at ``sent_at``, had no reply.
 
         Args:
             trouble: what kind.

@@ -152,7 +152,7 @@ class Fallbacks:
 
 
 def _dearer(completion: Completion, dollars: float) -> Completion:
-    """With what the judges before it may have cost."""
+    """The completion with what the judges before it may have cost."""
     return replace(
         completion,
         dollars=completion.dollars + dollars,

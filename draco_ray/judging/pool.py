@@ -49,7 +49,7 @@ class JudgePool:
     """
 
     def __init__(self, start: Callable[[str], Any], config: JudgeConfig) -> None:
-        """Nothing is started yet.
+        """Prepare the pool; nothing is started yet.
 
         Args:
             start: asks Ray for a judge actor of that name and returns its handle at once.

@@ -58,7 +58,7 @@ class Book:
 
     @property
     def dollars(self) -> float:
-        """All of them."""
+        """The sum over all requests."""
         return math.fsum([*self.settled.values(), *self.under_way.values()])
 
 
@@ -72,7 +72,8 @@ class ReplyCache:
     """A folder of answers, safe to share between judge workers; disk access happens in a thread of its own."""
 
     def __init__(self, folder: Path) -> None:
-        """
+        """Open the folder, made if there is none.
+
         Raises:
             StoreError: it cannot be opened; SQLite writes to do so.
         """

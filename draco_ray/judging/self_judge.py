@@ -86,10 +86,10 @@ class SelfJudgeClient:
         return self._completion(text, sample.finish_reason, len(prompt), len(sample.token_ids), started_at, clock, None)
 
     async def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: no answer is kept."""
 
     async def check(self) -> None:
-        """Nothing to ask: the engines are started, and checked, by the run itself."""
+        """Do nothing: the engines are started, and checked, by the run itself."""
 
     def _completion(
         self,

@@ -63,7 +63,7 @@ class WatchedWorkers(Generic[WorkerT]):
         look_seconds: float = LOOK_SECONDS,
         silent_seconds: float = SILENT_SECONDS,
     ) -> None:
-        """Nothing is started yet.
+        """Prepare the watch; nothing is started yet.
 
         Args:
             workers: the workers.

@@ -225,7 +225,7 @@ class LoraLearner:
         )
 
     def release_memory(self) -> None:
-        """Where the GPU is shared: give back what PyTorch keeps for the next pass, for an engine to wake up into."""
+        """Give back, where the GPU is shared, what PyTorch keeps for the next pass, for an engine to wake up into."""
         if 0 < self._config.gpus_per_worker < 1:
             torch.cuda.empty_cache()
 

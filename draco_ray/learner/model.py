@@ -107,7 +107,7 @@ class AdaptedModel:
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Inside, the policy is the base model: the reference of the KL term."""
+        """Make the policy the base model inside the block: the reference of the KL term."""
         with self.peft.disable_adapter():
             yield
 
@@ -146,7 +146,7 @@ class AdaptedModel:
         set_peft_model_state_dict(self.peft, tensors)
 
     def _check_head(self, path: str) -> None:
-        """Some architectures scale or cap the logits after the head; our log-probs would silently be wrong there."""
+        """Refuse architectures that scale or cap the logits after the head: our log-probs would be wrong there."""
         if not isinstance(self._head, torch.nn.Linear) or self._head.weight.requires_grad:
             raise ConfigError(
                 f"model {path}: its LM head is {type(self._head).__name__}, expected a frozen linear layer; "

@@ -52,7 +52,7 @@ def shard_base(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
 
 @contextmanager
 def gathered(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, the parameters of a sharded module are whole on every worker; nothing to do for one that is not."""
+    """Make the parameters of a sharded module whole on every worker inside the block; others are whole already."""
     if not isinstance(module, FSDPModule):
         yield
         return

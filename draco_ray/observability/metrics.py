@@ -14,7 +14,7 @@ class RunMetrics:
     """The metrics of one run, recorded by its driver."""
 
     def __init__(self, run_name: str) -> None:
-        """Needs a connected Ray."""
+        """Make the instruments; needs a connected Ray."""
         from ray.util.metrics import Counter, Gauge, Histogram
 
         self._tags = {"run": run_name}

@@ -105,7 +105,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """For the record."""
+        """The name that is recorded with its rollouts."""
         ...
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> Conversation:

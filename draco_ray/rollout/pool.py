@@ -102,7 +102,7 @@ class RolloutPool:
         self.lost = 0
 
     def take_over(self, group: str, member: Member) -> None:
-        """A rollout of ``group`` that an earlier process of this run has finished: it is not played again."""
+        """Take a rollout of ``group`` that an earlier process of this run has finished; it is not played again."""
         self._recorded[group, member.rollout] = member
 
     async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Played:

@@ -51,7 +51,7 @@ class ProgramAgent:
     """
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
-        """Raises: ConfigError where there is no program, or a policy without tokens."""
+        """Find the program. Raises: ConfigError where there is none, or the policy has no tokens."""
         if not isinstance(policy, TokenPolicy):
             raise ConfigError(f"agent.use=command: policy {policy.name} has no tokens to record")
         self._policy, self._config, self._template = policy, config, template

@@ -42,7 +42,7 @@ class TokenPolicy:
 
     @property
     def name(self) -> str:
-        """The engine's."""
+        """The engine's name."""
         return self.sampler.name
 
     @functools.cached_property

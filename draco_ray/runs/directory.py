@@ -151,7 +151,7 @@ def _check_rows(table: pa.Table, name: str, *, older: bool) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raises OSError for what is no regular file: a queue or a device would be waited for."""
+    """Refuse what is no regular file: reading a queue or a device would wait. Raises: OSError."""
     if not path.exists():
         raise OSError("it is missing")
     if not path.is_file():
@@ -226,7 +226,7 @@ class RunDirectory:
 
     @cached_property
     def schema_version(self) -> int:
-        """Of the run directory; 0 for one from before there were versions.
+        """The schema version of the run directory; 0 for one from before there were versions.
 
         Raises:
             DamagedRun: ``run.json`` cannot be read.

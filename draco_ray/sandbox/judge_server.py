@@ -120,7 +120,7 @@ class JudgeApp:
     """The protocol and the misbehaviour; `answer` does the judging."""
 
     def __init__(self, behaviour: Behaviour) -> None:
-        """Raises ConfigError if a key is required and the environment holds none, or nothing answers."""
+        """Prepare the answers. Raises: ConfigError if a key is required and none is set, or ``use`` answers nothing."""
         self._behaviour = behaviour
         self._answer = behaviour.noise.blur(find("judge.rule_judge.use", behaviour.use, ANSWERS))
         self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
@@ -322,7 +322,7 @@ class JudgeServer:
     model = MODEL_NAME
 
     def __init__(self, *, key: str | None = None, **behaviour: Any) -> None:
-        """Raises ConfigError on a value out of range."""
+        """Check the values. Raises: ConfigError."""
         self._behaviour = _behaviour(require_key=key is not None, **behaviour)
         self._key = key
         self._process: subprocess.Popen[str] | None = None

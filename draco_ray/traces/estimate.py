@@ -30,7 +30,7 @@ REPLY_TOKENS = {Stage1.name: 2000, Stage2.name: 800, Union.name: 2000, Score.nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseEstimate:
-    """Of one phase, over all groups."""
+    """The estimate of one phase, over all groups."""
 
     calls: int = 0
     input_tokens: int = 0

@@ -304,7 +304,7 @@ def read_sample(sample: Any, where: str, reading: Reading, task: str) -> Iterato
 
 
 def _attached(value: object, attachments: Mapping[str, Any]) -> object:
-    """With what Inspect has put aside (``attachment://DIGEST``) back in its place."""
+    """The value with what Inspect has put aside (``attachment://DIGEST``) back in its place."""
     if isinstance(value, str) and value.startswith("attachment://"):
         return attachments.get(value.removeprefix("attachment://"), value)
     if isinstance(value, list):

@@ -118,7 +118,7 @@ class GroupJudgement:
         return None if judged is None or not judged.ok else judged.value
 
     def share(self, rollout: int) -> RolloutAdvantage | None:
-        """Its reward, advantage and step advantages."""
+        """A trace's reward, advantage and step advantages."""
         members = () if self.advantages is None else self.advantages.rollouts
         return next((member for member in members if member.rollout == rollout), None)
 

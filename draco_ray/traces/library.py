@@ -122,7 +122,7 @@ def plan(
 
 
 def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
-    """With ``judge.local`` on where the cluster serves the judge, and off elsewhere."""
+    """The configuration with ``judge.local`` on where the cluster serves the judge, and off elsewhere."""
     own = judge.model.startswith(LOCAL_PROVIDER) and not (judge.api_base or os.environ.get("HOSTED_VLLM_API_BASE"))
     if own and not ray:
         raise ConfigError(

@@ -43,7 +43,7 @@ class Call:
     call_id: str = ""
 
     def __str__(self) -> str:
-        """As the judge sees it: ``search({"from": "JFK"})``; text of several lines is not squeezed into JSON."""
+        """The call as the judge sees it: ``search({"from": "JFK"})``; text of several lines stays as it is."""
         arguments = self.arguments
         if isinstance(arguments, str):
             try:

@@ -72,7 +72,7 @@ class Trace:
 
     @property
     def characters(self) -> int:
-        """Of everything in it that a judge reads."""
+        """The number of characters that a judge reads of it."""
         turns = sum(len(turn.text) + len(turn.observation or "") for turn in self.turns)
         return turns + sum(len(message.content) for message in self.prompt)
 

@@ -465,7 +465,7 @@ def _overlap(known: list[Entry], inputs: list[Entry]) -> int:
 
 
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
-    """With the results that only ``execute_tool`` spans hold."""
+    """The conversation with the results that only ``execute_tool`` spans hold."""
     answered = {entry.call_id for entry in known if entry.role == "tool"}
     results: dict[str, Any] = {}
     for span in of_trace:

@@ -131,7 +131,7 @@ class Chosen:
 
 
 def best_rollouts(run: RunDirectory, best: int) -> Chosen:
-    """Of every task the ``best`` rollouts of a run by reward, later ones first among equals; none below or at 0.
+    """The ``best`` rollouts of every task of a run by reward, later ones first among equals; none below or at 0.
 
     Raises: ConfigError where there is none.
     """

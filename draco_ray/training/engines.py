@@ -125,7 +125,7 @@ class WeightSync:
 async def engines_asleep(
     fleet: EngineFleet, *, colocate: bool, after: Sequence[asyncio.Future[Any]] = ()
 ) -> AsyncIterator[None]:
-    """With ``engine.colocate``: inside, which begins when ``after`` has ended, the engines' GPUs are the learner's."""
+    """Give the engines' GPUs to the learner inside the block, which begins when ``after`` has ended."""
     if not colocate:
         yield
         return

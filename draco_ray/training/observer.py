@@ -34,7 +34,7 @@ class RunObserver:
     """Records groups and steps; an error while recording never stops the run."""
 
     def __init__(self, config: DracoConfig, run: Path) -> None:
-        """Needs a connected Ray.
+        """Open the trackers; needs a connected Ray.
 
         Raises:
             ConfigError: a tracker of ``run.trackers`` cannot be used.

@@ -1,4 +1,4 @@
-"""Is this cluster able to carry the run? Asked once, before anything is loaded, and answered in one line.
+"""Checks whether the cluster can carry the run: once, before anything is loaded, with one line where it cannot.
 
 What is checked: GPUs and CPUs of the whole cluster, and ``judge`` slots where a rubric is used and no autoscaler brings
 them; that one node holds a whole engine; object store and disk against an upper estimate of a training step; that every
@@ -54,13 +54,15 @@ class StepSize:
 
     @property
     def object_store(self) -> int:
-        """All of it in memory, and the adapter twice: the learner's and the engines' copy."""
+        """Bytes in memory: all of it, and the adapter twice: the learner's and the engines' copy."""
         return self.trajectories + self.samples + self.judge_calls + 2 * self.adapter
 
     @property
     def disk(self) -> int:
-        """Tables before compression, and a checkpoint: the adapter, under two sets of names where the model is wrapped,
-        and two moments of the optimizer."""
+        """Bytes on disk: tables before compression, and a checkpoint.
+
+        That is the adapter, under two sets of names where the model is wrapped, and two moments of the optimizer.
+        """
         return self.trajectories + self.judge_calls + 4 * self.adapter
 
 
@@ -106,7 +108,7 @@ def cached_config(model_path: str) -> Path | None:
 
 
 def check_judge_context(config: DracoConfig, console: Console) -> None:
-    """Is the policy's context long enough for its prompts as a judge? Where it is set to be shorter that is said.
+    """Check that the policy's context is long enough for its prompts as a judge; say where it is set to be shorter.
 
     Raises:
         ConfigError: it is not; the numbers, and what to change.
@@ -201,7 +203,7 @@ def check_resources(
 
 
 def check_largest(gpus: float, key: str, nodes: Sequence[Mapping[str, float]] | None) -> None:
-    """Does a node have as many GPUs as one process asks for? Raises: ConfigError: none has."""
+    """Check that a node has as many GPUs as one process asks for. Raises: ConfigError: none has."""
     largest = max((node.get("GPU", 0) for node in nodes or ()), default=gpus)
     if gpus > largest:
         raise ConfigError(
@@ -247,7 +249,7 @@ def check_writable(run: Path) -> None:
 
 
 def check_disk(config: DracoConfig, run: Path) -> None:
-    """Is there room for one more training step? Asked before each, so that a full disk stops the run between steps.
+    """Check that there is room for one more training step; before each, so that a full disk stops the run between two.
 
     Raises:
         StoreError: less is free than a step may write.
@@ -299,7 +301,7 @@ def check_shared(config: DracoConfig, run: Path, nodes: Sequence[Mapping[str, An
 
 
 def probe_node(marker: str, paths: Sequence[str]) -> tuple[str | None, str]:
-    """Runs on each node: what is missing there (or None), and the file it wrote beside ``marker``."""
+    """Look at the node it runs on: what is missing there (or None), and the file it wrote beside ``marker``."""
     written = f"{marker}-{secrets.token_hex(4)}"
     for path in paths:
         if not os.path.exists(path):

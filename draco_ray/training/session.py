@@ -200,7 +200,7 @@ def ended_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_plainly(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
-    """An interrupt says where the finished part is; a known error of a remote part is one line here as well.
+    """Say where the finished part is when interrupted, and a known error of a remote part in one line.
 
     ``resumable``: whether `draco train --resume` can continue the run, which is then said too.
     """

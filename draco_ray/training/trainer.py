@@ -41,14 +41,14 @@ class StepWatch:
             self._observer.group(group)
 
     def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._progress.start(title, len(groups), len(groups) * group_size)
         self._step = groups[0].step
         for group in groups:
             self(group)
 
     def end(self) -> None:
-        """Its groups are done."""
+        """End the step: its groups are done."""
         self._progress.stop()
 
 

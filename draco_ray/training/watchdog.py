@@ -34,7 +34,7 @@ class Pending:
 
     @contextmanager
     def of(self, kind: str, which: str = "") -> Iterator[None]:
-        """Something is waited for as long as the block runs; its beginning and its end are progress."""
+        """Name what is waited for inside the block; its beginning and its end are progress."""
         number = next(self._numbers)
         self._waiting[number] = (kind, which, self._clock())
         self._changed = self._clock()
@@ -112,7 +112,7 @@ class Watchdog:
             )
 
     def end(self) -> None:
-        """The last step is done. Raises: RunStopped: it was one in which every group was dropped."""
+        """Check the last step. Raises: RunStopped: it was one in which every group was dropped."""
         if self._last:
             raise RunStopped(f"{self._last}: the run ends without having learned from its last step")
 

@@ -25,7 +25,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of one role's calls."""
+    """The tokens of one role's calls."""
 
     input: int = 0
     output: int = 0

@@ -41,7 +41,7 @@ def served_model(model: str) -> str:
 
 
 def engine_of(local: LocalJudgeConfig) -> EngineConfig:
-    """On what a server runs."""
+    """The settings of an engine that a server runs with."""
     return EngineConfig(
         gpus_per_engine=local.gpus_per_replica,
         cpus_per_engine=local.cpus_per_replica,
@@ -91,7 +91,7 @@ class Stall:
         return self._clock() - self._since >= self._seconds
 
     def cleared(self) -> None:
-        """It answered."""
+        """Note that the server has answered."""
         self._since = self._clock()
 
 
@@ -99,7 +99,7 @@ class JudgeServer:
     """A `vllm serve` process and the key to it."""
 
     def __init__(self, config: JudgeConfig, host: str, log: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is started before the first `look`.
+        """Prepare a server; nothing is started before the first `look`.
 
         Args:
             config: what is served, and on what.
@@ -154,7 +154,7 @@ class JudgeServer:
         return Look(server=None, doing=f"loads {model}")
 
     def _again(self, why: str) -> Look:
-        """Start another in the place of one that is no more."""
+        """Start a server in the place of one that has ended."""
         answered, said = self._stall is not None, self._child.last_line if self._child is not None else ""
         self._child = None
         self._failures = 0 if answered else self._failures + 1

@@ -62,7 +62,7 @@ class JudgeServers:
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is started before `open`.
+        """Prepare the pool; nothing is started before `open`.
 
         Args:
             start: asks for the server of that number and returns at once.
@@ -94,7 +94,7 @@ class JudgeServers:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the servers there are, the oldest first."""
+        """The numbers of the servers there are, the oldest first."""
         return [place.number for place in self._workers.places]
 
     def pending(self) -> list[str]:
@@ -113,7 +113,7 @@ class JudgeServers:
         self._adjusting = asyncio.create_task(self._keep_adjusting())
 
     def close(self) -> None:
-        """Let go of all servers; who started them ends them."""
+        """End all servers, without waiting for it."""
         for task in (*self._watching.values(), *([self._adjusting] if self._adjusting is not None else [])):
             task.cancel()
         for place in self._workers.places:
@@ -131,7 +131,7 @@ class JudgeServers:
         return Lease(number=number, server=self._servers[place])
 
     def release(self, number: int, *, lost: bool = False) -> None:
-        """The call has ended; ``lost``: no connection was to be had, so that others should not try it either."""
+        """Note that a call has ended; ``lost``: its server could not be reached, so others should not try it."""
         place, _ = self._leases.pop(number, (None, 0.0))
         if place is None:
             return

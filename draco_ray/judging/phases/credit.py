@@ -77,11 +77,11 @@ class Credit(Question[Attributions]):
         }
 
     def settled(self) -> Attributions | None:
-        """No criterion to ask about, or no step: nothing can be cited."""
+        """An empty answer where there is no criterion to ask about, or no step."""
         return None if self.asked and self.trajectory.steps else ()
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Attributions]:
-        """`parse_attributions`, leniently where the judge is not asked again."""
+        """Read a reply (`parse_attributions`), leniently where the judge is not asked again."""
         parsed = parse_attributions(text, self._asked_rubric, len(self.trajectory.steps), lenient=last)
         attributions = tuple(replace(each, criterion=self.asked[each.criterion]) for each in parsed.value)
         return Parsed(value=attributions, notes=parsed.notes)
@@ -92,12 +92,12 @@ class Credit(Question[Attributions]):
 
     @classmethod
     def rows(cls, step: int, task_id: str, rollout: int | None, value: Attributions) -> tuple[str, list[Row]] | None:
-        """A cited step a row."""
+        """One row per cited step."""
         return None if rollout is None else ("citations", citation_rows(step, task_id, rollout, value))
 
     @classmethod
     def example(cls) -> Credit:
-        """About the example's first rollout."""
+        """A question about the example's first rollout."""
         from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 
         return cls(example_trajectory(), RUBRIC, SCORES)

@@ -53,29 +53,29 @@ class Score(Question[Scores]):
         return trajectory_values(self.trajectory, code) | {"rubrics": render.rubrics(self.rubric)}
 
     def settled(self) -> Scores | None:
-        """No criterion: no verdict."""
+        """An empty answer where there is no criterion."""
         return None if self.rubric else ()
 
     def votes(self, config: JudgeConfig) -> int:
-        """``judge.score_votes``."""
+        """As many calls as ``judge.score_votes`` says."""
         return config.score_votes
 
     def combine(self, votes: Sequence[Scores]) -> Scores:
-        """`combine_votes`."""
+        """Join the votes (`combine_votes`)."""
         return combine_votes(votes)
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Scores]:
-        """`parse_scores`."""
+        """Read a reply (`parse_scores`)."""
         return parse_scores(text, self.rubric)
 
     @classmethod
     def rows(cls, step: int, task_id: str, rollout: int | None, value: Scores) -> tuple[str, list[Row]] | None:
-        """A verdict a row."""
+        """One row per verdict."""
         return None if rollout is None else ("verdicts", verdict_rows(step, task_id, rollout, value))
 
     @classmethod
     def example(cls) -> Score:
-        """About the example's first rollout."""
+        """A question about the example's first rollout."""
         from draco_ray.judging.example import RUBRIC, example_trajectory
 
         return cls(example_trajectory(), RUBRIC)

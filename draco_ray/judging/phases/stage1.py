@@ -49,17 +49,17 @@ class Stage1(Question[Rubric]):
         return "" if config.stage1_across_epochs else group
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
-        """Up to ``judge.max_stage1_criteria`` criteria."""
+        """Read up to ``judge.max_stage1_criteria`` criteria."""
         return parse_criteria(text, limit=config.max_stage1_criteria, source=self.name)
 
     @classmethod
     def rows(cls, step: int, task_id: str, rollout: int | None, value: Rubric) -> tuple[str, list[Row]]:
-        """What the union chooses from."""
+        """One row per proposal, from which the union chooses."""
         return "proposals", proposal_rows(step, task_id, value)
 
     @classmethod
     def example(cls) -> Stage1:
-        """About the example's task."""
+        """A question about the example's task."""
         from draco_ray.judging.example import PROMPT
 
         return cls(PROMPT)

@@ -44,7 +44,7 @@ class Stage2(Question[Rubric]):
         return trajectory_values(self.trajectory, code) | {"existing_rubrics": render.existing_rubrics(self.existing)}
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
-        """Up to ``judge.max_stage2_criteria`` criteria whose titles are new."""
+        """Read up to ``judge.max_stage2_criteria`` criteria whose titles are new."""
         return parse_criteria(
             text,
             limit=config.max_stage2_criteria,
@@ -55,12 +55,12 @@ class Stage2(Question[Rubric]):
 
     @classmethod
     def rows(cls, step: int, task_id: str, rollout: int | None, value: Rubric) -> tuple[str, list[Row]]:
-        """What the union chooses from."""
+        """One row per proposal, from which the union chooses."""
         return "proposals", proposal_rows(step, task_id, value)
 
     @classmethod
     def example(cls) -> Stage2:
-        """About the example's first rollout."""
+        """A question about the example's first rollout."""
         from draco_ray.judging.example import RUBRIC, example_trajectory
 
         return cls(example_trajectory(), RUBRIC[:1])

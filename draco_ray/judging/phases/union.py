@@ -57,16 +57,16 @@ class Union(Question[Rubric]):
         }
 
     def settled(self) -> Rubric | None:
-        """Nothing proposed: nothing to judge by."""
+        """An empty rubric where nothing was proposed."""
         return None if self.candidates else ()
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
-        """Up to ``judge.max_union_criteria`` criteria."""
+        """Read up to ``judge.max_union_criteria`` criteria."""
         return parse_criteria(text, limit=config.max_union_criteria, source=self.name, allow_empty=True)
 
     @classmethod
     def example(cls) -> Union:
-        """About two rollouts of the example."""
+        """A question about two rollouts of the example."""
         from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 
         return cls(PROMPT, RUBRIC, [example_trajectory(), example_trajectory(1)])

@@ -159,7 +159,7 @@ def clustered_interval(
 def _limits(
     value: float, without: Sequence[float], *, trials: float, bounds: tuple[float, float] = (0.0, 1.0), level: float
 ) -> tuple[float, float]:
-    """Of a statistic, given its values with a cluster left out each."""
+    """The limits of a statistic's interval, given its values with a cluster left out each."""
     many = len(without)
     if many < 2 or not np.isfinite([value, *without]).all():
         return -np.inf, np.inf
@@ -180,7 +180,7 @@ def auroc(positive: FloatArray, negative: FloatArray) -> float:
 
 
 def _compare(counts: FloatArray, used: BoolArray) -> Agreement:
-    """Of a `contingency`; ``used`` says which ratings are the categories of AC1."""
+    """The comparison that a `contingency` makes; ``used`` says which ratings are the categories of AC1."""
     table, rows = counts[:, :-1], counts.sum(axis=1)
     total, agreed = rows.sum(), np.diagonal(counts)
     repeated = [agreed[row] / rows[row] for row in range(len(rows)) if rows[row]]

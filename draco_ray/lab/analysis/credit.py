@@ -138,7 +138,7 @@ def citations_a_step(run: RunDirectory) -> pa.Table:
 
 
 def _citation_counts(run: RunDirectory, training_step: int) -> list[int]:
-    """Of every step of every credited rollout, how many surviving criteria cite it."""
+    """The number of surviving criteria that cite each step of each credited rollout."""
     survived = {
         (row["task_id"], row["criterion"])
         for row in run.table("criteria", training_step, ["task_id", "criterion", "survived"]).to_pylist()

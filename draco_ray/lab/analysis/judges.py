@@ -44,10 +44,10 @@ class RuleComplete:
         )
 
     async def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: no answer is kept."""
 
     async def check(self) -> None:
-        """It always answers."""
+        """Do nothing: it always answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class RecordedGroup:
 
     @property
     def name(self) -> str:
-        """As a run names its groups: ``step<training step>/<task>``."""
+        """The group's name in a run: ``step<training step>/<task>``."""
         return f"step{self.training_step}/{self.task_id}"
 
 

@@ -194,7 +194,7 @@ def agreement_table(replayed: pa.Table) -> pa.Table:
 
 
 def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
-    """Raises ConfigError for a training step the run does not have."""
+    """Refuse training steps that the run does not have. Raises: ConfigError."""
     if unknown := sorted(set(steps) - set(run.steps())):
         known = run.steps()
         raise ConfigError(f"{run.path}: no training step {unknown[0]}; it has {known[0]} to {known[-1]}")

@@ -238,7 +238,7 @@ def _joined(one: float, other: float, correlation: float) -> float:
 
 
 def _covariance(one: ClusteredMean, other: ClusteredMean) -> float:
-    """Of the two means, over the choice of clusters."""
+    """The covariance of the two means over the choice of clusters."""
     _check_paired(one, other)
     names = list(one.influence)
     if len(names) < 2:

@@ -57,17 +57,17 @@ class Measure:
 
     @property
     def mean(self) -> float:
-        """Over tasks and seeds; lost rollouts failed."""
+        """The mean over tasks and seeds; lost rollouts count as failures."""
         return self.at_worst.mean
 
     @property
     def at_worst(self) -> ClusteredMean:
-        """With lost rollouts as failures."""
+        """The mean with lost rollouts as failures."""
         return clustered_mean(self.failed, self.cluster, trials=self.trials)
 
     @property
     def at_best(self) -> ClusteredMean:
-        """With lost rollouts as successes."""
+        """The mean with lost rollouts as successes."""
         return clustered_mean(self.solved, self.cluster, trials=self.trials)
 
     def interval(self) -> Interval:

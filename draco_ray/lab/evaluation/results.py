@@ -331,7 +331,7 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
 
 
 def _content(file: Path) -> bytes:
-    """Nothing where there is no file yet; raises DamagedRun where it cannot be read."""
+    """The file's text, empty where there is none yet; raises DamagedRun where it cannot be read."""
     return read_bytes(file) if os.path.lexists(file) else b""
 
 

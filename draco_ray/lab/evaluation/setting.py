@@ -81,7 +81,7 @@ class SplitResult:
 
     @property
     def dollars_per_task(self) -> float | None:
-        """Of one rollout, on average."""
+        """Dollars of one rollout, on average."""
         return None if self.usage.dollars is None else self.usage.dollars / len(self.plan.tasks)
 
 

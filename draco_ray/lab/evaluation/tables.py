@@ -92,7 +92,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
 
 
 def _check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
-    """Raises: ConfigError where two evaluations are not those of two training seeds of one setting."""
+    """Refuse evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
     if one.plan.weights == other.plan.weights:
         raise ConfigError(
             f"{one.path}: {label} on {title} is in {other.path} already, of the same weights; "

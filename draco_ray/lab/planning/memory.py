@@ -177,7 +177,7 @@ def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
 
 
 def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Of a sharded base, what is whole at the LM head and in a layer's backward; `chunk` is the log-prob chunk's bytes.
+    """Bytes of a sharded base that are whole at the LM head and in a layer's backward; `chunk`: of a log-prob chunk.
 
     What is received lies beside what is made of it for a moment; a layer is fetched while the one above is at work.
     """
@@ -195,7 +195,7 @@ def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple
 def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Mapping[LayerKind, int]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Of all layers during the whole pass, and of the one layer that is recomputed; `kept` is what a layer keeps."""
+    """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
     if not config.learner.gradient_checkpointing:
         every = sum(kept[kind] for kind in shape.layers)
         return (Item(name="activations: all layers", bytes=every, keys="learner.gradient_checkpointing"),), ()
@@ -225,7 +225,7 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> in
 
 
 def chunk_bytes(config: DracoConfig) -> int:
-    """Of one word of one token while its log-prob is computed.
+    """Bytes of one word of one token while its log-prob is computed.
 
     Two numbers in float32: its log-prob and its probability. The slope of an entropy bonus is copied into the model's
     type while both are there.

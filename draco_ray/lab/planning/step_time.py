@@ -138,7 +138,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
 def _decode_seconds(
     config: DracoConfig, shape: ModelShape, given: Assumptions, *, concurrent: int, length: float
 ) -> float:
-    """Of one token of each of `concurrent` sequences, which are on average half as long as they become."""
+    """Seconds for one token of each of `concurrent` sequences, which are on average half as long as they become."""
     parallel, width = config.engine.tensor_parallel, DTYPE_BYTES[config.model.dtype]
     read = shape.matrix_parameters + shape.vocabulary * shape.hidden
     cache = length / 2 * kv_bytes(shape, parallel, width) + 2 * state_bytes(shape, parallel, width)

@@ -29,7 +29,7 @@ class Series:
 
 
 def percent(value: float) -> str:
-    """Of a share in [0, 1].
+    """Write a share in [0, 1].
 
     >>> percent(0.256)
     '26%'

@@ -58,7 +58,7 @@ class _Turn:
 
     @property
     def last(self) -> int:
-        """Behind its tokens in the branch."""
+        """The position behind its last token in the branch."""
         return self.first + len(self.ids)
 
     @property
@@ -98,7 +98,7 @@ class Episode:
         policy: TokenPolicy,
         config: AgentConfig,
     ) -> None:
-        """Begin it: at most ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens a branch."""
+        """Begin with at most ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens a branch."""
         self.key = secrets.token_urlsafe(24)
         self.name = f"{request.task_id}/{request.rollout}"
         self.open = True
@@ -121,7 +121,7 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """Of the policy, so far."""
+        """The policy's turns so far."""
         return len(self._turns)
 
     async def answer(self, ask: Ask) -> Answer:

@@ -146,7 +146,7 @@ def _call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any
 
 
 def _arguments(arguments: Any, where: str) -> Any:
-    """As an object, which is what chat templates take; a text that is none stays."""
+    """The arguments as an object, which is what chat templates take; a text that is none stays."""
     text = _text("{}" if arguments is None else arguments, f"{where}.arguments")
     try:
         read = json.loads(text or "{}")
@@ -229,7 +229,7 @@ def _function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[dict[str, Any]], body: Mapping[str, Any]) -> str:
-    """As the policy is shown them; with ``tool_choice: none`` not at all. Any other choice is its own."""
+    """The tools as the policy is shown them; with ``tool_choice: none`` not at all. Any other choice is its own."""
     return "[]" if body.get("tool_choice") == "none" else json.dumps(tools, ensure_ascii=False)
 
 

@@ -57,7 +57,7 @@ class Answer:
     completion_tokens: int
 
     def message(self) -> dict[str, Any]:
-        """It as a chat message."""
+        """The answer as a chat message."""
         return {
             "role": "assistant",
             "content": self.content,

@@ -39,7 +39,7 @@ class Rule:
     """Whether its verdict depends on what the task says."""
 
     def criterion(self, demands: Demands) -> dict[str, str]:
-        """Its criterion for a task, in the form the prompts ask for; for no text, one that fits any task.
+        """The rule's criterion for a task, as the prompts ask for it; for no text, one that fits any task.
 
         Raises ValueError if it has none.
         """

@@ -96,6 +96,6 @@ class Noise(BaseModel):
 
 
 def _fingerprint(run: Run) -> str:
-    """Of what a rollout did; how a prompt delimits it plays no part."""
+    """A digest of what a rollout did; how a prompt delimits it plays no part."""
     parts = [part for step in run.steps for part in (step.code, step.output or "")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -193,7 +193,7 @@ class _Recording:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: nothing was opened."""
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def cited(rollout: JudgedRollout) -> set[int]:
 
 
 def citation_precision(rollout: JudgedRollout) -> Observation | None:
-    """None where nothing is cited."""
+    """The share of cited steps that were planted; None where nothing is cited."""
     named = cited(rollout)
     if not named:
         return None
@@ -150,25 +150,25 @@ def citation_precision(rollout: JudgedRollout) -> Observation | None:
 
 
 def citation_recall(rollout: JudgedRollout) -> Observation:
-    """Cited planted steps, of all planted ones."""
+    """The share of planted steps that are cited."""
     named, planted = cited(rollout), set(rollout.planted.planted)
     return len(named & planted) / len(planted), len(named) / rollout.steps, (rollout.steps in planted) / len(planted)
 
 
 def hit_at_1(rollout: JudgedRollout) -> Observation:
-    """The step of least quality is planted; of several, the share that is."""
+    """Whether the step of least quality is planted; of several, the share that is."""
     planted_M, blame_M = _planted(rollout), _blame(rollout)
     return float(planted_M[blame_M == blame_M.max()].mean()), float(planted_M.mean()), float(planted_M[-1])
 
 
 def first_error(rollout: JudgedRollout) -> Observation:
-    """The first step cited by a fail is the first planted one."""
+    """Whether the first step cited by a fail is the first planted one."""
     first = min(rollout.planted.planted)
     return float(min(cited(rollout), default=0) == first), 1 / rollout.steps, float(rollout.steps == first)
 
 
 def blame_auroc(rollout: JudgedRollout) -> Observation | None:
-    """None where every step is planted."""
+    """The AUROC of 1 - Q for telling planted steps from others; None where every step is planted."""
     planted_M, blame_M = _planted(rollout), _blame(rollout)
     if planted_M.all():
         return None
@@ -188,7 +188,7 @@ def loser_auroc(rollout: JudgedRollout) -> Observation | None:
 
 
 def push_share(rollout: JudgedRollout) -> Observation | None:
-    """None where the rollout is not pushed away."""
+    """The share of the push that lands on planted steps; None where the rollout is not pushed away."""
     share, planted_M = rollout.share, _planted(rollout)
     if share is None or share.advantage >= 0:
         return None
@@ -205,7 +205,7 @@ def grpo_share(rollout: JudgedRollout) -> Observation | None:
 
 
 def pushed_away(rollout: JudgedRollout) -> Observation | None:
-    """None where the rollout is not pushed away, or every step is planted."""
+    """The share of planted steps pushed away, beside that of others; None without push, or without others."""
     share, planted_M = rollout.share, _planted(rollout)
     if share is None or share.advantage >= 0 or planted_M.all():
         return None

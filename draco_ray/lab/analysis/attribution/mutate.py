@@ -56,7 +56,7 @@ class _Cell:
     """A cell's text beside its syntax tree; positions in the tree count bytes."""
 
     def __init__(self, text: str) -> None:
-        """Raises SyntaxError or ValueError where it is no Python."""
+        """Parse a cell. Raises: SyntaxError or ValueError where it is no Python."""
         self.tree = ast.parse(text)
         self._text = text.encode()
         starts = [0]
