@@ -626,7 +626,9 @@ def evaluate(
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Measure a policy by the benchmark's own evaluator; the same command again goes on where it was interrupted."""
+    """Measure a policy by the benchmark's own evaluator; the same command again goes on where it was interrupted.
+
+    Of an environment without one the judge's pass rate stands in, and is called so."""
     from draco_ray.commands.evaluate import EvaluateOptions
     from draco_ray.commands.evaluate import evaluate as run_evaluation
     from draco_ray.errors import ConfigError

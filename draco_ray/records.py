@@ -427,6 +427,22 @@ class Evaluation:
         return LOST in self.failures
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRollout:
+    """A held-out rollout as the judge scored it, where no evaluator can."""
+
+    task_id: str
+    run: int
+    scenario: str = ""
+    """The task's group."""
+    verdicts: tuple[int, ...] = ()
+    """+1, -1 or 0 by criterion of its task's rubric."""
+    again: tuple[int, ...] = ()
+    """Those of a second scoring call; empty where that failed."""
+    error: str | None = None
+    """Why it has no verdicts."""
+
+
 def lost_evaluation(task: Task, run: int) -> Evaluation:
     """A rollout whose every attempt crashed: a failure, never left out."""
     return Evaluation(

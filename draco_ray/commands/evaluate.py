@@ -63,22 +63,32 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         ConfigError: options that do not go together, or that name nothing usable.
         DracoError: as `evaluate_policy`.
     """
+    from draco_ray.environments.base import make_environment
     from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy
+    from draco_ray.lab.evaluation.judged import judge_policy
+    from draco_ray.runs.directory import RunDirectory
 
     check_options(options)
     policy, config = find_policy_and_config(options, starter)
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
+    out = (options.out or _default_out(options, policy, split)).resolve()
+    if not make_environment(config.environment, config.data).evaluates:
+        cache = None if options.run is None else RunDirectory.open(options.run.resolve()).judge_cache
+        rates = judge_policy(policy, config, split=split, runs=options.runs, out=out, cache=cache)
+        for name, found in rates.items():
+            typer.echo(f"{name} on {split}: {found}")
+        typer.echo(f"{out / 'summary.json'}")
+        return
     result = evaluate_policy(
         policy,
         config,
         split=split,
         runs=options.runs,
-        out=(options.out or _default_out(options, policy, split)).resolve(),
+        out=out,
         label=options.label,
         api=ApiOptions(api_base=options.api_base, api_key_env=options.api_key_env, temperature=options.api_temperature),
         retry_errors=options.retry_errors,
     )
-    out = (options.out or _default_out(options, policy, split)).resolve()
     if options.train_curve:
         curve = curve_table(EvaluationDirectory.open(out))
         (out / "curve.csv").write_text(render(curve, TableFormat.CSV), encoding="utf-8")

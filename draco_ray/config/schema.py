@@ -506,7 +506,8 @@ class TrainConfig(Tree):
     checkpoint_every: int = Field(1, ge=1)
     """Steps between two checkpoints."""
     evaluate_before_after: bool = False
-    """Measure TGC on the evaluation split before the first and after the last step."""
+    """Measure TGC on the evaluation split before the first and after the last step; where the environment has no
+    evaluator the judge's pass rate there stands in."""
     evaluation_runs: int = Field(1, ge=1)
     """Independent rollouts per task of that evaluation."""
 

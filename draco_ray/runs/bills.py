@@ -36,5 +36,6 @@ class Bills:
     @cached_property
     def _booked(self) -> set[str]:
         """Calls in the archive."""
-        ids = self._store.directory.table("judge_calls", columns=["call_id"]).column("call_id")
-        return set(ids.to_pylist())
+        kept = self._store.directory
+        names = ("judge_calls", "heldout_calls")
+        return {each for name in names for each in kept.table(name, columns=["call_id"]).column("call_id").to_pylist()}

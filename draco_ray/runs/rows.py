@@ -12,6 +12,7 @@ from draco_ray.records import (
     Evaluation,
     GroupAdvantages,
     JudgeCall,
+    JudgedRollout,
     ScoredCriterion,
     Trajectory,
 )
@@ -133,6 +134,21 @@ def call_rows(step: int, calls: Iterable[JudgeCall]) -> list[Row]:
 def evaluation_rows(step: int, split: str, evaluations: Iterable[Evaluation]) -> list[Row]:
     """One row of ``evaluations`` per evaluated rollout; ``training_step`` 0 is the untrained policy."""
     return [_row("evaluations", step, evaluation, split=split) for evaluation in evaluations]
+
+
+def heldout_row(step: int, split: str, rollout: JudgedRollout, criteria: Iterable[Criterion]) -> Row:
+    """The row of ``heldout_verdicts`` of a held-out rollout; ``training_step`` 0 is the untrained policy."""
+    return {
+        "training_step": step,
+        "split": split,
+        "task_id": rollout.task_id,
+        "run": rollout.run,
+        "scenario": rollout.scenario,
+        "criteria": [criterion.title for criterion in criteria],
+        "verdicts": list(rollout.verdicts),
+        "again": list(rollout.again),
+        "error": rollout.error,
+    }
 
 
 def outcome_rows(step: int, rollout: int, verdict: Evaluation) -> list[Row]:

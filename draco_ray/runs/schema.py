@@ -159,6 +159,19 @@ TABLES: dict[str, pa.Schema] = {
             ("scenario", pa.string()),
         ]
     ),
+    "heldout_verdicts": pa.schema(
+        [
+            ("training_step", pa.int32()),
+            ("split", pa.string()),
+            ("task_id", pa.string()),
+            ("run", pa.int32()),
+            ("scenario", pa.string()),
+            ("criteria", pa.list_(pa.string())),
+            ("verdicts", pa.list_(pa.int8())),
+            ("again", pa.list_(pa.int8())),
+            ("error", pa.string()),
+        ]
+    ),
     "outcomes": pa.schema(
         [
             *_ROLLOUT,
@@ -173,6 +186,8 @@ TABLES: dict[str, pa.Schema] = {
 
 # Evaluated rollouts leave what trained ones do; ``rollout`` is then the run, and step 0 the untrained policy.
 TABLES |= {"evaluation_trajectories": TABLES["trajectories"], "evaluation_steps": TABLES["steps"]}
+# Calls about held-out rollouts are none of a training step.
+TABLES |= {"heldout_calls": TABLES["judge_calls"]}
 
 BEFORE: dict[tuple[str, str], str] = {("steps", "action"): "code", ("steps", "observation"): "output"}
 """Of older runs: (table, column) -> what it was called up to schema version 1."""
@@ -194,7 +209,9 @@ REQUIRED: dict[str, frozenset[str]] = {
     "groups": frozenset({"training_step", "task_id", "state", "rollouts", "lost"}),
     "spans": frozenset({"training_step", "stage", "started_at", "ended_at"}),
     "evaluations": frozenset({"training_step", "split", "task_id", "run", "success", "turns", "ended"}),
+    "heldout_verdicts": frozenset({"training_step", "split", "task_id", "run"}),
     "outcomes": frozenset({"training_step", "task_id", "rollout", "success"}),
 }
 """Columns that are never null: readers count on them."""
 REQUIRED |= {"evaluation_trajectories": REQUIRED["trajectories"], "evaluation_steps": REQUIRED["steps"]}
+REQUIRED |= {"heldout_calls": REQUIRED["judge_calls"]}

@@ -15,6 +15,9 @@ from draco_ray.records import (
     Evaluation,
     GroupAdvantages,
     Judged,
+    JudgedRollout,
+    ScoredCriterion,
+    Task,
     Trajectory,
 )
 from draco_ray.rollout.worker import Evaluated, summarise
@@ -95,6 +98,51 @@ class RunStoreActor:
         """Keep evaluated rollouts."""
         self._write("evaluations", step, split, rows.evaluation_rows(step, split, evaluations))
 
+    def heldout_calls(self, step: int, key: str, judged: Judged[Any]) -> None:
+        """Keep judge calls about a held-out task."""
+        self._write("heldout_calls", step, key, self._bills.rows(step, f"heldout-{key}", judged.calls))
+
+    def heldout(
+        self,
+        step: int,
+        split: str,
+        task: Task,
+        run: int,
+        rubric: Judged[tuple[Criterion, ...]],
+        score: Judged[tuple[ScoredCriterion, ...]] | None = None,
+        again: Judged[tuple[ScoredCriterion, ...]] | None = None,
+    ) -> JudgedRollout:
+        """Keep what the judge said of a held-out rollout.
+
+        Args:
+            step: of the policy.
+            split: of the task.
+            task: what was to be done.
+            run: of the task.
+            rubric: by which it is scored.
+            score: the first scoring; None where the rollout was lost.
+            again: the second one.
+        """
+        criteria, error = rubric.value or (), None
+        for name, judged in (("score", score), ("again", again)):
+            if judged is not None:
+                self.heldout_calls(step, f"{task.task_id}-{name}-{run}", judged)
+        if score is None:
+            error = "the rollout was lost"
+        elif not criteria or score.value is None:
+            error = rubric.error or score.error or "no criterion"
+        found = JudgedRollout(
+            task_id=task.task_id,
+            run=run,
+            scenario=task.group,
+            verdicts=() if error else _verdicts(score),
+            again=() if error else _verdicts(again),
+            error=error,
+        )
+        row = rows.heldout_row(step, split, found, criteria)
+        self._write("heldout_verdicts", step, f"{split}-{task.task_id}-{run}", [row])
+        return found
+
     def outcome(self, step: int, rollout: int, evaluated: Evaluated) -> None:
         """Keep the environment's verdict on a training rollout."""
         verdict = evaluated.evaluation
@@ -142,6 +190,10 @@ class RunStoreActor:
         path = self._store.directory.path
         self._failure = f"run directory {path} cannot be written: {error.strerror or error}; make room there"
         raise StoreError(self._failure) from None
+
+
+def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:
+    return () if judged is None else tuple(int(score.verdict) for score in judged.value or ())
 
 
 def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:

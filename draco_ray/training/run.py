@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
 from draco_ray.training.engines import unless_engines_fail
 from draco_ray.training.memory import PeakMemory
@@ -143,7 +145,7 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     environment = make_environment(config.environment, config.data)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
-        config = _without_evaluation(config, console)
+        config = _without_evaluator(config, console)
     if config.train.evaluate_before_after:
         environment.tasks(config.data.eval_split)
     find_rule(config.algorithm.rule)
@@ -153,13 +155,19 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
 
 
-def _without_evaluation(config: DracoConfig, console: Console) -> DracoConfig:
+def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     """The configuration for an environment without an evaluator. Raises: ConfigError where that is the reward."""
     name = f"environment.use={config.environment.use}"
     if config.algorithm.reward == "outcome":
         raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; take the reward of a rubric")
-    if config.train.evaluate_before_after:
-        console.print(f"{name} has no evaluator: nothing is evaluated before and after", markup=False)
+    if not config.train.evaluate_before_after:
+        return config
+    if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
+        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in", markup=False)
+        return config
+    # A judge that is trained meanwhile measures nothing.
+    why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
+    console.print(f"{name} has no evaluator and {why}: nothing is measured before and after", markup=False)
     return config.model_copy(update={"train": config.train.model_copy(update={"evaluate_before_after": False})})
 
 
@@ -170,7 +178,8 @@ def _steps(config: DracoConfig, order: TaskOrder) -> int:
 
 def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:
     """Whether the evaluation after the last step is done, or not asked for."""
-    return not config.train.evaluate_before_after or (step, config.data.eval_split) in read_evaluations(run)
+    measured = read_evaluations(run).keys() | read_judged(run).keys()
+    return not config.train.evaluate_before_after or (step, config.data.eval_split) in measured
 
 
 def _train(
@@ -221,7 +230,8 @@ async def _run(
 
 
 async def _train_and_measure(session: TrainingSession, done: int, last: int) -> None:
-    before = await session.evaluation.measure(0, done)
+    evaluation: Any = session.evaluation
+    before = await evaluation.measure(0, done)
     await session.trainer.train(done + 1, last)
-    if before and last and (after := await session.evaluation.measure(last, done)):
-        session.evaluation.report(before, after)
+    if before and last and (after := await evaluation.measure(last, done)):
+        evaluation.report(before, after)

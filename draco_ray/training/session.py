@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from rich.console import Console
@@ -44,6 +44,7 @@ from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.before_after import BeforeAfter
 from draco_ray.training.cluster import connect
 from draco_ray.training.engines import WeightSync, engines_asleep
+from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.observer import RunObserver
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context, check_session
@@ -51,6 +52,9 @@ from draco_ray.training.progress import StepProgress, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import StepWatch, Trainer
 from draco_ray.training.watchdog import Pending, watch_quiet
+
+if TYPE_CHECKING:
+    from draco_ray.engine.chat import ChatTokens
 
 START_SAY_SECONDS = 60.0
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
@@ -96,11 +100,13 @@ def with_environment(config: DracoConfig) -> DracoConfig:
     return config.model_copy(update={"judge": judge, "algorithm": algorithm})
 
 
-def usable_prompts(config: DracoConfig, environment: Environment, console: Console) -> dict[str, tuple[Message, ...]]:
-    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not.
+def task_prompts(
+    config: DracoConfig, environment: Environment, tasks: Sequence[str]
+) -> tuple[dict[str, tuple[Message, ...]], ChatTokens]:
+    """What the agent is told of each task, by task id, and the chat template that puts it into tokens.
 
     Raises:
-        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used.
+        ConfigError, WorldError: a task or the agent's prompt cannot be used.
     """
     from transformers import AutoTokenizer
 
@@ -110,9 +116,16 @@ def usable_prompts(config: DracoConfig, environment: Environment, console: Conso
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # Nothing is sampled here.
     agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)
-    prompts = {
-        task_id: agent.prompt(environment.task(task_id)) for task_id in environment.tasks(config.data.train_split)
-    }
+    return {task_id: agent.prompt(environment.task(task_id)) for task_id in tasks}, chat
+
+
+def usable_prompts(config: DracoConfig, environment: Environment, console: Console) -> dict[str, tuple[Message, ...]]:
+    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not.
+
+    Raises:
+        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used.
+    """
+    prompts, chat = task_prompts(config, environment, environment.tasks(config.data.train_split))
     usable = {
         task_id: prompt
         for task_id, prompt in prompts.items()
@@ -371,7 +384,7 @@ class TrainingSession:
 
     actors: Actors
     trainer: Trainer
-    evaluation: BeforeAfter
+    evaluation: BeforeAfter | JudgedBeforeAfter
 
 
 @contextlib.asynccontextmanager
@@ -467,7 +480,22 @@ async def training_session(
             console=console,
             pending=pending,
         )
-        yield TrainingSession(actors, trainer, BeforeAfter(config, actors, run, progress, console))
+        yield TrainingSession(actors, trainer, _before_after(config, actors, run, progress, console))
+
+
+def _before_after(
+    config: DracoConfig, actors: Actors, run: RunDirectory, progress: StepProgress, console: Console
+) -> BeforeAfter | JudgedBeforeAfter:
+    """What measures held-out tasks: the environment's evaluator, or the judge where there is none."""
+    environment = make_environment(config.environment, config.data)
+    if environment.evaluates:
+        return BeforeAfter(config, actors, run, progress, console)
+
+    def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
+        return task_prompts(config, environment, tasks)[0]
+
+    static = _static_rubric(config)
+    return JudgedBeforeAfter(config, actors, run, progress, console, prompts=prompts, static=static)
 
 
 def learner_config(config: DracoConfig) -> LearnerConfig:

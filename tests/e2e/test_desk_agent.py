@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.judged import read_judged
 from draco_ray.runs.recorded import step_trajectories
 from tests.conftest import REPOSITORY
 from tests.support.command import draco
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TASKS = """\
 def rows():
     ask = {"split": "train", "instruction": "Please refund my lamp.", "state": "late", "expected": "refunded"}
-    return [ask | {"id": number} for number in range(2)]
+    held_out = [ask | {"id": f"dev{number}", "split": "dev"} for number in range(2)]
+    return [*(ask | {"id": number} for number in range(2)), *held_out]
 """
 
 
@@ -37,13 +39,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         "run.name=desk",
         "train.steps=1",
         "train.prompts_per_step=2",
-        "train.evaluate_before_after=false",
+        "environment.options.evaluator=''",
+        "train.evaluate_before_after=true",
         "learner.minibatch_prompts=2",
         "agent.max_prompt_length=1024",
         "ray.dashboard=false",
         timeout=500,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    # Nothing can be evaluated: the judge's pass rate stands in, and is called so.
+    assert "has no evaluator: the judge's pass rate on held-out tasks stands in" in result.stdout
+    assert "held-out judge's pass rate" in result.stdout
+    assert "TGC" not in result.stdout
     return RunDirectory.open(root / "desk")
 
 
@@ -74,3 +81,20 @@ def test_the_judge_sees_the_branches_by_name_and_the_policy_is_updated(run: RunD
     (line,) = run.metrics()
     assert line["updates"] == 1
     assert line["grad_norm"] > 0
+
+
+def test_held_out_tasks_are_judged_by_the_same_criteria_before_and_after(run: RunDirectory) -> None:
+    (before, after) = read_judged(run).items()
+    assert (before[0], after[0]) == ((0, "dev"), (1, "dev"))
+    for _, rollouts in (before, after):
+        assert {each.task_id for each in rollouts} == {"dev0", "dev1"}
+        assert all(each.verdicts and len(each.again) == len(each.verdicts) for each in rollouts if each.error is None)
+    assert any(each.error is None for each in (*before[1], *after[1]))
+    rows = run.table("heldout_verdicts").to_pylist()
+    for task in ("dev0", "dev1"):
+        assert len({tuple(row["criteria"]) for row in rows if row["task_id"] == task}) == 1
+    # What was asked about them is none of a training step, and is paid for all the same.
+    calls = run.table("heldout_calls").to_pylist()
+    assert {call["phase"] for call in calls} == {"stage1", "score"}
+    assert not any(call["task_id"].startswith("dev") for call in run.table("judge_calls").to_pylist())
+    assert not run.table("evaluations").num_rows

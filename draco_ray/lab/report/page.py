@@ -27,6 +27,7 @@ from draco_ray.lab.report.drawing import Drawing
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.svg import to_svg, visible
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.judged import judged_rates, read_judged
 
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
@@ -137,4 +138,8 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
         ("rollouts", f"{rollouts:,}"),
         ("judge cost", f"${dollars:,.2f}" if dollars else "no price known"),
         ("time", f"{seconds / 60:,.1f} min"),
+        *(
+            (f"held-out {split}, {f'after step {step}' if step else 'before'}", str(judged_rates(judged)))
+            for (step, split), judged in read_judged(run).items()
+        ),
     ]

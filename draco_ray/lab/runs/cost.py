@@ -27,7 +27,7 @@ LEAST_DOLLARS = 0.00005
 def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
     """Training step -> its archived judge calls, without the prompt and reply texts."""
     columns = [name for name in TABLES["judge_calls"].names if name not in ("prompt", "reply")]
-    table = run.table("judge_calls", columns=columns)
+    table = pa.concat_tables([run.table(name, columns=columns) for name in ("judge_calls", "heldout_calls")])
     steps: list[int] = sorted(pc.unique(table.column("training_step")).to_pylist())
     return {step: _calls(table.filter(pc.equal(table.column("training_step"), step)), step) for step in steps}
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.judged import judged_rates, read_judged
 
 COLUMNS = {
     "step": "{:d}",
@@ -56,6 +57,8 @@ def show(directory: Path, console: Console | None = None) -> None:
             f"SGC {scenario_goal_completion(evaluations):.1%} on {split} ({len(evaluations)} rollouts"
             + (f", {lost} of them lost, counted as failures)" if lost else ")")
         )
+    for (step, split), judged in read_judged(run).items():
+        console.print(f"after step {step}: on {split}: {judged_rates(judged)}", markup=False)
     counts = {name: run.table(name).num_rows for name in ("trajectories", "steps", "criteria", "verdicts", "citations")}
     calls = run.table("judge_calls")
     dollars = pc.sum(calls.column("dollars")).as_py() or 0.0

@@ -1,0 +1,121 @@
+"""`draco evaluate` where an environment has no evaluator: the judge's pass rate on a split stands in, and says so.
+
+What is asked and kept is that of `draco_ray.training.held_out`, in a run directory without training steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+from rich.console import Console
+
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.environments.base import make_environment
+from draco_ray.errors import ConfigError
+from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.judged import JudgedRates, judged_rates
+from draco_ray.runs.lock import sole_driver
+from draco_ray.training.held_out import JudgedBeforeAfter
+from draco_ray.training.progress import StepProgress
+from draco_ray.training.resume import config_changes
+from draco_ray.training.session import (
+    Actors,
+    checked_model,
+    open_judge,
+    ray_session,
+    stopped_plainly,
+    task_prompts,
+    with_environment,
+)
+
+
+def judge_policy(
+    policy: EvaluatedPolicy,
+    config: DracoConfig,
+    *,
+    split: str,
+    runs: int,
+    out: Path,
+    cache: Path | None = None,
+    console: Console | None = None,
+) -> dict[str, JudgedRates]:
+    """Play a split with every checkpoint of a policy and have the judge score it; what ``out`` holds is not done again.
+
+    Args:
+        policy: weights; an API's is not judged.
+        config: everything but the policy; ``data.eval_tasks`` limits the split to its first tasks.
+        split: of the environment's tasks.
+        runs: rollouts of each task.
+        out: a run directory of its own.
+        cache: the judge's replies, so that the criteria are those of a training run; None: in ``out``.
+
+    Returns: checkpoint -> its rates.
+    Raises: ConfigError, and what playing and judging raise; whatever was finished is in ``out``.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    use = config.environment.use
+    if policy.api_model is not None:
+        raise ConfigError(f"--policy {policy.name}: environment.use={use} has no evaluator; only weights are judged")
+    if config.algorithm.reward != "rubric" or config.judge.self_judge.enabled:
+        raise ConfigError(f"draco evaluate: environment.use={use} has no evaluator, and the configuration no judge")
+    data = config.data.model_copy(update={"eval_split": split})
+    train = config.train.model_copy(update={"evaluate_before_after": True, "evaluation_runs": runs})
+    config = checked_model(with_environment(config.model_copy(update={"data": data, "train": train})))
+    run = _directory(out, config)
+    console.print(f"environment.use={use} has no evaluator: the judge's pass rate stands in", markup=False)
+    with (
+        sole_driver(run),
+        stopped_plainly(run, console),
+        open_judge(config, console) as judge,
+        ray_session(config),
+    ):
+        judge = judge.model_copy(update={"cache": judge.cache or cache or run.judge_cache})
+        rates = asyncio.run(_judge(policy, config, judge, run, console))
+    numbers = {name: asdict(found) for name, found in rates.items()}
+    summary = {"measure": "judge's pass rate, for want of an evaluator", "split": split, "checkpoints": numbers}
+    (run.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return rates
+
+
+def _directory(path: Path, config: DracoConfig) -> RunDirectory:
+    if not (path / "config.yaml").is_file():
+        return RunDirectory.create(path, dump_config(config))
+    run = RunDirectory.open(path)
+    if changes := config_changes(load_config(str(path), trust=True), config):
+        raise ConfigError(f"--out {path}: holds another evaluation: {'; '.join(changes)}; choose another folder")
+    return run
+
+
+async def _judge(
+    policy: EvaluatedPolicy, config: DracoConfig, judge: JudgeConfig, run: RunDirectory, console: Console
+) -> dict[str, JudgedRates]:
+    environment, static = make_environment(config.environment, config.data), config.algorithm.static_rubric
+    actors, progress = Actors(config, judge, run, run.path.name), StepProgress(console)
+    measured = JudgedBeforeAfter(
+        config,
+        actors,
+        run,
+        progress,
+        console,
+        prompts=lambda tasks: task_prompts(config, environment, tasks)[0],
+        static=load_static_rubric(static) if config.algorithm.rubric == "static" and static else (),
+    )
+    rates = {}
+    try:
+        await actors.start()
+        for checkpoint in policy.checkpoints:
+            if checkpoint.adapter is not None:
+                await actors.fleet.load(ray.put(load_adapter(checkpoint)))
+            found = await measured.measure(checkpoint.version, checkpoint.version)
+            rates[checkpoint.name] = judged_rates(found or [])
+    finally:
+        progress.stop()
+        await actors.stop()
+    return rates

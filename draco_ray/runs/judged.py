@@ -1,0 +1,113 @@
+"""What a judge says of held-out rollouts, read back: the stand-in for success where nothing can be evaluated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draco_ray.records import JudgedRollout, Verdict
+from draco_ray.runs.directory import RunDirectory
+
+DRAWS = 2_000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share in [0, 1] and its percentile bootstrap interval over scenarios; None where fewer than two have one."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        """In per cent."""
+        if self.low is None or self.high is None:
+            return f"{100 * self.mean:.1f} %"
+        return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRates:
+    """What one policy's held-out rollouts come to."""
+
+    pass_rate: Share | None
+    """Of applicable verdicts, a rollout as much as any other; None where none applies."""
+    agreement: Share | None
+    """Of a rollout's criteria those on which two scoring calls agree."""
+    tasks: int
+    rollouts: int
+    unscored: int
+    """Rollouts that were lost or whose scoring failed: they are in no rate."""
+
+    def __str__(self) -> str:
+        """One line, which says that it is a stand-in."""
+        rate = "unknown" if self.pass_rate is None else str(self.pass_rate)
+        parts = [f"judge's pass rate {rate} (a stand-in: there is no evaluator)"]
+        if self.agreement is not None:
+            parts.append(f"the judge agrees with itself on {self.agreement} of verdicts")
+        parts.append(f"{self.tasks} tasks, {self.rollouts} rollouts")
+        if self.unscored:
+            parts.append(f"{self.unscored} of them without verdicts and left out")
+        return "; ".join(parts)
+
+
+def judged_rates(rollouts: Sequence[JudgedRollout]) -> JudgedRates:
+    """Rates over held-out rollouts with intervals over their scenarios."""
+    scored = [each for each in rollouts if each.error is None]
+    return JudgedRates(
+        pass_rate=_share(scored, _passed),
+        agreement=_share(scored, _agreed),
+        tasks=len({each.task_id for each in rollouts}),
+        rollouts=len(rollouts),
+        unscored=len(rollouts) - len(scored),
+    )
+
+
+def read_judged(run: RunDirectory) -> Mapping[tuple[int, str], list[JudgedRollout]]:
+    """(training step, split) -> judged held-out rollouts; step 0 is the untrained policy."""
+    found: dict[tuple[int, str], list[JudgedRollout]] = defaultdict(list)
+    for row in run.table("heldout_verdicts").to_pylist():
+        found[row["training_step"], row["split"]].append(
+            JudgedRollout(
+                task_id=row["task_id"],
+                run=row["run"],
+                scenario=row["scenario"] or "",
+                verdicts=tuple(row["verdicts"] or ()),
+                again=tuple(row["again"] or ()),
+                error=row["error"],
+            )
+        )
+    return dict(sorted(found.items()))
+
+
+def _passed(rollout: JudgedRollout) -> float | None:
+    passes, fails = (rollout.verdicts.count(verdict) for verdict in (Verdict.PASS, Verdict.FAIL))
+    return passes / (passes + fails) if passes + fails else None
+
+
+def _agreed(rollout: JudgedRollout) -> float | None:
+    if not rollout.again or not rollout.verdicts:
+        return None
+    return float(np.mean([one == other for one, other in zip(rollout.verdicts, rollout.again, strict=True)]))
+
+
+def _share(rollouts: Iterable[JudgedRollout], value_of: Callable[[JudgedRollout], float | None]) -> Share | None:
+    clusters: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if (value := value_of(rollout)) is not None:
+            clusters[rollout.scenario or rollout.task_id].append(value)
+    if not clusters:
+        return None
+    sums_C = np.array([sum(values) for values in clusters.values()])
+    counts_C = np.array([len(values) for values in clusters.values()])
+    mean = float(sums_C.sum() / counts_C.sum())
+    if len(clusters) < 2:
+        return Share(mean, None, None)
+    drawn = np.random.default_rng(0).integers(0, len(clusters), (DRAWS, len(clusters)))
+    means = sums_C[drawn].sum(axis=1) / counts_C[drawn].sum(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Share(mean, float(low), float(high))
