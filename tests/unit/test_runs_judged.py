@@ -81,9 +81,8 @@ def test_what_is_kept_is_shown_and_called_a_stand_in(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     kept = RunStoreActor(run.path)
     rubric: Judged[Any] = Judged(value=(Criterion(title="Polite", description="-", evaluator_instruction="-"),))
-    passed, failed = (
-        Judged[Any](value=(ScoredCriterion(verdict=verdict),)) for verdict in (Verdict.PASS, Verdict.FAIL)
-    )
+    passed: Judged[Any] = Judged(value=(ScoredCriterion(verdict=Verdict.PASS),))
+    failed: Judged[Any] = Judged(value=(ScoredCriterion(verdict=Verdict.FAIL),))
     tasks = [Task(task_id=name, instruction="-") for name in ("x", "y", "z")]
     kept.heldout(0, "dev", tasks[0], 0, rubric, passed, failed)
     kept.heldout(0, "dev", tasks[1], 0, rubric, failed, failed)
