@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -18,8 +19,10 @@ import ray
 from ray.exceptions import RayActorError
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
-from draco_ray.errors import EngineError
+from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
+from draco_ray.errors import ConfigError, EngineError
 from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
 
@@ -54,6 +57,9 @@ class PolicyEngineActor:
         self._engine = VllmEngine(
             config, model, max_model_len=max_model_len, lora_rank=lora_rank, seed=seed, name=name, run_name=run_name
         )
+        self._model_path = model.path
+        self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}
+        self._readers_made = threading.Lock()
         self._serving = asyncio.Event()
         self._core_watch: asyncio.Task[None] | None = None
 
@@ -88,6 +94,20 @@ class PolicyEngineActor:
         """Log-probs of ``token_ids[1:]``, with or without the adapter."""
         async with self._alive():
             return await self._engine.logprobs(token_ids, adapter=adapter)
+
+    async def read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ToolUse | None:
+        """See `draco_ray.engine.sampler.Sampler.read_calls`."""
+        return await asyncio.to_thread(self._read_calls, text, tools, parser, thinking)
+
+    def _read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ToolUse | None:
+        with self._readers_made:
+            if (parser, thinking) not in self._readers:
+                from transformers import AutoTokenizer
+
+                chat = ChatTokens(AutoTokenizer.from_pretrained(self._model_path), thinking=thinking)
+                self._readers[parser, thinking] = ToolCallReader(chat, parser)
+            reader = self._readers[parser, thinking]
+        return reader.read(text, tools, thinking=reader.opens_thinking)
 
     async def sleep(self) -> None:
         """Give the GPU away once nothing is under way; calls that come wait for `wake`."""
@@ -286,6 +306,16 @@ class EngineClient:
             ray.cancel(asked)
             raise
         return sample
+
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
+        """See `draco_ray.engine.sampler.Sampler.read_calls`."""
+        try:
+            use: ToolUse | None = await self._handle.read_calls.remote(text, tools, parser, thinking)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ConfigError):
+                raise error.cause from None
+            raise
+        return use
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
         """See `draco_ray.engine.canary.Scorer.logprobs`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from draco_ray.engine.tool_calls import ToolUse
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -29,4 +31,19 @@ class Sampler(Protocol):
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
         """Continue ``token_ids`` by at most ``max_tokens`` tokens with the current adapter."""
+        ...
+
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
+        """What a turn asks for (`draco_ray.engine.tool_calls.ToolCallReader.read`).
+
+        It is read where vLLM is loaded anyway: its parsers take ten seconds and 600 MiB to import.
+
+        Args:
+            text: the turn as sampled.
+            tools: a JSON array of function schemas.
+            parser: ``agent.tool_parser``.
+            thinking: ``agent.thinking``.
+
+        Raises: ConfigError where the model's calls cannot be read.
+        """
         ...

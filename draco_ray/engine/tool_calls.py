@@ -73,6 +73,8 @@ class ToolCallReader:
                 f"agent.tool_parser={self._name!r}: unknown; vLLM has {', '.join(ToolParserManager.list_registered())}"
             ) from None
         self._opening = _opening(written)
+        self.opens_thinking = chat.opens_thinking
+        """Whether the chat template leaves a turn inside a ``<think>`` to begin with."""
         self.read("-", "[]", thinking=False)
 
     def read(self, text: str, tools: str, *, thinking: bool) -> ToolUse | None:
@@ -124,6 +126,16 @@ class ToolCallReader:
         except Exception:
             return []
         return [(call.function.name, call.function.arguments) for call in read.tool_calls] if read.tools_called else []
+
+
+def check_calls(chat: ChatTokens, parser: str | None) -> None:
+    """See whether a model's calls can be read at all, without loading a parser.
+
+    Raises: ConfigError where its template has no tools, or writes calls in a form without a known parser.
+    """
+    written = chat.written_call()
+    if parser is None:
+        _parser_for(written)
 
 
 def after_reasoning(text: str, *, thinking: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample, Sampler
-from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
+from draco_ray.engine.tool_calls import ToolUse, check_calls
 from draco_ray.records import GAP, TOOLS, Message, Usage
 from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
 
@@ -45,13 +45,10 @@ class TokenPolicy:
         """The engine's name."""
         return self.sampler.name
 
-    @functools.cached_property
-    def reader(self) -> ToolCallReader:
-        """What finds calls in turns. Made with the first prompt that lists tools: vLLM's parsers take seconds to load.
-
-        Raises: ConfigError.
-        """
-        return ToolCallReader(self.chat, self._config.tool_parser)
+    async def read_calls(self, text: str, tools: str) -> ToolUse | None:
+        """What a turn asks for, where the tools are ``tools``. Raises: ConfigError."""
+        config = self._config
+        return await self.sampler.read_calls(text, tools, parser=config.tool_parser, thinking=config.thinking)
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
         """See `Policy`. A prompt that is too long (its task was not filtered) loses its left end."""
@@ -59,7 +56,8 @@ class TokenPolicy:
         tools = next((message.content for message in prompt if message.role == TOOLS), None)
         read_calls = None
         if tools is not None:
-            read_calls = functools.partial(self.reader.read, tools=tools)
+            check_calls(self.chat, self._config.tool_parser)
+            read_calls = functools.partial(self.read_calls, tools=tools)
         return TokenConversation(self.sampler, self.chat, self._config, tokens, request.seed, read_calls)
 
 
@@ -73,12 +71,12 @@ class TokenConversation:
         config: AgentConfig,
         prompt: list[int],
         seed: int,
-        read_calls: Callable[..., ToolUse | None] | None = None,
+        read_calls: Callable[[str], Awaitable[ToolUse | None]] | None = None,
     ) -> None:
         """Begin it; sampling seeds come from ``seed`` and the turn's number.
 
         Args:
-            read_calls: `ToolCallReader.read` for the tools of the prompt, if it lists any.
+            read_calls: `TokenPolicy.read_calls` for the tools of the prompt, if it lists any.
         """
         self._sampler = sampler
         self._chat = chat
@@ -109,7 +107,7 @@ class TokenConversation:
         # Weights do not change within an episode; were they to, the older version would be the safe one to record.
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
         text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
-        use = None if cut or self._read_calls is None else self._read_calls(text, thinking=thinking)
+        use = None if cut or self._read_calls is None else await self._read_calls(text)
         return Said(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
 
     def keep(self, step: int) -> tuple[int, int]:

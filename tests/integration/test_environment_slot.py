@@ -28,6 +28,7 @@ from draco_ray.rollout.code_agent import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.worker import evaluate
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
+from tests.support.reads_calls import ReadsCalls
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, play, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -137,7 +138,7 @@ async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(
         await seeing.stop()
 
 
-class ScriptedSampler:
+class ScriptedSampler(ReadsCalls):
     """A stand-in for the policy: says one line a turn."""
 
     name = "scripted"

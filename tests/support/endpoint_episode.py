@@ -21,6 +21,7 @@ from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import Endpoint
 from draco_ray.rollout.tokens import TokenPolicy
+from tests.support.reads_calls import ReadsCalls
 from tests.support.tool_templates import QWEN25, tool_tokenizer
 
 TOKENIZER = tool_tokenizer(QWEN25)
@@ -48,7 +49,7 @@ def encoded(text: str) -> list[int]:
 
 
 @dataclass
-class ScriptedSampler:
+class ScriptedSampler(ReadsCalls):
     """A stand-in for the policy engine: says the next line of a script, or what a function makes of the prompt."""
 
     lines: list[str] | Callable[[str], str]
@@ -59,6 +60,7 @@ class ScriptedSampler:
     hold: asyncio.Event | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    chat: ChatTokens = CHAT
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
         index = len(self.asked)

@@ -20,6 +20,7 @@ from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.code_agent import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
 from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
+from tests.support.reads_calls import ReadsCalls
 
 TOKENIZER = chat_tokenizer(QWEN3)
 CHAT = ChatTokens(TOKENIZER, thinking=True)
@@ -37,12 +38,13 @@ TASK = Task(
 
 
 @dataclass
-class ScriptedSampler:
+class ScriptedSampler(ReadsCalls):
     """A stand-in for the policy engine: says the next line of a script, cut at ``max_tokens`` like a real one."""
 
     lines: list[str]
     name: str = "scripted"
     asked: list[tuple[list[int], int, int | None]] = field(default_factory=list)
+    chat: ChatTokens = CHAT
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
         line = self.lines[len(self.asked)]

@@ -28,6 +28,7 @@ from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.sandbox.world.scripts import families
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.jobs import load_job
+from tests.support.reads_calls import ReadsCalls
 
 TOKENIZER = chat_tokenizer(QWEN3)
 CHAT = ChatTokens(TOKENIZER, thinking=False)
@@ -57,7 +58,7 @@ class World:
 
 
 @dataclass
-class Client:
+class Client(ReadsCalls):
     """Reaches the engine without Ray."""
 
     engine: PacedEngine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +19,10 @@ from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import GAP, TOOLS, EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, find_agent
 from draco_ray.rollout.tokens import TokenPolicy
+from tests.conftest import REPOSITORY
 from tests.support.chat_tokenizer import QWEN3 as WITHOUT_TOOLS
 from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.reads_calls import ReadsCalls
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer
 
 PARAMETERS = {
@@ -149,7 +153,7 @@ def test_what_cannot_be_used_is_one_line() -> None:
 
 
 @dataclass
-class Says:
+class Says(ReadsCalls):
     """A stand-in for the engine: says the next line of a script."""
 
     chat: ChatTokens
@@ -247,3 +251,32 @@ async def test_a_task_without_tools_is_refused() -> None:
     agent = find_agent(config.use)(TokenPolicy(Says(chat, []), chat, config), config, "{task_description}")
     with pytest.raises(ConfigError, match="task 't9' has no tools; use an environment that has"):
         agent.prompt(Task(task_id="t9", instruction="Nothing."))
+
+
+def test_a_rollout_worker_loads_no_vllm_to_play_with_tools() -> None:
+    """Calls are read in the engine's process; importing vLLM's parsers takes each worker 600 MiB."""
+    code = """
+import asyncio, sys
+from draco_ray.engine.sampler import Sample
+from draco_ray.rollout.worker import RolloutWorkerActor
+from draco_ray.config.schema import AgentConfig
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.records import TOOLS, Message
+from tests.unit.test_tool_agent import TASK, chat_of
+
+class Engine:
+    name = "engine"
+    async def sample(self, token_ids, *, max_tokens, seed=None):
+        return Sample(token_ids=[1], logprobs=[-1.0], finish_reason="stop", policy_version=0)
+    async def read_calls(self, text, tools, *, parser, thinking):
+        return None
+
+prompt = (Message(role=TOOLS, content=TASK.tools), Message(role="user", content="Refund."))
+request = RolloutRequest(task_id="t", group="g", rollout=0, attempt=0, seed=0)
+talk = TokenPolicy(Engine(), chat_of("qwen3"), AgentConfig()).begin(prompt, request)
+assert asyncio.run(talk.sample()).tool_use is None
+print([name for name in sys.modules if name.partition(".")[0] == "vllm"][:3])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]

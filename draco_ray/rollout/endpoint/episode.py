@@ -157,7 +157,7 @@ class Episode:
             sample = self._stopped(sample, ask.stop)
             text, use = self._chat.text(sample.token_ids), None
             if sample.finish_reason == "stop" and ask.tools != _NO_TOOLS:
-                use = await asyncio.to_thread(self._read_calls, text, ask.tools)
+                use = await self._policy.read_calls(text, ask.tools)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -269,9 +269,6 @@ class Episode:
         ids = branch.ids[: turn.last] + glue
         at_its_end = turn is branch.turns[-1] and not branch.busy
         return (branch if at_its_end else _Branch(tools=ask.tools)), ids
-
-    def _read_calls(self, text: str, tools: str) -> ToolUse | None:
-        return self._policy.reader.read(text, tools, thinking=self._chat.opens_thinking)
 
     def _keep(self, branch: _Branch, ids: Sequence[int], sample: Sample) -> None:
         if not branch.turns:

@@ -176,6 +176,9 @@ class _Script:
             policy_version=0,
         )
 
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> None:
+        """Nothing: the turns are code."""
+
 
 class _Recording:
     """A world that answers what AppWorld answered before."""
