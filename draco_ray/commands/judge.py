@@ -76,7 +76,8 @@ def run(wanted: Wanted, console: Console) -> int:
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
         context=wanted.context,
-        out=wanted.out,
+        # What is asked is known by a secret that lies there.
+        out=None if wanted.dry_run else wanted.out,
         batch=wanted.batch,
         ray=wanted.ray,
     )

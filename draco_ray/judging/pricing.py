@@ -56,12 +56,22 @@ def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
 
 
 def known_price(judge: JudgeConfig, model: str) -> Price | None:
-    """The configured price of ``model``, else LiteLLM's; None where neither is known."""
+    """The configured price of ``model``, else LiteLLM's; None where neither is known.
+
+    Where LiteLLM's is the configured one and says besides what cached input and long prompts cost, it is that.
+    """
     sent = judge.extra_body if judge.service_tier is None else {"service_tier": judge.service_tier}
     configured, listed = find_price(model, judge.prices), _litellm_price(model, sent)
+    if configured is None or listed is None:
+        return configured or listed
     # A configured price is that of the usual tier.
-    cheaper = judge.service_tier == "flex" and listed is not None
-    return listed if configured is None or cheaper else configured
+    flex = judge.service_tier == "flex"
+    return listed if flex or _says_more(listed, configured) else configured
+
+
+def _says_more(listed: Price, configured: Price) -> bool:
+    same = math.isclose(listed.input, configured.input) and math.isclose(listed.output, configured.output)
+    return same and configured == Price(input=configured.input, output=configured.output)
 
 
 def check_budget(judge: JudgeConfig, model: str) -> None:

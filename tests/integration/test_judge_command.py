@@ -182,8 +182,9 @@ def test_a_judge_that_is_not_there_is_known_at_once(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_asks_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    shown = run(["judge", str(FILES / "openai_chat.jsonl"), "--dry-run"])
+    shown = run(["judge", str(FILES / "openai_chat.jsonl"), "--dry-run", "--out", str(tmp_path / "out")])
     assert shown.returncode == 0, shown.stderr
+    assert not (tmp_path / "out").exists()
     assert "2 traces (openai-chat 2), 4 steps, in 1 groups" in shown.stdout
     assert "about 8 calls (stage1 1, stage2 2, union 1, score 2, credit 2)" in shown.stdout
     assert "about $0." in shown.stdout

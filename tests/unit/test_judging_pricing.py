@@ -7,7 +7,7 @@ import random
 import pytest
 
 from draco_ray.config.schema import JudgeConfig, Price, PriceTier
-from draco_ray.judging.pricing import known_price, most_of, price_of
+from draco_ray.judging.pricing import find_price, known_price, most_of, price_of
 from draco_ray.records import Message
 
 
@@ -24,6 +24,20 @@ def test_litellms_prices_hold_where_none_is_configured() -> None:
     long = known_price(judge, "gemini/gemini-2.5-pro")
     assert long is not None
     assert [(tier.above, tier.input, tier.output) for tier in long.tiers] == [(200_000, 2.5, 15.0)]
+
+
+def test_a_reference_price_is_completed_by_what_the_provider_asks_for_cached_and_long_input() -> None:
+    reference = find_price("openai/gpt-5.4", JudgeConfig().prices)
+    price = known_price(JudgeConfig(), "openai/gpt-5.4")
+    assert reference is not None
+    assert price is not None
+    assert (price.input, price.output) == pytest.approx((reference.input, reference.output))
+    assert price.cached_input is not None
+    assert price.cached_input < price.input
+    assert price_of(price, 300_000, 0, 1) > price_of(reference, 300_000, 0, 1)
+    # Whoever says anything else is taken at his word.
+    for own in (Price(input=2.5, output=14.0), Price(input=2.5, cached_input=2.5, output=15.0)):
+        assert known_price(JudgeConfig(prices={"gpt-5.4": own}), "openai/gpt-5.4") == own
 
 
 @pytest.mark.parametrize("model", ["openai/nobody-knows", "hosted_vllm/own", "gemini/gemini-3-pro-preview"])
