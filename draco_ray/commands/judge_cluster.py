@@ -89,7 +89,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         leases = None if limiter is None else limiter[1]
         local = start_judge_servers(config.judge, kept.path, name)
         servers = None if local is None else local[1]
-        nobody = PolicyJudge(samplers=(), model_path="none")
+        nobody = PolicyJudge(samplers=(), tokenizer=None, name="none")
         starter = judge_starter(_told(config.judge, kept), nobody, leases, name, servers)
         pool = JudgePool(starter, config.judge)
         pool.open()

@@ -12,8 +12,7 @@ import uuid
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
@@ -181,18 +180,15 @@ def prompts_of(config: JudgeConfig) -> Prompts:
     return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts)
 
 
-def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], model_path: str) -> Judge:
+def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], tokenizer: Any, name: str) -> Judge:
     """The policy behind ``samplers`` as its own judge.
 
     Raises:
         ConfigError: the prompt set or the chat template cannot be used.
     """
-    from transformers import AutoTokenizer
-
     from draco_ray.judging.self_judge import SelfJudgeClient
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{Path(model_path).name}")
+    complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{name}")
     return Judge(complete, prompts_of(config), config)
 
 

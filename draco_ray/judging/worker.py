@@ -28,7 +28,9 @@ class PolicyJudge:
     """How a self-judge reaches the policy."""
 
     samplers: Sequence[EngineClient]
-    model_path: str
+    tokenizer: Any
+    name: str
+    """Of the model, in the books."""
 
 
 class JudgeWorkerActor:
@@ -41,7 +43,7 @@ class JudgeWorkerActor:
 
         start_run_log()
         self._judge: Judge = (
-            build_self_judge(config, policy.samplers, policy.model_path)
+            build_self_judge(config, policy.samplers, policy.tokenizer, policy.name)
             if config.self_judge.enabled
             else build_judge(config, leases, servers)
         )

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,12 @@ class EnginePolicies:
     """Makes the policies of a rollout worker, one for each engine; travels to it."""
 
     samplers: Sequence[Sampler]
-    model_path: str
+    tokenizer: Any
+    """The model's; sent along, since loading one imports PyTorch into every worker."""
 
     def __call__(self, agent: AgentConfig) -> list[Policy]:
         """The policies, in the order of the engines."""
-        from transformers import AutoTokenizer
-
-        chat = ChatTokens(AutoTokenizer.from_pretrained(self.model_path), thinking=agent.thinking)
+        chat = ChatTokens(self.tokenizer, thinking=agent.thinking)
         return [TokenPolicy(sampler, chat, agent) for sampler in self.samplers]
 
 

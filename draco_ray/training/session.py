@@ -19,6 +19,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
 from draco_ray.engine.model_directory import check_model_directory
+from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
@@ -108,11 +109,9 @@ def task_prompts(
     Raises:
         ConfigError, WorldError: a task or the agent's prompt cannot be used.
     """
-    from transformers import AutoTokenizer
-
     from draco_ray.engine.chat import ChatTokens
 
-    chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+    chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # Nothing is sampled here.
     agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)
@@ -303,7 +302,8 @@ class Actors:
         judged = config.algorithm.reward == "rubric"
         self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
         self._servers = start_judge_servers(judge, run.path, name) if judged else None
-        policy = PolicyJudge(samplers=self.clients, model_path=config.model.path)
+        self._tokenizer = load_tokenizer(config.model.path)
+        policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
         leases = None if self._limiter is None else self._limiter[1]
         servers = None if self._servers is None else self._servers[1]
         self.judges = JudgePool(judge_starter(judge, policy, leases, name, servers), judge)
@@ -348,7 +348,7 @@ class Actors:
     def _rollout_workers(self, *, ground_truth: bool, kind: str = "RolloutWorker") -> list[tuple[Any, int]]:
         config = self._config
         return start_rollout_workers(
-            EnginePolicies(samplers=self.clients, model_path=config.model.path),
+            EnginePolicies(samplers=self.clients, tokenizer=self._tokenizer),
             agent=config.agent,
             environment=config.environment,
             data=config.data,

@@ -139,7 +139,7 @@ async def test_solved_and_lost_rollouts_are_what_appworld_says_of_their_files(
     assert {task: verdict["success"] for task, verdict in individual.items()} == {solved: True, lost: False}
 
 
-def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
+def test_checkpoints_of_a_run_are_measured_with_their_adapters(
     sandbox_root: Path, starter_model: Path, tmp_path: Path
 ) -> None:
     prompts = len(load_split(sandbox_root, "train")) // 2
@@ -155,16 +155,8 @@ def test_the_last_epochs_of_a_run_are_measured_with_their_adapters(
         for name, parameter in learner.policy.peft.named_parameters():
             if "lora_B" in name:
                 parameter.data += float(random.normal(0, 0.01))
-    command = arguments(sandbox_root, tmp_path / "out", "--run", str(run), "--last-epochs", "2", "--split", "dev")
-    brief = ["--runs", "1", "data.eval_tasks=1", "agent.max_turns=2", "agent.max_turn_tokens=32"]
-    done = draco(*command, *brief, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    directory = EvaluationDirectory.open(tmp_path / "out")
-    assert directory.plan.measurements == ("step00002", "step00004")
-    assert directory.finished() == 2
-    assert "each of 2 checkpoints" in done.stdout
-
     curve = arguments(sandbox_root, tmp_path / "curve", "--run", str(run), "--train-curve", "--every", "3")
+    brief = ["--runs", "1", "data.eval_tasks=1", "agent.max_turns=2", "agent.max_turn_tokens=32"]
     done = draco(*curve, *brief, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     directory = EvaluationDirectory.open(tmp_path / "curve")

@@ -38,6 +38,7 @@ def arguments(world: Path, model: Path, root: Path, name: str) -> list[str]:
         f"algorithm.group_size={GROUP}",
         "learner.minibatch_prompts=1",
         "environment.slots=2",
+        "judge.workers=1",
         "environment.slots_per_worker=2",
         "ray.dashboard=false",
         # A key that is taken only from one's own run directory.

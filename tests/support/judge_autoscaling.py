@@ -49,7 +49,9 @@ def judge_nodes() -> set[str]:
 
 async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
     """Many calls at once, then a worker that falls silent, then nothing."""
-    pool = JudgePool(judge_starter(config, PolicyJudge(samplers=(), model_path="none"), None, "autoscaling"), config)
+    pool = JudgePool(
+        judge_starter(config, PolicyJudge(samplers=(), tokenizer=None, name="none"), None, "autoscaling"), config
+    )
     pool.open()
     await pool.ready()
     seen: dict[str, Any] = {"up_at_first": pool.up, **await with_more_calls_than_room(pool)}

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from draco_ray.config.schema import AgentConfig, DracoConfig, Price
 from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
+from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
 from draco_ray.judging.model_limits import model_limit
@@ -211,7 +212,7 @@ class _Evaluator:
             )
             self._clients = [EngineClient(index, self._name) for index in range(config.engine.engines)]
             self._price = find_price(config.model.path, config.judge.prices)
-            policies = EnginePolicies(samplers=self._clients, model_path=config.model.path)
+            policies = EnginePolicies(samplers=self._clients, tokenizer=load_tokenizer(config.model.path))
         self._workers = start_rollout_workers(
             policies,
             agent=config.agent,
@@ -423,12 +424,10 @@ async def _gather(work: Sequence[Awaitable[None]]) -> None:
 
 
 def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[int]:
-    from transformers import AutoTokenizer
-
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
 
-    chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+    chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
     prompt = fill_agent_prompt(agent_template(config.agent.prompt, environment.agent_prompt), environment.task(task_id))
     return chat.prompt(prompt)[-_PROBE_TOKENS:]
 

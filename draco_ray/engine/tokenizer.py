@@ -1,0 +1,28 @@
+"""Loading a model's tokenizer, without PyTorch where it can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Names of the class that is nothing but its tokenizer.json, in this version of transformers and in earlier ones."""
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load what `transformers.AutoTokenizer` would.
+
+    A plain one is loaded by its own class: AutoTokenizer imports PyTorch, which takes seconds and 350 MiB.
+
+    Raises: OSError, ValueError where there is none.
+    """
+    file = Path(path) / "tokenizer_config.json"
+    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if described.get("tokenizer_class") in PLAIN and "auto_map" not in described:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
