@@ -118,9 +118,10 @@ async def test_a_shell_script_with_curl_is_an_agent(rollouts: Rollouts) -> None:
     assert [(turn.role, turn.text) for turn in played.turns[:-1]] == [
         ("user", "Plan: Refund order A1."),
         ("assistant", "Look first."),
+        ("user", "Do it."),
         ("assistant", "Refunded."),
     ]
-    assert [(step.action, step.observation) for step in played.steps] == [("Look first.", "Do it.")]
+    assert [(step.action, step.observation) for step in played.steps] == [("Look first.", "")]
     assert "exit code 0" in program(played)
     assert "standard output:\nRefunded." in program(played)
     assert rollouts.world.given == ["Refunded."]
