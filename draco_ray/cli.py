@@ -611,7 +611,9 @@ def evaluate(
         str | None,
         typer.Option(help="A preset, a YAML file or a run; else the run's own, sandbox for starter, or the defaults."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Evaluation directory; one that is there is gone on with.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Evaluation directory; an unfinished one of the same plan is continued.")
+    ] = None,
     label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
     api_base: Annotated[str | None, typer.Option(help="API model: its endpoint.")] = None,
     api_key_env: Annotated[

@@ -18,7 +18,7 @@ from draco_ray.judging.judge import Judge, prompts_of
 from draco_ray.lab.analysis.attribution.bench import judge_groups
 from draco_ray.lab.analysis.attribution.measure import measures, rollout_rows
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout, planted_groups
-from draco_ray.lab.analysis.attribution.recorded import recorded_groups
+from draco_ray.lab.analysis.attribution.plant_recorded import recorded_groups
 from draco_ray.lab.analysis.judges import NamedJudge, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder

@@ -69,7 +69,7 @@ def cut(text: str, length: int) -> str:
 
 
 def _length(level: int) -> int | None:
-    """Of the texts of one stage; None before it begins."""
+    """The length of the texts of one stage; None before it begins."""
     return None if level < 1 else LENGTHS[min(level, len(LENGTHS)) - 1]
 
 

@@ -1,20 +1,26 @@
-"""What the policy achieves on held-out tasks before the first and after the last step."""
+"""What the policy achieves on held-out tasks before the first and after the last step.
+
+The environment's own evaluator judges it. The workers used here load ground truth and are separate from those that
+train; they are gone before training goes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import ray
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
-from draco_ray.records import Evaluation
+from draco_ray.records import Evaluation, Task, Trajectory, lost_evaluation
+from draco_ray.rollout.pool import RolloutPool
+from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
-from draco_ray.training.evaluate import evaluate_tasks
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
@@ -84,3 +90,34 @@ class BeforeAfter:
             f"held-out TGC {first:.1%} -> {last:.1%} ({100 * (last - first):+.1f} points), setting "
             f"{self._config.setting}, seed {self._config.seed}"
         )
+
+
+async def evaluate_tasks(
+    pool: RolloutPool,
+    tasks: Sequence[Task],
+    runs: int,
+    *,
+    step: int,
+    keep: Callable[[ray.ObjectRef[Trajectory]], object],
+    done: Callable[[], None] = lambda: None,
+) -> list[Evaluation]:
+    """Play every task ``runs`` times; a rollout that is lost counts as a failure.
+
+    Args:
+        pool: workers that load ground truth.
+        step: the training step whose adapter is loaded; 0 is the untrained policy.
+        keep: given the trajectory of every rollout that was not lost.
+        done: called after every rollout.
+    """
+
+    async def one(index: int, task: Task, run: int) -> Evaluation:
+        played = await pool.run(task.task_id, f"evaluation{step}/{task.task_id}", run, step=step, priority=index)
+        done()
+        if played.member is None:
+            return lost_evaluation(task, run)
+        keep(played.member.trajectory)
+        evaluated: Evaluated = await played.member.evaluation
+        return evaluated.evaluation
+
+    work = [one(index, task, run) for run in range(runs) for index, task in enumerate(tasks)]
+    return list(await asyncio.gather(*work))

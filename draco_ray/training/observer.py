@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
 from draco_ray.rollout.pool import RolloutPool
+from draco_ray.training.progress import StepProgress
 
 log = logging.getLogger(__name__)
 
@@ -109,3 +110,28 @@ class RunObserver:
             self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
             self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)
+
+
+class StepWatch:
+    """Shows and counts the groups of the step under way; the pipeline tells it of every change."""
+
+    def __init__(self, progress: StepProgress, observer: RunObserver) -> None:
+        self._progress, self._observer = progress, observer
+        self._step = 0
+
+    def __call__(self, group: Group) -> None:
+        """Take in a group's news. One that runs ahead is taken in, with all its news, when its step begins."""
+        if group.step == self._step:
+            self._progress.update(group)
+            self._observer.group(group)
+
+    def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
+        """Begin a step."""
+        self._progress.start(title, len(groups), len(groups) * group_size)
+        self._step = groups[0].step
+        for group in groups:
+            self(group)
+
+    def end(self) -> None:
+        """End the step: its groups are done."""
+        self._progress.stop()

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,13 +46,13 @@ from draco_ray.training.before_after import BeforeAfter
 from draco_ray.training.cluster import connect
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.held_out import JudgedBeforeAfter
-from draco_ray.training.observer import RunObserver
+from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import StepProgress, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import StepWatch, Trainer
-from draco_ray.training.watchdog import Pending, watch_quiet
+from draco_ray.training.trainer import Trainer
+from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
 if TYPE_CHECKING:
     from draco_ray.engine.chat import ChatTokens
@@ -427,10 +427,15 @@ async def training_session(
         advantages = start_advantage_computer(config.algorithm, name)
         pending = Pending()
         said = partial(console.print, markup=False)
-        starting = asyncio.create_task(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said))
-        parts.callback(starting.cancel)
-        await _start_in_time(config, actors, learner, pending)
-        starting.cancel()
+        async with _beside(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said)):
+            await in_time(
+                _start(config, actors, learner, pending),
+                config.watch.start_seconds,
+                lambda: ClusterError(
+                    f"the run has not started in watch.start_seconds={config.watch.start_seconds:g}, waiting for: "
+                    f"{pending}"
+                ),
+            )
 
         weights = WeightSync(
             learner,
@@ -463,10 +468,8 @@ async def training_session(
             staleness=config.train.staleness,
             console=console,
         )
-        watching = asyncio.create_task(watch_judge(actors.judge_pause, progress, console))
-        parts.callback(watching.cancel)
-        quiet = asyncio.create_task(watch_quiet(pending, config.watch.quiet_seconds, said))
-        parts.callback(quiet.cancel)
+        await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
+        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said)))
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, recorded),
@@ -505,19 +508,14 @@ def learner_config(config: DracoConfig) -> LearnerConfig:
     return config.learner
 
 
-async def _start_in_time(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
-    """Start everything; what does not come up in time is named."""
-    seconds, starting = config.watch.start_seconds, asyncio.create_task(_start(config, actors, learner, pending))
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Let ``work`` run beside the block, and cancel it with its end."""
+    task = asyncio.create_task(work)
     try:
-        done, _ = await asyncio.wait({starting}, timeout=seconds)
-        if done:
-            return starting.result()
-        waiting = str(pending)
+        yield
     finally:
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-    raise ClusterError(f"the run has not started in watch.start_seconds={seconds:g}, waiting for: {waiting}")
+        task.cancel()
 
 
 async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:

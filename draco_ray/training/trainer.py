@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -14,42 +13,17 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.actor import EngineFleet
 from draco_ray.errors import RunStopped
 from draco_ray.learner.base import Learner
-from draco_ray.pipeline import Group, GroupState
+from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.batches import Batch, Batches
 from draco_ray.training.engines import Probe, WeightSync, engines_asleep
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
-from draco_ray.training.observer import RunObserver
+from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.overlap import busy_seconds, merged
 from draco_ray.training.preflight import check_disk
-from draco_ray.training.progress import StepProgress, step_line
+from draco_ray.training.progress import step_line
 from draco_ray.training.streaming import StreamedUpdate, streamed_update
-from draco_ray.training.watchdog import Pending, Watchdog
-
-
-class StepWatch:
-    """Shows and counts the groups of the step under way; the pipeline tells it of every change."""
-
-    def __init__(self, progress: StepProgress, observer: RunObserver) -> None:
-        self._progress, self._observer = progress, observer
-        self._step = 0
-
-    def __call__(self, group: Group) -> None:
-        """Take in a group's news. One that runs ahead is taken in, with all its news, when its step begins."""
-        if group.step == self._step:
-            self._progress.update(group)
-            self._observer.group(group)
-
-    def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
-        """Begin a step."""
-        self._progress.start(title, len(groups), len(groups) * group_size)
-        self._step = groups[0].step
-        for group in groups:
-            self(group)
-
-    def end(self) -> None:
-        """End the step: its groups are done."""
-        self._progress.stop()
+from draco_ray.training.watchdog import Pending, Watchdog, in_time
 
 
 class Trainer:
@@ -95,27 +69,18 @@ class Trainer:
         Raises:
             RunStopped: a step teaches nothing, or takes too long (`draco_ray.training.watchdog`).
         """
+        seconds = self._config.watch.step_seconds
         try:
             for step in range(first, last + 1):
-                metrics = await self._within_time(step, last)
+                metrics = await in_time(self._step(step, last), seconds, partial(self._late, step))
                 self._console.print(step_line(metrics, last))
             self._watchdog.end()
         finally:
             await self._batches.cancel()
 
-    async def _within_time(self, step: int, last: int) -> dict[str, Any]:
-        seconds, working = self._config.watch.step_seconds, asyncio.create_task(self._step(step, last))
-        try:
-            done, _ = await asyncio.wait({working}, timeout=seconds)
-            if done:
-                return working.result()
-            # Asked before anything is cancelled.
-            waiting = str(self._pending)
-        finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
-        raise RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {waiting}")
+    def _late(self, step: int) -> RunStopped:
+        seconds = self._config.watch.step_seconds
+        return RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {self._pending}")
 
     async def _step(self, step: int, last: int) -> dict[str, Any]:
         config, started = self._config, time.time()

@@ -9,13 +9,15 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from draco_ray.config.schema import WatchConfig
 from draco_ray.errors import RunStopped
 from draco_ray.judging.outage import span
+
+ResultT = TypeVar("ResultT")
 
 LOOK_SECONDS = 5.0
 FEWEST_PHASES = 10
@@ -128,3 +130,22 @@ async def watch_quiet(
         if times > said:
             say(f"no progress for {span(pending.quiet)}, waiting for: {pending}")
         said = times
+
+
+async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, late: Callable[[], Exception]) -> ResultT:
+    """Await ``work``; where it takes longer, end it, wait until it has ended, and raise what ``late`` makes.
+
+    ``seconds`` None is no limit.
+    """
+    working = asyncio.create_task(work)
+    try:
+        done, _ = await asyncio.wait({working}, timeout=seconds)
+        if done:
+            return working.result()
+        # Asked before anything is cancelled.
+        error = late()
+    finally:
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+    raise error

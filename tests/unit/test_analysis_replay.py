@@ -13,7 +13,7 @@ from draco_ray.algorithm.group import Uncalled, group_advantages
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.cli import main
 from draco_ray.lab.analysis.dropout import dropout_variance, resampled, survival, survival_by_group_size
-from draco_ray.lab.analysis.recorded import RecordedGroup, recorded_groups
+from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules, replayed
 from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
 from draco_ray.runs import rows

@@ -13,7 +13,13 @@ from draco_ray.cli import main
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.lab.analysis.attribution.mutate import Mutant, mutants, reworded
 from draco_ray.lab.analysis.attribution.plant import BENIGN, REFERENCE, PlantedRollout
-from draco_ray.lab.analysis.attribution.recorded import borne_out, candidates, clean, finished_rollouts, recorded_groups
+from draco_ray.lab.analysis.attribution.plant_recorded import (
+    borne_out,
+    candidates,
+    clean,
+    finished_rollouts,
+    recorded_groups,
+)
 from draco_ray.records import Trajectory
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory

@@ -19,9 +19,10 @@ from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.engines import WeightSync, engines_asleep
+from draco_ray.training.observer import StepWatch
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.trainer import StepWatch, Trainer
+from draco_ray.training.trainer import Trainer
 from tests.unit.test_training_metrics import an_update
 
 SHARED = (

@@ -14,7 +14,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import servers as module
-from draco_ray.judging.local.server import STARTS, JudgeServer, Look, Stall, serve_words
+from draco_ray.judging.local.server import STARTS, Look, Stall, VllmJudgeServer, serve_words
 from draco_ray.judging.local.servers import JudgeServers
 from draco_ray.judging.panel import other
 from draco_ray.training.preflight import check_resources
@@ -220,7 +220,7 @@ def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draco_ray.engine.openai_server.SERVER", "no_such_module")
-    server = JudgeServer(config(tmp_path, gpus_per_replica=0), "127.0.0.1", tmp_path / "server.log")
+    server = VllmJudgeServer(config(tmp_path, gpus_per_replica=0), "127.0.0.1", tmp_path / "server.log")
     pids = set()
     for _ in range(STARTS):
         assert server.look().server is None
@@ -236,7 +236,7 @@ def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
 def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draco_ray.judging.local.server.serve_words", lambda *_: ["sleep", "600"])
     now = 0.0
-    server = JudgeServer(config(start_timeout_seconds=100), "127.0.0.1", tmp_path / "server.log", lambda: now)
+    server = VllmJudgeServer(config(start_timeout_seconds=100), "127.0.0.1", tmp_path / "server.log", lambda: now)
     server.look()
     now = 99.0
     assert server.look().doing == "loads Qwen/Qwen3.6-27B, for 99 s now"

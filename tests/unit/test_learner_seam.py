@@ -31,9 +31,10 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.engines import WeightSync
+from draco_ray.training.observer import StepWatch
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.trainer import StepWatch, Trainer
+from draco_ray.training.trainer import Trainer
 from tests.support.tiny_model import build_tiny_model
 
 PAGE = Path("docs/extending/learner.md")

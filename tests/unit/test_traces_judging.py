@@ -17,7 +17,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.shortening import LENGTHS, cut
-from draco_ray.lab.analysis.recorded import recorded_groups
+from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
 from draco_ray.runs.directory import RunDirectory

@@ -24,10 +24,11 @@ from draco_ray.rollout.pool import SlotQueue
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.engines import WeightSync
+from draco_ray.training.observer import StepWatch
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import StepWatch, Trainer
+from draco_ray.training.trainer import Trainer
 from tests.unit.test_training_metrics import an_update
 
 STEPS, PROMPTS = 5, 3

@@ -16,7 +16,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Request
 from draco_ray.judging.endpoint import Borrowed
-from draco_ray.judging.local.server import JudgeServer, Look
+from draco_ray.judging.local.server import Look, VllmJudgeServer
 from draco_ray.judging.local.servers import JudgeServers, Lease
 from draco_ray.judging.phases import urgency
 from draco_ray.observability.logs import start_run_log
@@ -27,15 +27,15 @@ STOP_SECONDS = 30.0
 
 
 class JudgeServerActor:
-    """One `JudgeServer` on the node that Ray chose; its address is the one the cluster knows that node by."""
+    """One `VllmJudgeServer` on the node that Ray chose; its address is the one the cluster knows that node by."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
         start_run_log()
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._server = JudgeServer(config, ray.util.get_node_ip_address(), log)
+        self._server = VllmJudgeServer(config, ray.util.get_node_ip_address(), log)
 
     def look(self) -> Look:
-        """See `JudgeServer.look`."""
+        """See `VllmJudgeServer.look`."""
         return self._server.look()
 
     def end(self) -> None:

@@ -95,7 +95,7 @@ class Stall:
         self._since = self._clock()
 
 
-class JudgeServer:
+class VllmJudgeServer:
     """A `vllm serve` process and the key to it."""
 
     def __init__(self, config: JudgeConfig, host: str, log: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -32,10 +32,10 @@ WAITS_FOR_A_NODE = "waits for a node that has room"
 
 
 class Replica(Protocol):
-    """Where a `draco_ray.judging.local.server.JudgeServer` runs."""
+    """Where a `draco_ray.judging.local.server.VllmJudgeServer` runs."""
 
     async def look(self) -> Look:
-        """See `JudgeServer.look`; raises whatever says that there is none any more."""
+        """See `VllmJudgeServer.look`; raises whatever says that there is none any more."""
         ...
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.lab.analysis.credit import signs
-from draco_ray.lab.analysis.recorded import RecordedGroup, recorded_groups
+from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory
 

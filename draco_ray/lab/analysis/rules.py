@@ -18,7 +18,7 @@ from draco_ray.algorithm.credit import quality_spread
 from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.rules import RULES, find_rule
 from draco_ray.lab.analysis.credit import push_shares, signs
-from draco_ray.lab.analysis.recorded import RecordedGroup, recorded_groups
+from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.records import (
     CreditFallback,
     GroupAdvantages,

@@ -1,7 +1,7 @@
 """What evaluating an API model may ask for and cost: the judge's limiter, with a book of its own beside the results.
 
 A budget ends an evaluation in the middle of rollouts, and what those have cost is in no result. So every settled
-request is counted in the book, and the same command, gone on with, does not start from nothing.
+request is counted in the book, and the same command, given again, does not start from nothing.
 """
 
 from __future__ import annotations
