@@ -76,7 +76,7 @@ def run(wanted: Wanted, console: Console) -> int:
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
         context=wanted.context,
-        # What is asked is known by a secret that lies there.
+        # The secret that marks evidence in the prompts is kept there.
         out=None if wanted.dry_run else wanted.out,
         batch=wanted.batch,
         ray=wanted.ray,

@@ -75,7 +75,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         ConfigError, ClusterError: there is no such cluster, or it has no slot for a judge.
         JudgeUnavailable: the judge cannot be reached from there.
     """
-    # Nothing but judges is started.
+    # Only judges are started here.
     judges_only = config.model_copy(
         update={
             "environment": config.environment.model_copy(update={"slots": 1, "cpus_per_worker": 0.0}),

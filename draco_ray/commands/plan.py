@@ -283,7 +283,7 @@ def _print_time(
     )
     table.add_row(f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s")
     table.add_row("sync", f"{time.sync:,.1f} s")
-    # Asleep, an engine hides nothing; a step ahead, it hides all.
+    # An engine that sleeps overlaps with nothing; one that runs a step ahead overlaps with everything.
     if not config.engine.colocate:
         table.add_row("a step, learning behind generation", f"{time.hidden:,.0f} s")
     if not config.train.staleness:

@@ -455,7 +455,7 @@ class VllmEngine:
             # The prefix cache of a model with recurrent layers needs prompts computed in parts.
             engine_args.enable_prefix_caching = not engine_args.create_model_config().is_hybrid
         vllm_config = engine_args.create_engine_config()
-        # Of a hub name they are known only now.
+        # For a model from the hub the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 

@@ -109,7 +109,7 @@ class ElasticWorkers(Generic[WorkerT]):
             self._full_use_at = now
         missing = wanted - len(self.places) if now >= self._grow_after else 0
         come = [self._ask() for _ in range(missing)]
-        # Workers that never came up go first, then the youngest.
+        # Workers that never came up are let go first, then the youngest.
         unneeded = sorted(self.places, key=lambda place: (place.up, -place.number))
         gone = [
             place

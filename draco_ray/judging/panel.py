@@ -68,7 +68,7 @@ class Panel(Judge):
         calls = tuple(call for ballot in ballots for call in ballot.calls)
         notes = [note for ballot in ballots for note in ballot.notes]
         left_out = max(ballot.left_out for ballot in ballots)
-        # One that failed has no vote, and is said to have none.
+        # A judge whose call failed has no vote; a note says so.
         notes += [f"no vote: {ballot.error}" for ballot in ballots if ballot.error is not None]
         valid = [ballot.value for ballot in ballots if ballot.value is not None]
         if not valid:
@@ -189,7 +189,7 @@ def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Comple
         check_budget(other(config, each), each.model)
     if not config.fallbacks:
         return open_one(config)
-    # Only the last is waited for while it is away.
+    # Only the last judge of the list is waited for while it does not answer.
     models = [config, *(other(config, each) for each in config.fallbacks)]
     impatient = [each.model_copy(update={"max_outage_seconds": 0.0}) for each in models[:-1]]
     return Fallbacks([open_one(each) for each in [*impatient, models[-1]]])

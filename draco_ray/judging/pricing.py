@@ -198,7 +198,7 @@ def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None
     try:
         key = litellm.get_model_info(model)["key"]
     except Exception:
-        # What it raises for a model it does not know is of no class of its own.
+        # For a model that it does not know it raises a plain Exception.
         return None
     listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
     tier = extra_body.get("service_tier")

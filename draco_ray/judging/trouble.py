@@ -32,7 +32,7 @@ def classify(error: BaseException) -> Trouble:
     if status in _REFUSED or (status == 400 and "LLM Provider NOT provided" in text):
         return Trouble.REFUSED
     if status == 429 and _TOO_LARGE.search(text):
-        # Larger than a minute's allowance: it would never pass.
+        # The request is larger than what a minute allows: asking again would never help.
         return Trouble.OWN
     if isinstance(error, TimeoutError) or status in _TIMED_OUT:
         return Trouble.TIMED_OUT
@@ -51,7 +51,7 @@ def possibly_billed(error: BaseException) -> bool:
         if isinstance(cause, (httpx.ConnectError, httpx.ConnectTimeout, ConnectionRefusedError)):
             return False
         if isinstance(cause, httpx.HTTPStatusError):
-            # A gateway's time is up; what is behind it may go on.
+            # A gateway has timed out; the server behind it may still make the reply.
             return cause.response.status_code in _TIMED_OUT
     return classify(error) in (Trouble.TIMED_OUT, Trouble.UNAVAILABLE)
 

@@ -186,7 +186,7 @@ TABLES: dict[str, pa.Schema] = {
 
 # Evaluated rollouts leave what trained ones do; ``rollout`` is then the run, and step 0 the untrained policy.
 TABLES |= {"evaluation_trajectories": TABLES["trajectories"], "evaluation_steps": TABLES["steps"]}
-# Calls about held-out rollouts are none of a training step.
+# Calls about held-out rollouts belong to no training step.
 TABLES |= {"heldout_calls": TABLES["judge_calls"]}
 
 BEFORE: dict[tuple[str, str], str] = {("steps", "action"): "code", ("steps", "observation"): "output"}

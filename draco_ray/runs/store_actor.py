@@ -186,7 +186,7 @@ class RunStoreActor:
             self._fail(error)
 
     def _fail(self, error: OSError) -> NoReturn:
-        # Most writes are not waited for: the next one that is says it.
+        # Most writes are not waited for: the error is raised by the next call that is.
         path = self._store.directory.path
         self._failure = f"run directory {path} cannot be written: {error.strerror or error}; make room there"
         raise StoreError(self._failure) from None

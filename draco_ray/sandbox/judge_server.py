@@ -197,7 +197,7 @@ class JudgeApp:
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
             reply, phase = await self._reply(number, asked)
-            # Whether anybody answers may be asked as often as one likes.
+            # The question whether the judge answers at all is not counted, however often it is asked.
             if phase is None:
                 return reply
             self._repeated += known
@@ -355,7 +355,7 @@ class JudgeServer:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        # If it hangs, ending it ends the wait.
+        # Where the process hangs, ending it ends the wait for its output.
         watchdog = threading.Timer(START_SECONDS, self._process.kill)
         watchdog.start()
         try:

@@ -153,7 +153,7 @@ def best_rollouts(run: RunDirectory, best: int) -> Chosen:
                     each.group, each.rollout, each.token_ids_T.tolist(), each.sampled_T.tolist(), each.prompt_length
                 )
                 for each in trajectories
-                # One sequence: the tokens of others follow no common beginning.
+                # A rollout with branches has no one sequence to imitate.
                 if (task_id, each.rollout) in wanted[step] and len(each.branches) == 1
             ]
     if not samples:

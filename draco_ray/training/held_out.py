@@ -70,7 +70,7 @@ class JudgedBeforeAfter:
         environment, split = make_environment(self._config.environment, self._config.data), self._config.data.eval_split
         tasks = [environment.task(task) for task in environment.tasks(split)[: self._config.data.eval_tasks]]
         known = read_judged(self._run).get((step, split), [])
-        # Half of it is there where the run was killed under it.
+        # A run that was killed meanwhile has left half of it.
         if len(known) == len(tasks) * self._config.train.evaluation_runs:
             return known
         return await self._judge(step, tasks) if step >= done else None

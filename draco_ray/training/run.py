@@ -165,7 +165,7 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
         console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in", markup=False)
         return config
-    # A judge that is trained meanwhile measures nothing.
+    # A judge that is itself trained between the two measurements compares nothing.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
     console.print(f"{name} has no evaluator and {why}: nothing is measured before and after", markup=False)
     return config.model_copy(update={"train": config.train.model_copy(update={"evaluate_before_after": False})})

@@ -245,7 +245,7 @@ class ServerProcess:
             self._end(Ending(f"the task's process died (status {message['status']})", own=not message["killed"]))
             return
         if self._exited.done():
-            # What ended was the process before this answer.
+            # The end that was reported belongs to the task before this answer.
             self._exited = asyncio.get_running_loop().create_future()
         self._answers.put_nowait(message)
 

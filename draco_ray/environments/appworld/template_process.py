@@ -76,7 +76,7 @@ class TemplateProcess:
         Raises: LevelUnavailable, the process's own words; EnvironmentCrashed when it was killed or takes too long.
         """
         directory = tempfile.mkdtemp(prefix="draco-template-")
-        # Every message keeps its bounds.
+        # SOCK_SEQPACKET keeps messages apart.
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spec = JailSpec(
             level=level,

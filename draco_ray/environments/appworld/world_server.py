@@ -229,7 +229,7 @@ class WorldServer:
         except (ValueError, TypeError, RecursionError):
             answer["unusable"] = "what the evaluator's process said cannot be read"
         if status:
-            # Before it has said anything it has read nothing of the world's.
+            # A process that has said nothing has not yet read anything that the world's code wrote.
             outside = not said or _killed(status, usage, self._slot.evaluate_cpu_seconds)
             how = f"the evaluator's process died (status {os.waitstatus_to_exitcode(status)})"
             answer["killed" if outside else "unusable"] = how

@@ -74,7 +74,7 @@ class WorldTemplate:
                 control.sendall(b'{"event": "forked"}\n')
                 child = os.fork()
                 if child:
-                    # What the slot knows by its process id is this process; the server goes with it.
+                    # The slot knows this process by its id; the server is its child and ends with it.
                     control.close()
                     listener.close()
                     os.waitpid(child, 0)
@@ -91,7 +91,7 @@ class WorldTemplate:
                 os.chdir(world)
                 control.sendall(b'{"event": "forked"}\n')
             uids = self._spec.task_uids
-            # By chance: templates do not know of each other, and there are millions.
+            # Drawn at random: templates do not know of each other, and there are millions of users to draw from.
             uid = random.SystemRandom().randint(*uids) if uids else None
             server = WorldServer(
                 self._spec,

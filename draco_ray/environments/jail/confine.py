@@ -163,13 +163,13 @@ def _leave_caretaker(spec: JailSpec) -> None:
         return
     os.close(held)
     os.close(spec.control_fd)
-    # Nor what else tells the host that the last of them has ended.
+    # Standard streams too: the host takes their end for the end of everything in the jail.
     for standard in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     os.setsid()
     while os.read(watched, 4096):
         pass
-    # A host that lives removes the folder itself, in a moment.
+    # A host that is alive removes the folder itself, a moment later.
     for _ in range(50):
         if not os.path.exists(spec.directory):
             break

@@ -226,7 +226,7 @@ def remove_tree(folder: str, *, itself: bool = True, uid: int | None = None) -> 
 
     if find("-delete"):
         return True
-    # Folders that their maker has closed.
+    # Folders whose mode keeps even their owner out.
     find("-type", "d", "!", "-perm", "-u=rwx", "-execdir", "chmod", "u+rwx", "{}", ";")
     return find("-delete")
 

@@ -68,7 +68,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "inotify_add_watch": (254, 27),
     "sync": (162, 81),
     "syncfs": (306, 267),
-    # Its place among other processes.
+    # Scheduling: priorities, policies and CPUs.
     "setpriority": (141, 140),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),

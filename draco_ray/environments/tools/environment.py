@@ -75,7 +75,7 @@ class ToolsEnvironment(Environment):
             self._process = await ToolProcess.start(self._options, self.config, self._secrets)
         told = row.told(ground_truth=self.ground_truth)
         try:
-            # Told apart from what it raises: that reset itself takes too long is its own answer.
+            # Twice the time: where `reset` takes too long, the process itself answers so first.
             answer = await self._process.ask({"do": "open", "task": told}, 2 * self.config.start_timeout_seconds)
         except (EOFError, EnvironmentCrashed) as error:
             answer = {"failed": str(error) or "the process of tools is gone"}

@@ -64,7 +64,7 @@ class ToolServer:
         self._setup = setup
         self._functions = found
         self._control = control
-        # By chance: servers do not know of each other.
+        # Drawn at random: servers do not know of each other.
         self._uid = random.SystemRandom().randint(*jail.task_uids) if jail.task_uids else None
 
     def run(self) -> None:

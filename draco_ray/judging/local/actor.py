@@ -58,7 +58,7 @@ class _Handle:
         return look
 
     def end(self) -> None:
-        # In the actor, so that the server is asked to end, and not only cut off; then the actor itself.
+        # First in the actor, so that the server ends in order; then the actor itself.
         self.ending = self.handle.end.remote()
         self.handle.__ray_terminate__.remote()
 
@@ -76,7 +76,7 @@ class JudgeServersActor:
                 name=f"JudgeServer-{number}@{run_name}",
                 num_gpus=local.gpus_per_replica,
                 num_cpus=local.cpus_per_replica,
-                # On a node that is left, where its own is gone.
+                # Ray starts it on another node where its own is gone.
                 max_restarts=-1,
                 max_task_retries=-1,
             ).remote(config, logs / f"judge-server-{number}.log")
@@ -180,7 +180,7 @@ def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[
         "max_task_retries": -1,
     }
     handle: Any = ray.remote(JudgeServersActor).options(**options).remote(config, run / "logs", run_name)
-    # They load while everything else does.
+    # The servers begin to load while the rest of the run starts.
     handle.pending.remote()
     return handle, ServersClient(run_name)
 

@@ -59,9 +59,9 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
     words = [sys.executable, "-m", openai_server.SERVER, "--model", model, "--served-model-name", model]
     words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
     words += [] if context is None else ["--max-model-len", str(context)]
-    # Its statistics are how it is watched; the tokens that it read from its prefix cache go into each reply's usage.
+    # Its statistics show whether it still works; each reply's usage is to name the tokens read from the prefix cache.
     words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    # A reply that is held to a schema has no room to spend on blanks.
+    # Where replies follow a schema, blanks would only use up their length.
     words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]
     return [*words, *openai_server.hardware_words(engine_of(local), context or CPU_CONTEXT), *local.arguments]
 

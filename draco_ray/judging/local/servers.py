@@ -172,7 +172,7 @@ class JudgeServers:
             try:
                 self.adjust()
             except Exception:
-                # The servers that are up go on.
+                # The servers that are up keep serving.
                 log.exception("the number of judge servers could not be adjusted")
 
     def _forget(self, place: Place[Replica]) -> None:

@@ -301,7 +301,7 @@ async def _mark_merges(
     }
     if not wanted:
         return {}
-    # Votes would be another scorer than the one call of the paper's comparison.
+    # One call, as in the paper's comparison; several votes would be another scorer.
     config = third.config.model_copy(update={"score_votes": 1})
     scorer = Judge(third.complete, prompts_of(config), config)
     played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}

@@ -98,7 +98,7 @@ class ChatConversation:
             return Said(text=reply.text, cut=False, error=f"the model did not answer: {reply.error}")
         self._first_input = reply.input_tokens if self._first_input is None else self._first_input
         length = reply.input_tokens - self._first_input + reply.output_tokens
-        # Of an endpoint that does not count nobody knows it.
+        # An endpoint that reports no usage leaves this unknown.
         too_long = reply.usage_known and length >= self._config.max_response_length
         return Said(text=reply.text, cut=reply.finish_reason == "length", too_long=too_long)
 

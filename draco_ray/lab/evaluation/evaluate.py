@@ -354,7 +354,7 @@ def turn_tokens(model: str, agent: AgentConfig) -> int:
 @contextlib.contextmanager
 def _ray(config: DracoConfig, policy: EvaluatedPolicy) -> Iterator[None]:
     """Ray for as long as the block runs, with room for engines and slots."""
-    # No learner and no judge.
+    # Evaluation needs no learner and no judge.
     learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
     train = config.train.model_copy(update={"evaluate_before_after": False})
     engine = config.engine

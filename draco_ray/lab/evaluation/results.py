@@ -295,7 +295,7 @@ def plan_difference(before: Plan, now: Plan) -> str | None:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     old_settings, new_settings = old.pop("settings"), new.pop("settings")
     for described in ("policy", "generated", "split_size"):
-        # The fingerprints, the tasks and the world's digest say more.
+        # Paths do not tell plans apart: the fingerprints, the tasks and the world's digest do.
         del old[described], new[described]
     for name in old:
         if old[name] != new[name]:

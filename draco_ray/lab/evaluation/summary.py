@@ -82,7 +82,7 @@ def gain_of(run: RunDirectory) -> str | None:
         return None
     before, after = found[first, split], found[last, split]
     if {(each.task_id, each.run) for each in before} != {(each.task_id, each.run) for each in after}:
-        # Continued with another evaluation than it began with.
+        # The run was continued with other tasks or numbers of runs: nothing can be paired.
         return None
     root = Path(yaml.safe_load(run.config_text())["data"]["root"])
     world = " of a generated world" if (root / MANIFEST).is_file() else ""

@@ -57,7 +57,7 @@ def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[Crit
         else:
             cut.append([each])
     if len(cut) > 1 and len(cut[-1]) == 1:
-        # A set on its own would only be worded once more.
+        # A single set would only be reworded.
         cut[-2].extend(cut.pop())
     return cut
 

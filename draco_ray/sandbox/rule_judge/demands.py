@@ -176,7 +176,7 @@ def _existing(before: str) -> bool:
 
 
 def _lists(text: str, plain: str, relation: bool) -> tuple[ListWords, ...]:
-    # What is made is no list to read.
+    # What is created is not a list that has to be read.
     left = re.sub(
         r"\b(?:new|create an?|make an?|write)\b(?: new)?[^.,?!\"]{0,24}\b(?:playlist|note|file)\b",
         " ",

@@ -58,7 +58,7 @@ class _Tracer:
         error = failure(step.output)
         try:
             with warnings.catch_warnings():
-                # What the compiler finds odd in a policy's code is nobody's news.
+                # The compiler's warnings about a policy's code interest nobody.
                 warnings.simplefilter("ignore")
                 tree = ast.parse(step.code)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:

@@ -213,7 +213,7 @@ def _rehearse(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[t
         lines.writelines(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in jobs)
         lines.seek(0)
         process = subprocess.Popen(
-            # As a file: AppWorld's Python has nothing of what this package imports. -P: nor are its neighbours wanted.
+            # As a file: AppWorld's Python lacks what this package imports. -P keeps the folder off the path.
             [appworld_python(None), "-P", str(EXECUTE)],
             env={**os.environ, "APPWORLD_ROOT": str(root)},
             stdin=lines,

@@ -75,7 +75,7 @@ def _scenario(
     rng = random.Random(name)
     wording = family.wordings[WORDINGS[split][repeat % len(WORDINGS[split])]]
     own = rng.sample(users[split], len(users[split]))
-    # Where too few of the split's own users make a good task, users of train step in.
+    # Where too few of the split's own users make a good task, users of the training split are taken.
     spare = [person for person in rng.sample(users["train"], len(users["train"])) if person not in own]
     tasks: list[PlannedTask] = []
     for person in (*own, *spare):

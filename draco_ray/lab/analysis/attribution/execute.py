@@ -40,5 +40,5 @@ if __name__ == "__main__":
     # What AppWorld leaves behind with every task makes collections ever longer and frees nothing.
     gc.disable()
     main(sys.stdin, results_stream)
-    # Its interactive shells, one a task, would take minutes to say goodbye.
+    # AppWorld's interactive shells, one a task, would take minutes to shut down.
     os._exit(0)

@@ -155,7 +155,7 @@ def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
 def _execute(share: Sequence[PlantedRollout], root: Path) -> Iterator[PlantedRollout]:
     jobs = "".join(json.dumps({"task_id": rollout.task_id, "cells": rollout.cells}) + "\n" for rollout in share)
     done = subprocess.run(
-        # As a file: AppWorld's Python has nothing of what this package imports. -P: nor are its neighbours wanted.
+        # As a file: AppWorld's Python lacks what this package imports. -P keeps the file's folder off the path.
         [appworld_python(None), "-P", "-B", str(EXECUTE)],
         input=jobs,
         env={**os.environ, "APPWORLD_ROOT": str(root)},
