@@ -8,13 +8,14 @@ BENCH_VENV := .venv-bench
 GPU_VENV := .venv-gpu
 MUTATE_VENV := .venv-mutate
 ADAPTERS := verifiers inspect art verl
+FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop example-desk bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check check format docs test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop example-desk bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -53,6 +54,11 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 .venv-adapter-%/.ready: requirements/adapters/%.txt
 	test -x .venv-adapter-$*/bin/python || $(PYTHON) -m venv .venv-adapter-$*
 	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl,$*),--no-deps) $(PIP_ARGS) -r $<
+	touch $@
+
+.venv-framework-%/.ready: requirements/frameworks/%.txt
+	test -x .venv-framework-$*/bin/python || $(PYTHON) -m venv .venv-framework-$*
+	.venv-framework-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r $<
 	touch $@
 
 .venv-tools/bin/uv:
@@ -171,6 +177,10 @@ mutate: .venv-mutate/.ready
 # The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
+
+# Agents on the OpenAI Agents SDK, LangGraph and smolagents against the endpoint, each in an environment of its own (a minute).
+frameworks-check: setup $(FRAMEWORKS:%=.venv-framework-%/.ready)
+	$(VENV)/bin/python -m pytest tests/integration/test_frameworks_real.py -rs $(ARGS)
 
 # Formatting, lint, types, and the direction of imports.
 check: setup
