@@ -500,6 +500,9 @@ class TrainConfig(Tree):
     """Passes over the training split."""
     steps: int | None = Field(None, ge=0)
     """Stop after so many steps; null derives it from epochs."""
+    skip_solved: int | None = Field(None, ge=1)
+    """Leave a task out for so many epochs once none of its rollouts failed a criterion in as many visits one after the
+    other: by the judge's measure, which no ground truth enters. null: every task in every epoch, as in the paper."""
     staleness: Literal[0, 1] = 0
     """1: rollouts of the next step begin while this one's tail is judged and learned, with an adapter at most one
     version old; learner.importance_cap corrects for it. 0 is exactly on-policy."""

@@ -84,6 +84,10 @@ class Batches:
         self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
         self._ahead: Batch | None = None
 
+    def note(self, step: int, solved: Sequence[str]) -> None:
+        """Take in which tasks of a step that is done nobody failed."""
+        self._order.note(step, solved)
+
     @property
     def ahead(self) -> bool:
         """Whether the next step has begun."""

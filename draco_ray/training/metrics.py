@@ -66,6 +66,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "groups": len(groups),
         "groups_with_signal": sum(has_spread(values) for values in group_rewards),
         "groups_failed": sum(group.state is GroupState.FAILED for group in groups),
+        "solved_tasks": [group.task_id for group in groups if solved(group, group_size)],
         "rollouts": len(rollouts),
         "rollouts_lost": lost,
         "rollouts_retried": sum(rollout.attempt for rollout in rollouts),
@@ -85,6 +86,15 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "judge_seconds": sum(end - start for start, end in judging),
         "judge_hidden_share": hidden_share(judging, behind=generation),
     }
+
+
+def solved(group: Group, group_size: int) -> bool:
+    """Whether, by the judge's measure, nothing is left to learn from a task: no rollout failed a criterion."""
+    reward = group.reward
+    if reward is None or reward.surviving or len(reward.scored) < group_size:
+        return False
+    # The union drops what all pass; of a fixed rubric that applies to nothing nothing is known.
+    return reward.criteria == 0 or reward.applicable > 0
 
 
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:

@@ -130,6 +130,8 @@ def resume(
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        for line in run.metrics():
+            order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
             console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
             return run.path
@@ -152,7 +154,18 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     find_learner(config.learner.use)
     config = checked_model(config)
     prompts = usable_prompts(config, environment, console)
-    return config, prompts, TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
+    return config, prompts, task_order(config, list(prompts))
+
+
+def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
+    """The order of a run's tasks. Raises: ConfigError where solved ones are to be skipped, and no judge says which."""
+    train = config.train
+    if train.skip_solved is not None and config.algorithm.reward != "rubric":
+        raise ConfigError(
+            f"train.skip_solved: by the judge's verdicts a task is solved; algorithm.reward={config.algorithm.reward} has "
+            "none"
+        )
+    return TaskOrder(tasks, train.prompts_per_step, config.seed, skip_solved=train.skip_solved, behind=train.staleness)
 
 
 def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:

@@ -98,6 +98,8 @@ class Trainer:
         # Before the checkpoint: a step that taught nothing is done again when the run is continued.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
+        self._batches.note(step, played["solved_tasks"])
+
         learned, learned_at = update_metrics(update.updates), time.time()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0
         with self._pending.of("sync of the adapter to the engines"):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from draco_ray.errors import ConfigError
+from draco_ray.pipeline import Group
+from draco_ray.summaries import RewardSummary
+from draco_ray.training.metrics import solved
 from draco_ray.training.order import TaskOrder
 
 NINETY = [f"task{index:02d}" for index in range(90)]
@@ -34,3 +41,83 @@ def test_the_order_depends_on_the_seed_and_the_step_alone() -> None:
 def test_too_few_tasks_for_a_step_is_an_error_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="train.prompts_per_step is 16"):
         TaskOrder(NINETY[:3], 16, seed=0)
+
+
+def visits(order: TaskOrder, steps: int, solved: Callable[[str], bool]) -> list[list[str]]:
+    """The tasks of each step, where those that ``solved`` says are."""
+    found = []
+    for step in range(1, steps + 1):
+        found.append(order.tasks(step))
+        order.note(step, [task for task in found[-1] if solved(task)])
+    return found
+
+
+def test_where_nothing_is_solved_nothing_is_skipped() -> None:
+    usual, skipping = TaskOrder(NINETY, 16, seed=3), TaskOrder(NINETY, 16, seed=3, skip_solved=1)
+    assert visits(skipping, 17, lambda task: False) == [usual.tasks(step) for step in range(1, 18)]
+
+
+def test_a_task_solved_n_times_running_rests_n_epochs_and_comes_again() -> None:
+    order = TaskOrder(["a", "b", "c", "d"], 1, seed=0, skip_solved=2)
+    found = [task for (task,) in visits(order, 40, lambda task: task == "a")]
+    # Of three epochs of four and two of three: solved in two, it is away for two.
+    epochs = [found[0:4], found[4:8], found[8:11], found[11:14], found[14:18]]
+    assert [("a" in epoch) for epoch in epochs] == [True, True, False, False, True]
+    assert all(sorted({*epoch} - {"a"}) == ["b", "c", "d"] for epoch in epochs)
+    # It was solved again, and by now has been three times running.
+    assert "a" not in found[18:21]
+
+
+def test_one_that_is_failed_again_stays() -> None:
+    order = TaskOrder(["a", "b"], 1, seed=0, skip_solved=2)
+    seen: Counter[str] = Counter()
+
+    def solved(task: str) -> bool:
+        seen[task] += 1
+        return task == "a" and seen["a"] % 2 == 1
+
+    found = [task for (task,) in visits(order, 20, solved)]
+    assert Counter(found) == {"a": 10, "b": 10}
+
+
+def test_where_too_few_are_left_for_a_step_nobody_rests() -> None:
+    order = TaskOrder(["a", "b", "c"], 2, seed=0, skip_solved=1)
+    assert all(len(set(tasks)) == 2 for tasks in visits(order, 12, lambda task: True))
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_run_that_goes_on_chooses_as_one_that_never_stopped(behind: int) -> None:
+    def solved(task: str) -> bool:
+        return int(task.removeprefix("task")) % 3 == 0
+
+    whole = TaskOrder(NINETY, 16, seed=5, skip_solved=1, behind=behind)
+    found = visits(whole, 30, solved)
+    resumed = TaskOrder(NINETY, 16, seed=5, skip_solved=1, behind=behind)
+    for step, tasks in enumerate(found[:20], start=1):
+        resumed.note(step, [task for task in tasks if solved(task)])
+    assert resumed.tasks(21) == found[20]
+    # With staleness the last step's verdicts are not there when the next one begins.
+    before = TaskOrder(NINETY, 16, seed=5, skip_solved=1, behind=behind)
+    for step, tasks in enumerate(found[: 20 - behind], start=1):
+        before.note(step, [task for task in tasks if solved(task)])
+    assert before.tasks(21) == found[20]
+
+
+def test_a_group_is_solved_when_nobody_failed_anything_and_all_were_scored() -> None:
+    def group(**changes: Any) -> Group:
+        found = Group(step=1, index=0, task_id="t", prompt=())
+        rewards = RewardSummary(
+            **{"criteria": 2, "surviving": (), "unanimous": (), "scored": (0, 1), "rewards": (0.0, 0.0)}
+            | {"applicable": 2, "passed": 2}
+            | changes
+        )
+        found.reward = rewards
+        return found
+
+    assert solved(group(), 2)
+    assert not solved(group(surviving=(1,)), 2)
+    assert solved(group(criteria=0, applicable=0, passed=0), 2)
+    assert not solved(group(applicable=0, passed=0), 2)
+    # Of whom nothing is known may have failed.
+    assert not solved(group(scored=(0,)), 2)
+    assert not solved(Group(step=1, index=0, task_id="t", prompt=()), 2)
