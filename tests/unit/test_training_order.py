@@ -106,12 +106,14 @@ def test_a_run_that_goes_on_chooses_as_one_that_never_stopped(behind: int) -> No
 def test_a_group_is_solved_when_nobody_failed_anything_and_all_were_scored() -> None:
     def group(**changes: Any) -> Group:
         found = Group(step=1, index=0, task_id="t", prompt=())
-        rewards = RewardSummary(
-            **{"criteria": 2, "surviving": (), "unanimous": (), "scored": (0, 1), "rewards": (0.0, 0.0)}
-            | {"applicable": 2, "passed": 2}
-            | changes
-        )
-        found.reward = rewards
+        usual: dict[str, Any] = {
+            "criteria": 2,
+            "surviving": (),
+            "unanimous": (),
+            "scored": (0, 1),
+            "rewards": (0.0, 0.0),
+        }
+        found.reward = RewardSummary(**usual | {"applicable": 2, "passed": 2} | changes)
         return found
 
     assert solved(group(), 2)
