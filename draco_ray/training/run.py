@@ -162,8 +162,7 @@ def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
     train = config.train
     if train.skip_solved is not None and config.algorithm.reward != "rubric":
         raise ConfigError(
-            f"train.skip_solved: tasks are solved by a judge's verdicts; algorithm.reward={config.algorithm.reward} has "
-            "none"
+            f"train.skip_solved: a judge's verdicts say what is solved, not algorithm.reward={config.algorithm.reward}"
         )
     return TaskOrder(tasks, train.prompts_per_step, config.seed, skip_solved=train.skip_solved, behind=train.staleness)
 

@@ -301,7 +301,7 @@ def test_a_policy_without_tokens_is_refused() -> None:
     ("command", "policies", "said"),
     [
         ("sh", object(), "with a policy of the engines, not with an API"),
-        ("no-such-program", EnginePolicies(samplers=[], model_path=""), "no program 'no-such-program'"),
+        ("no-such-program", EnginePolicies(samplers=[], tokenizer=None), "no program 'no-such-program'"),
     ],
 )
 def test_what_cannot_be_played_is_said_before_workers_are_made(command: str, policies: Any, said: str) -> None:
