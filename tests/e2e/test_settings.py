@@ -1,6 +1,7 @@
 """A step of training in every setting: its rewards are what its recorded verdicts, AppWorld's tests or its noise say.
 
-The settings `draco` and `no-credit` are trained in test_training.py, `outcome` in test_ray_job.py.
+The settings `draco` and `no-credit` are trained in test_training.py, `outcome` in test_ray_job.py, `static` in
+test_node_fault.py.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ def one_step(world: Path, model: Path, root: Path, setting: str, *words: str) ->
     return RunDirectory.open(root / setting)
 
 
-@pytest.mark.parametrize(("setting", "credit"), [("static", False), ("static-credit", True)])
-def test_static_rubric(sandbox_root: Path, starter_model: Path, tmp_path: Path, setting: str, credit: bool) -> None:
-    run = one_step(sandbox_root, starter_model, tmp_path, setting)
-    rewards = check_rubric_run(run, credit=credit)
+def test_static_rubric_with_credit(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    run = one_step(sandbox_root, starter_model, tmp_path, "static-credit")
+    rewards = check_rubric_run(run, credit=True)
     assert len(rewards) == PROMPTS
     assert any(any(group) for group in rewards.values())
     phases = {call["phase"] for call in run.table("judge_calls").to_pylist()}
     assert "score" in phases
-    assert phases <= ({"score", "credit"} if credit else {"score"})
+    assert phases <= {"score", "credit"}
 
 
 def test_random(sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
