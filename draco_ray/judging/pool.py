@@ -64,7 +64,7 @@ class JudgePool:
             most=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        self._watched = WatchedWorkers(self._workers, up=_up, end=ray.kill)
+        self._watched = WatchedWorkers(self._workers, up=_up, end=ray.kill, renew=_renew)
         self._union: Place[Any] | None = None
 
     @property
@@ -140,6 +140,10 @@ class JudgePool:
     async def drain(self, seconds: float) -> None:
         """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
         await self._watched.drain(seconds)
+
+
+def _renew(worker: Any) -> None:
+    ray.kill(worker, no_restart=False)
 
 
 async def _up(worker: Any) -> None:

@@ -34,8 +34,9 @@ FILE = "replies.sqlite"
 """In the cache's folder."""
 PICKLED_FILE = "cache.db"
 """Of earlier versions, whose values were pickled."""
-BUSY_SECONDS = 60.0
-"""For which a write waits for those of other processes."""
+BUSY_SECONDS = 180.0
+"""For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
+(`draco_ray.judging.silence`)."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
@@ -176,6 +177,11 @@ class ReplyCache:
         try:
             yield
         except (OSError, sqlite3.OperationalError) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise StoreError(
+                    f"judge replies cannot be kept in {self._folder}: another process has been writing there for "
+                    f"{BUSY_SECONDS:g} s; end it and continue the run"
+                ) from None
             raise StoreError(
                 f"judge replies cannot be kept in {self._folder}: {error}; make room there (or set judge.cache) "
                 "and continue the run"

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from draco_ray.judging.elastic import ElasticWorkers, Place
 
@@ -60,6 +60,7 @@ class WatchedWorkers(Generic[WorkerT]):
         *,
         up: Callable[[WorkerT], Awaitable[object]],
         end: Callable[[WorkerT], object],
+        renew: Callable[[WorkerT], object],
         look_seconds: float = LOOK_SECONDS,
         silent_seconds: float = SILENT_SECONDS,
     ) -> None:
@@ -69,10 +70,12 @@ class WatchedWorkers(Generic[WorkerT]):
             workers: the workers.
             up: returns once a worker answers. Raises `Away` or `Gone`.
             end: ends a worker that is not needed, which holds no call.
+            renew: ends the process of a silent worker whose calls are made elsewhere, and starts it anew: it may be
+                stopped for good, holding a lock that the others wait for.
             look_seconds: see `LOOK_SECONDS`.
             silent_seconds: see `SILENT_SECONDS`.
         """
-        self.workers, self._up, self._end = workers, up, end
+        self.workers, self._up, self._end, self._renew = workers, up, end, renew
         self.look_seconds, self.silent_seconds = look_seconds, silent_seconds
         self._watching: dict[Place[WorkerT], asyncio.Task[None]] = {}
         self._adjusting: asyncio.Task[None] | None = None
@@ -182,13 +185,27 @@ class WatchedWorkers(Generic[WorkerT]):
                 *(self.workers.up, len(self.workers.places), self.workers.in_flight, self.workers.waiting),
             )
 
+    async def _renew_if_given_up(self, place: Place[WorkerT], answer: asyncio.Future[Any]) -> None:
+        """Wait until a silent worker answers, or is given up on and started anew."""
+        given_up = asyncio.ensure_future(place.given_up.wait())
+        try:
+            await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            given_up.cancel()
+        if not answer.done():
+            log.warning("worker %d has not answered for %g s and is started anew", place.number, self.silent_seconds)
+            self._renew(place.worker)
+
     async def _watch(self, place: Place[WorkerT]) -> None:
         while True:
             answer = asyncio.ensure_future(self._up(place.worker))
             try:
                 done, _ = await asyncio.wait({answer}, timeout=self.silent_seconds)
                 if not done:
+                    answered = place.up
                     self.workers.went_down(place)
+                    if answered:
+                        await self._renew_if_given_up(place, answer)
                 await answer
             except Gone as error:
                 cause = error.__cause__ or error

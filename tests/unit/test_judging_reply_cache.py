@@ -116,3 +116,18 @@ async def test_a_cancelled_reader_leaves_the_store_usable(tmp_path: Path) -> Non
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert await cache.get("19") == {"n": 19}
+
+
+async def test_a_process_that_stopped_in_the_midst_of_a_write_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draco_ray.judging.reply_cache.BUSY_SECONDS", 0.05)
+    cache = ReplyCache(tmp_path)
+    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(StoreError, match="another process has been writing there"):
+        await cache.put("a", {"text": "a"})
+    other.execute("ROLLBACK")
+    await cache.put("a", {"text": "a"})
+    assert await cache.get("a") == {"text": "a"}
+    other.close()

@@ -23,12 +23,18 @@ class Worker:
         self.calls: list[asyncio.Future[int]] = []
         self.cancelled = 0
         self.ended = False
+        self.renewed = 0
 
     async def up(self) -> None:
         self.looks += 1
         await self.there.wait()
         if self.error is not None:
             raise self.error
+
+    def renew(self) -> None:
+        self.renewed += 1
+        self.error = Away("restarting")
+        self.there.set()
 
     def send(self) -> Sent[int, int]:
         call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -49,7 +55,11 @@ class Pool:
             self._make, slots=1, fewest=number, most=number, idle_seconds=1e9
         )
         self.watched = WatchedWorkers(
-            self.workers, up=Worker.up, end=lambda worker: setattr(worker, "ended", True), look_seconds=0.0
+            self.workers,
+            up=Worker.up,
+            end=lambda worker: setattr(worker, "ended", True),
+            renew=Worker.renew,
+            look_seconds=0.0,
         )
         self.watched.silent_seconds = 0.0
 
@@ -90,8 +100,21 @@ async def test_a_call_of_a_silent_worker_is_made_at_one_that_answers(two: Pool) 
     other.calls[0].set_result(7)
     assert await asked == (other.number, 7)
     assert (two.workers.up, two.workers.in_flight) == (1, 0)
-    silent.there.set()
+    # It was given up on, and is started anew, once.
+    await until(lambda: silent.renewed)
+    silent.error = None
     await until(lambda: two.workers.up == 2)
+    assert (silent.renewed, other.renewed) == (1, 0)
+
+
+async def test_one_that_has_not_come_up_yet_is_left_to_come(two: Pool) -> None:
+    late = Worker(2)
+    late.there.clear()
+    place = Place(late, 2, 0.0)
+    two.watched.watch(place)
+    looks = two.made[0].looks
+    await until(lambda: two.made[0].looks > looks + 20)
+    assert (late.looks, late.renewed, place.up) == (1, 0, False)
 
 
 async def test_a_call_stays_where_it_is_while_nobody_else_answers(two: Pool) -> None:
@@ -103,7 +126,7 @@ async def test_a_call_stays_where_it_is_while_nobody_else_answers(two: Pool) -> 
         await until(lambda left=left: two.workers.up == left)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert holder.cancelled == 0
+    assert (holder.cancelled, holder.renewed) == (0, 0)
     holder.calls[0].set_result(1)
     assert await asked == (holder.number, 1)
 
