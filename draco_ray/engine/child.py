@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+from draco_ray.environments.jail import linux
 
 MASK = "***"
 SHORTEST_KEY = 6
 """Characters; masking something shorter would tear text apart without hiding anything."""
 END_SECONDS = 15.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Scrubber:
@@ -69,7 +70,7 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform.startswith("linux") else None,
+            preexec_fn=partial(linux.die_with_parent, signal.SIGTERM) if sys.platform.startswith("linux") else None,
         )
         self._reader = threading.Thread(target=self._copy, args=(log, scrubber), daemon=True)
         self._reader.start()
@@ -113,11 +114,3 @@ class Child:
                 file.write(masked)
                 file.flush()
                 self.last_line = masked.strip() or self.last_line
-
-
-# Found now: nothing may be imported between fork and exec.
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -18,12 +17,13 @@ from typing import Any
 
 import psutil
 
+from draco_ray.environments.jail import linux
+
 MARK = "DRACO_EPISODE"
 """Environment variable by which processes are found that left their program's group."""
 _READ_BYTES = 1 << 16
 _GONE_SECONDS = 10.0
 """A process that was killed is waited for; one that hangs in the kernel is not waited for longer."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ async def run_program(
                 cwd=folder,
                 env={**environment, MARK: mark},
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=linux.die_with_parent,
             )
         try:
             await _ended(process, seconds, until)
@@ -153,11 +153,3 @@ def _end_strays(mark: str) -> None:
                 process.kill()
                 ended.append(process)
     psutil.wait_procs(ended, _GONE_SECONDS)
-
-
-# Found now: nothing may be imported between fork and exec.
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

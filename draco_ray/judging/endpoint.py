@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Request
+from draco_ray.judging.model_limits import quiet_litellm
 from draco_ray.judging.prompt_cache import cache_key, marked, told
 from draco_ray.judging.structured import StructuredOutput
 from draco_ray.judging.trouble import headers_of, retry_after_seconds, wants_completion_tokens
@@ -109,7 +110,7 @@ class Endpoint:
             OpenAIError: whatever went wrong, in LiteLLM's terms.
             JudgeUnavailable: a parameter that the model refuses.
         """
-        litellm = _litellm()
+        litellm = quiet_litellm()
         arguments = self.arguments(request.messages) | self._parameters
         del arguments["max_tokens"]
         arguments |= self._told(litellm, request, arguments["messages"])
@@ -151,7 +152,7 @@ class Endpoint:
         Raises:
             JudgeUnavailable: it knows the model to refuse another.
         """
-        litellm, config = _litellm(), self._config
+        litellm, config = quiet_litellm(), self._config
         wanted = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}
         sent = {name: value for name, value in wanted.items() if value is not None}
         try:
@@ -204,13 +205,3 @@ class Endpoint:
         text = " ".join(str(error).split())
         key = os.environ.get(self._config.api_key_env)
         return (text.replace(key, "***") if key else text)[:400]
-
-
-def _litellm() -> Any:
-    """LiteLLM, imported on the first request: it takes seconds, and would fetch its price list unless told not to."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-
-    litellm.suppress_debug_info = True
-    litellm.telemetry = False
-    return litellm

@@ -1,9 +1,19 @@
-"""What LiteLLM's table, which comes with it, says of how much a model reads and writes."""
+"""LiteLLM, kept quiet and offline, and what its table says of how much a model reads and writes."""
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
+
+
+def quiet_litellm() -> Any:
+    """Import LiteLLM: it takes seconds, and would fetch its price list unless told not to."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    litellm.suppress_debug_info = True
+    litellm.telemetry = False
+    return litellm
 
 
 def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens"]) -> int | None:
@@ -13,13 +23,8 @@ def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens
         model: LiteLLM's name of it, provider prefix included.
         kind: of prompts or of replies.
     """
-    # LiteLLM would fetch the table from the network on import.
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-
-    litellm.suppress_debug_info = True
     try:
-        known = litellm.get_model_info(model).get(kind)
+        known = quiet_litellm().get_model_info(model).get(kind)
     except Exception:  # It raises a plain one for a model it does not know.
         return None
     return known if isinstance(known, int) and known > 0 else None

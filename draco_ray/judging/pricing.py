@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from draco_ray.config.schema import JudgeConfig, Price, PriceTier
 from draco_ray.errors import ConfigError
+from draco_ray.judging.model_limits import quiet_litellm
 from draco_ray.records import Message
 
 REQUEST_TOKENS = 512
@@ -191,10 +191,7 @@ def _rates(price: Price, input_tokens: int) -> Price | PriceTier:
 
 
 def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None:
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-
-    litellm.suppress_debug_info = True
+    litellm = quiet_litellm()
     try:
         key = litellm.get_model_info(model)["key"]
     except Exception:

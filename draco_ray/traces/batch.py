@@ -26,8 +26,9 @@ from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
-from draco_ray.judging.endpoint import Endpoint, Server, _litellm
+from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.limiter import Leases
+from draco_ray.judging.model_limits import quiet_litellm
 from draco_ray.judging.pricing import check_budget, known_price
 from draco_ray.judging.reply_cache import ReplyCache
 
@@ -127,7 +128,7 @@ class BatchEndpoint(Endpoint):
         Raises:
             OpenAIError: the batch could not be handed in, or has no reply to this request.
         """
-        litellm = _litellm()
+        litellm = quiet_litellm()
         body = _body(litellm, self._config, request, max_tokens)
         number = hashlib.sha256(json.dumps([body, request.vote], sort_keys=True, default=str).encode()).hexdigest()[:48]
         for batch, members in self._batches.items():
@@ -249,7 +250,7 @@ def _body(litellm: Any, config: JudgeConfig, request: Request, max_tokens: int) 
 
 
 def _api(config: JudgeConfig, key: Any) -> BatchApi:
-    litellm = _litellm()
+    litellm = quiet_litellm()
     try:
         _, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
     except litellm.BadRequestError:
@@ -331,7 +332,7 @@ class AnthropicBatches:
         async with httpx.AsyncClient(timeout=120.0) as client:
             reply = await client.request(method, url, json=body, headers=headers)
         if reply.status_code >= 400:
-            litellm = _litellm()
+            litellm = quiet_litellm()
             raise litellm.exceptions.APIError(
                 status_code=reply.status_code, message=reply.text[:300], llm_provider="anthropic", model="batch"
             )
@@ -342,7 +343,7 @@ class AnthropicBatches:
 
         if result["type"] != "succeeded":
             return "error", f"{result['type']}: {' '.join(str(result.get('error') or '').split())[:300]}"
-        litellm = _litellm()
+        litellm = quiet_litellm()
         message = result["message"]
         return "ok", AnthropicConfig().transform_parsed_response(
             completion_response=message,

@@ -141,9 +141,9 @@ def _prctl(option: int, value: int = 0) -> int:
     return int(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero))
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends. Forgotten when the user changes."""
-    _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "PR_SET_PDEATHSIG")
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that forked it ends. Forgotten when the user changes."""
+    _check(_prctl(_PR_SET_PDEATHSIG, number), "PR_SET_PDEATHSIG")
 
 
 def adopt_orphans() -> None:
