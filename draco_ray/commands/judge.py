@@ -165,7 +165,7 @@ def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
     kept = f" ({meter.replayed} kept from before)" if meter.replayed else ""
     return (
         f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {groups} groups in {_duration(seconds)}, "
-        f"${meter.dollars:.4f} so far{waiting}{failed}{pace}"
+        f"${meter.dollars:.4f} so far{waiting}{failed}{pace}{f'; {meter.waits_for}' if meter.waits_for else ''}"
     )
 
 
@@ -202,9 +202,10 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
     local = settled.config.judge.local
     if local.enabled:
         most = max(local.replicas, local.max_replicas)
+        each = f"of {local.gpus_per_replica:g} GPUs" if local.gpus_per_replica else "on CPUs"
         lines.append(
-            f"  {settled.config.judge.model} is served on the cluster: {local.replicas} to {most} vLLM servers of "
-            f"{local.gpus_per_replica:g} GPUs (judge.local)"
+            f"  {settled.config.judge.model} is served on the cluster: {local.replicas} to {most} vLLM servers {each} "
+            "(judge.local)"
         )
     noted = [f"  {each.source}: {note}" for each in summaries for note in each.notes]
     lines += noted[:SHOWN_PROBLEMS]

@@ -6,10 +6,12 @@ with the calls. The run directory has to be where they can reach it, for the rep
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -30,6 +32,8 @@ ValueT = TypeVar("ValueT")
 
 FACTS_FROM = 8
 """Groups."""
+LOOK_SECONDS = 2.0
+"""Between two looks at which servers load."""
 
 
 class PooledJudge:
@@ -44,6 +48,14 @@ class PooledJudge:
         Raises:
             JudgeUnavailable: see `Judge.ask`; BudgetSpent.
         """
+        number = next(self._meter.numbers)
+        self._meter.begun[number] = time.monotonic()
+        try:
+            return await self._ask(question, context)
+        finally:
+            del self._meter.begun[number]
+
+    async def _ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
         given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
         try:
             judgement = await self._pool.ask(type(question), context, **given)
@@ -65,6 +77,13 @@ def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]
     return judge.model_copy(update={"environment_facts": environment_facts(traces)})
+
+
+async def _say_what_loads(servers: Any, meter: Meter) -> None:
+    while True:
+        with suppress(ray.exceptions.RayError):
+            meter.waits_for = "; ".join(await servers.pending.remote())
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 @asynccontextmanager
@@ -93,6 +112,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         starter = judge_starter(_told(config.judge, kept), nobody, leases, name, servers)
         pool = JudgePool(starter, config.judge)
         pool.open()
+        saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))
         try:
             await pool.ready()
             yield PooledJudge(pool, meter)
@@ -102,6 +122,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
             raise plain from None
         finally:
             pool.close()
-            if local is not None:
+            if local is not None and saying is not None:
+                saying.cancel()
                 with suppress(ray.exceptions.RayError):
                     await local[0].stop.remote()

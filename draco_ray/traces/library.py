@@ -148,6 +148,8 @@ class Meter:
         """Opens a judge of the jury."""
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
+        self.waits_for = ""
+        """Servers that load."""
         self.begun: dict[int, float] = {}
         self.numbers = itertools.count()
 

@@ -1,8 +1,9 @@
-"""The judge model behind two real `vllm serve` processes that Ray actors keep alive: one is killed, one hangs."""
+"""The judge model behind real `vllm serve` processes that Ray actors keep alive: they come, are killed, and hang."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -20,6 +21,10 @@ from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Outage
 from draco_ray.records import Message
+from draco_ray.runs.directory import RunDirectory
+from tests.support.chat_traces import chat_traces
+from tests.support.command import draco
+from tests.support.scripted_policy import build_scripted_policy
 from tests.support.tiny_model import build_tiny_model
 
 # Two servers load, and each is loaded once more.
@@ -34,10 +39,22 @@ SCHEMA = {
 PROMPT = "How many songs are in my library? " * 20
 
 
+SERVED = (
+    "judge.structured_output=false",
+    "judge.local.gpus_per_replica=0",
+    "judge.local.cpus_per_replica=0.1",
+    "judge.local.kv_cache_gib=0.2",
+    "judge.local.dtype=float32",
+    "judge.local.calls_per_replica=2",
+    "judge.local.max_replicas=2",
+)
+"""Keys of a judge that `vllm serve` runs on CPUs."""
+
+
 @pytest.fixture
 def judge(tmp_path: Path) -> Iterator[JudgeConfig]:
     model = build_tiny_model(tmp_path / "model")
-    local = {"enabled": True, "replicas": 2, "calls_per_replica": 4, "stall_seconds": 5, "dtype": "float32"}
+    local = {"enabled": True, "max_replicas": 2, "calls_per_replica": 4, "stall_seconds": 5, "dtype": "float32"}
     on_cpu = {"gpus_per_replica": 0, "kv_cache_gib": 0.1, "arguments": ["--seed", "1"]}
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     try:
@@ -81,6 +98,10 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
     client = LiteLLMClient(judge, leases=WaitingLine(Limiter(judge.limits, outage=outage)), servers=servers)
     # Waits for a server, and is answered by it.
     await client.check()
+    assert len(serving(judge)) == 1
+    # More calls than it has room for bring another one, which stays for a while.
+    while len(serving(judge)) < 2:
+        await asyncio.gather(*(client(request("g", n, words=200)) for n in range(12)))
     await until(lambda: not ray.get(handle.pending.remote()))
     first = serving(judge)
     assert len(first) == 2
@@ -115,6 +136,25 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
 
     await handle.stop.remote()
     assert not serving(judge)
+
+
+def test_traces_are_judged_by_servers_that_are_there_for_as_long_as_that_takes(tmp_path: Path) -> None:
+    model = build_scripted_policy(tmp_path / "model")
+    traces, out = chat_traces(tmp_path / "traces.jsonl", 4), tmp_path / "out"
+    keys = ["ray.dashboard=false", "ray.object_store_mib=100", "judge.workers=1", *SERVED, "judge.max_tokens=256"]
+    command = ["judge", str(traces), "--judge", f"hosted_vllm/{model}", "--ray", "--out", str(out)]
+    done = draco(*command, *(word for key in keys for word in ("--set", key)), timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is served on the cluster: 1 to 2 vLLM servers on CPUs" in done.stdout
+    assert "__ray_terminate__" not in done.stdout + done.stderr
+    lines = [json.loads(line) for line in (out / "judged.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["reward"] in (-1.0, 0.0, 1.0) for line in lines] == [True] * 8
+    calls = RunDirectory.open(out).table("judge_calls").to_pylist()
+    assert {call["model"] for call in calls} == {f"hosted_vllm/{model}"}
+    assert sum(call["cached_tokens"] for call in calls) > 0
+    # Eight groups ask at once, and a server takes two calls.
+    assert len([*(out / "logs").glob("judge-server-*.log")]) == 2
+    assert not any(str(model) in " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
 
 
 def busy(server: psutil.Process) -> bool:

@@ -41,6 +41,8 @@ async def test_the_line_moves_while_nothing_comes_back() -> None:
     held.set()
     await waiting
     assert slow.under_way == 0
+    slow.waits_for = "judge server 0 loads m, for 9 s now (since 9 s)"
+    assert progress_line(slow, 10, 7200.0, 2).endswith("; judge server 0 loads m, for 9 s now (since 9 s)")
 
 
 @pytest.mark.parametrize("group_by", [None, "none"])

@@ -60,7 +60,8 @@ class _Handle:
     def end(self) -> None:
         # First in the actor, so that the server ends in order; then the actor itself.
         self.ending = self.handle.end.remote()
-        self.handle.__ray_terminate__.remote()
+        # Once: Ray would say of a retry that it failed, since the actor is gone.
+        self.handle.__ray_terminate__.options(max_task_retries=0).remote()
 
 
 class JudgeServersActor:
