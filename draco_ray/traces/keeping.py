@@ -28,6 +28,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, read_text, write_private
 from draco_ray.runs.lock import sole_driver
@@ -92,7 +93,7 @@ class JudgingRun:
             if not new:
                 _check_same(directory, config, index)
                 directory.write_config(dump_config(config))
-            if not (path / INDEX).is_file():
+            if not (path / INDEX).is_file() or not _begun(path):
                 write_private(path / INDEX, index)
             yield cls(directory, groups)
 
@@ -204,10 +205,17 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     path = directory.path
     if not (path / INDEX).is_file() and directory.steps():
         raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
+    if not _begun(path):
+        return  # By a command that could not reach its judge, say.
     if (path / INDEX).is_file() and read_text(path / INDEX) != index:
         raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
     if (changed := _changed(load_config(str(path)), config)) is not None:
         raise ConfigError(f"--out {path}: {changed} was another there; name a new one, or ask for the same")
+
+
+def _begun(path: Path) -> bool:
+    """Whether anything was judged there, or paid for."""
+    return any((path / JUDGED).glob("*.json")) or read_book(path / "judge_cache").dollars > 0
 
 
 def _group_row(step: int, state: GroupJudgement) -> rows.Row:

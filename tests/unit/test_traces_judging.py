@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from draco_ray.commands.report import write as write_report
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
@@ -251,6 +252,20 @@ def test_another_judging_is_not_mixed_in(tmp_path: Path) -> None:
     assert judge_sync(
         groups, MODEL, out=tmp_path / "two", complete=Canned(), config=DracoConfig(judge=config), budget=2
     )
+
+
+def test_where_nothing_was_judged_yet_another_judge_and_other_traces_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    out, groups = tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
+    with pytest.raises(JudgeUnavailable, match="OPENAI_API_KEY holds no key"):
+        judge_sync(load_traces(FILES / "tau2.json"), "openai/gpt-5.4", out=out)
+    (judged,) = judge_sync(groups, MODEL, out=out, complete=Canned())
+    assert [trace.reward for trace in judged.rollouts] == [1.0, -1.0]
+    assert load_config(str(out)).judge.model == MODEL
+    recorded = [json.loads(line)["trace_id"] for line in (out / "traces.jsonl").read_text("utf-8").splitlines()]
+    assert recorded == [trace.trace_id for trace in judged.rollouts]
 
 
 def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_path: Path) -> None:
