@@ -331,6 +331,18 @@ def runs_timeline(
     typer.echo(f"{out}: {write_timeline(directory, step, out)} events")
 
 
+@runs.command(name="inspect", epilog="Try:  draco runs inspect runs/NAME --out logs      inspect view --log-dir logs")
+def runs_inspect(
+    directory: Annotated[Path, typer.Argument(help="A run directory, of training or of judged traces.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the logs, one a step.")],
+) -> None:
+    """Write a run as logs of Inspect, for its viewer: rollouts are samples, rewards and verdicts their scores."""
+    from draco_ray.lab.runs.inspect_log import write_inspect_logs
+    from draco_ray.runs.directory import RunDirectory
+
+    typer.echo(f"{out}: {len(write_inspect_logs(RunDirectory.open(directory), out))} logs")
+
+
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR", help="A run directory, or several to compare.")],

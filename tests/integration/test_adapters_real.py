@@ -92,3 +92,15 @@ def test_verls_batch_holds_our_advantages() -> None:
     rows = found["advantages"]
     assert rows[0] == pytest.approx([*[good[0]] * 3, 0, *[good[1]] * 4, 0, 0, 0], rel=1e-5)
     assert rows[1] == pytest.approx([*[bad[0]] * 4, 0, *[bad[1]] * 2, 0, 0, 0, 0], rel=1e-5)
+
+
+def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:
+    plain, packed = run("inspect_log", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
+    assert plain == packed
+    tasks = ("aaa1111_1", "bbb2222_1")
+    assert plain["samples"] == [[task, epoch] for task in tasks for epoch in (1, 2)]
+    assert (plain["logs"], plain["status"], plain["summaries"]) == (2, "success", 4)
+    assert (plain["value"], plain["mean"]) == (1.0, 0.0)
+    assert plain["verdicts"] == ["PASS"] * 3
+    assert plain["steps"] == [[2], [1, 2], []]
+    assert plain["roles"] == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]

@@ -1,0 +1,193 @@
+"""A run as logs of Inspect, which its viewer (`inspect view`) and its readers open.
+
+One log a training step: a sample is a task, an epoch one of its rollouts. The score ``draco`` is the reward; verdicts
+with evidence and cited steps, step qualities and advantages are its metadata. Each step of the agent is a message with
+the call ``step``, whose number is the one that the judge cites, and what came back is that call's result. The logs are
+JSON after inspect_ai 0.3.285, which need not be installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.file_names import file_name
+from draco_ray.config.origin import private
+from draco_ray.errors import ConfigError
+from draco_ray.records import Trajectory, Turn, Verdict
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import step_trajectories
+
+SCORER = "draco"
+Json = dict[str, Any]
+
+
+def write_inspect_logs(run: RunDirectory, folder: Path) -> list[Path]:
+    """Write a log for each step that has rollouts, for their owner's eyes; logs of the same steps are replaced.
+
+    Raises:
+        ConfigError: ``folder`` cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for step in run.steps():
+            if (log := inspect_log(run, step)) is not None:
+                began = log["eval"]["created"][:19].replace(":", "-")
+                path = folder / f"{began}_{file_name(run.path.name)}_step{step:06d}.json"
+                with open(path, "w", encoding="utf-8", opener=private) as file:
+                    json.dump(log, file, ensure_ascii=False)
+                written.append(path)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+    return written
+
+
+def inspect_log(run: RunDirectory, step: int) -> Json | None:
+    """A step as a log; None where it has no rollouts."""
+    played = [each for rollouts in step_trajectories(run, step).values() for each in rollouts]
+    if not played:
+        return None
+    scores = _scores(run, step)
+    samples = [_sample(each, scores.get((each.task_id, each.rollout))) for each in played]
+    found = [sample["scores"][SCORER]["value"] for sample in samples if sample["scores"]]
+    named = f"{run.path.name}/{step}"
+    return {
+        "version": 2,
+        "status": "success",
+        "eval": {
+            "eval_id": _digest("eval", named),
+            "run_id": _digest("run", run.path.name),
+            "created": _time(min(each.started_at for each in played)),
+            "task": f"{run.path.name}, step {step}",
+            "task_id": _digest("task", named),
+            "dataset": {
+                "name": run.path.name,
+                "samples": len({each.task_id for each in played}),
+                "sample_ids": sorted({each.task_id for each in played}),
+            },
+            "model": str(run.setting("model.path")),
+            "config": {"epochs": max(each.rollout for each in played) + 1},
+            "metadata": {"training_step": step, "setting": run.setting("setting")},
+        },
+        "results": {
+            "total_samples": len(samples),
+            "completed_samples": sum("error" not in sample for sample in samples),
+            "scores": [
+                {
+                    "name": SCORER,
+                    "scorer": SCORER,
+                    "scored_samples": len(found),
+                    "unscored_samples": len(samples) - len(found),
+                    "metrics": {"mean": {"name": "mean", "value": math.fsum(found) / len(found)}} if found else {},
+                }
+            ],
+        },
+        "stats": {
+            "started_at": _time(min(each.started_at for each in played)),
+            "completed_at": _time(max(each.ended_at for each in played)),
+        },
+        "samples": samples,
+    }
+
+
+def _sample(trajectory: Trajectory, score: Json | None) -> Json:
+    asked = next((each.content for each in reversed(trajectory.prompt) if each.role == "user"), trajectory.task_id)
+    messages = [*_prompt(trajectory), *_turns(trajectory)]
+    said = next((each["content"] for each in reversed(messages) if each["role"] == "assistant"), "")
+    choice = {"message": {"role": "assistant", "content": said}, "stop_reason": "stop"}
+    sample = {
+        "id": trajectory.task_id,
+        "epoch": trajectory.rollout + 1,
+        "input": asked,
+        "target": "",
+        "messages": [{"id": f"m{number}"} | each for number, each in enumerate(messages)],
+        "output": {"model": "policy", "choices": [choice], "completion": said},
+        "scores": {} if score is None else {SCORER: score},
+        "metadata": {"ended": trajectory.ended.value, "policy_version": trajectory.policy_version},
+        "started_at": _time(trajectory.started_at),
+        "completed_at": _time(trajectory.ended_at),
+        "total_time": max(trajectory.ended_at - trajectory.started_at, 0.0),
+    }
+    if trajectory.error:
+        sample["error"] = {"message": trajectory.error, "traceback": "", "traceback_ansi": ""}
+    return sample
+
+
+def _prompt(trajectory: Trajectory) -> Iterator[Json]:
+    for message in trajectory.prompt:
+        known = message.role in ("system", "user", "assistant")
+        content = message.content if known else f"[{message.role}]\n{message.content}"
+        yield {"role": message.role if known else "system", "content": content}
+
+
+def _turns(trajectory: Trajectory) -> Iterator[Json]:
+    number = 0
+    for turn in trajectory.turns:
+        if turn.role != "assistant":
+            yield {"role": "user", "content": turn.text if turn.role == "user" else f"[{turn.role}]\n{turn.text}"}
+        elif turn.action is None:
+            yield {"role": "assistant", "content": turn.text}
+        else:
+            number += 1
+            yield from _step(turn, number)
+
+
+def _step(turn: Turn, number: int) -> Iterator[Json]:
+    call = {"id": f"step-{number}", "function": "step", "arguments": {"number": number, "action": turn.action}}
+    yield {"role": "assistant", "content": turn.text, "tool_calls": [call | {"type": "function"}]}
+    if turn.observation is not None:
+        yield {"role": "tool", "content": turn.observation, "tool_call_id": f"step-{number}", "function": "step"}
+
+
+def _scores(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
+    """Of each rollout that has a reward, the score and everything about it."""
+    titles = {(row["task_id"], row["criterion"]): row["title"] for row in run.table("criteria", step).to_pylist()}
+    cited: dict[tuple[str, int, int], set[int]] = defaultdict(set)
+    for row in run.table("citations", step).to_pylist():
+        if row["step"] is not None:
+            cited[row["task_id"], row["rollout"], row["criterion"]].add(row["step"])
+    verdicts: dict[tuple[str, int], list[Json]] = defaultdict(list)
+    for row in sorted(run.table("verdicts", step).to_pylist(), key=lambda row: int(row["criterion"])):
+        key = (row["task_id"], row["rollout"])
+        verdicts[key].append(
+            {
+                "title": titles.get((row["task_id"], row["criterion"]), ""),
+                "verdict": Verdict(row["verdict"]).name,
+                "evidence": row["evidence"],
+                "justification": row["justification"],
+                "steps": sorted(cited[(*key, row["criterion"])]),
+            }
+        )
+    found = {}
+    for row in run.table("advantages", step).to_pylist():
+        key = (row["task_id"], row["rollout"])
+        found[key] = {
+            "value": row["reward"],
+            "explanation": "\n".join(f"{v['verdict']}: {v['title']}: {v['justification']}" for v in verdicts[key]),
+            "metadata": {
+                "verdicts": verdicts[key],
+                "advantage": row["advantage"],
+                "step_quality": [_finite(value) for value in row["quality"] or ()],
+                "step_advantage": [_finite(value) for value in row["step_advantage"] or ()],
+            },
+        }
+    return found
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _digest(kind: str, text: str) -> str:
+    return hashlib.sha256(f"{kind} {text}".encode()).hexdigest()[:22]
