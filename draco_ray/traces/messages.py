@@ -49,7 +49,7 @@ class Call:
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError):
-                return f"{self.name}({arguments})"
+                return f"{self.name}({clean(arguments)})"
         if isinstance(arguments, Mapping) and any(isinstance(v, str) and "\n" in v for v in arguments.values()):
             return "\n".join([f"{self.name}(", *(_argument(*item) for item in arguments.items()), ")"])
         return f"{self.name}({compact({} if arguments is None else arguments)})"

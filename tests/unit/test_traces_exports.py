@@ -281,3 +281,13 @@ def test_what_only_looks_like_an_export_is_said(record: Json, said: str, tmp_pat
     file.write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(TraceError, match=said):
         load_traces(file)
+
+
+def test_half_a_character_in_arguments_that_are_no_json_takes_nothing_else_with_it(tmp_path: Path) -> None:
+    cut: Json = {"id": "c1", "function": {"name": "say", "arguments": '{"text": "\ud83d'}}
+    file = tmp_path / "cut.jsonl"
+    records = [{"messages": [CHAT[1], {"role": "assistant", "tool_calls": [cut]}]}, {"messages": CHAT}]
+    file.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    first, second = (trace for group in load_traces(file) for trace in group.traces)
+    assert first.steps[0].action == 'say({"text": "\\ud83d)'
+    same(second, [None] * 3)
