@@ -147,7 +147,7 @@ def _step(turn: Turn, number: int) -> Iterator[Json]:
 
 
 def _scores(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
-    """Of each rollout that has a reward, the score and everything about it."""
+    """The score of each rollout that has a reward, and everything about it."""
     titles = {(row["task_id"], row["criterion"]): row["title"] for row in run.table("criteria", step).to_pylist()}
     cited: dict[tuple[str, int, int], set[int]] = defaultdict(set)
     for row in run.table("citations", step).to_pylist():
