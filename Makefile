@@ -5,6 +5,7 @@ PIP_ARGS ?=
 VENV := .venv
 APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
+VERIFIERS_VENV := .venv-verifiers
 GPU_VENV := .venv-gpu
 MUTATE_VENV := .venv-mutate
 ADAPTERS := verifiers inspect art verl
@@ -12,10 +13,11 @@ FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
+export DRACO_VERIFIERS_PYTHON := $(CURDIR)/$(VERIFIERS_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu install-check lock lock-hashes lock-gpu world demo example-shop example-desk bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop example-desk example-parcels bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -34,6 +36,11 @@ $(APPWORLD_VENV)/.ready: requirements/appworld.lock
 	test -x $(APPWORLD_VENV)/bin/python || $(PYTHON) -m venv $(APPWORLD_VENV)
 	$(APPWORLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/appworld.lock
 	cd $(APPWORLD_VENV) && bin/appworld install >/dev/null
+	touch $@
+
+$(VERIFIERS_VENV)/.ready: requirements/verifiers.lock
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/verifiers.lock
 	touch $@
 
 $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
@@ -67,6 +74,9 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 # Create the environment of a GPU machine, .venv-gpu, from requirements/gpu.lock (several GB).
 setup-gpu: $(GPU_VENV)/.ready
 
+# Create the environment of the package verifiers, .venv-verifiers, from its lock file, for environment.use=verifiers.
+setup-verifiers: $(VERIFIERS_VENV)/.ready
+
 # Set up in an empty folder with a plain package index and play one sandbox task there (several GB, minutes).
 install-check:
 	requirements/install_check.sh $(PYTHON)
@@ -78,6 +88,7 @@ lock: .venv-tools/bin/uv
 	# The local label (+cpu) is the index's business; the version is ours.
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements/cpu.lock
 	$(UV_COMPILE) requirements/appworld.in --upgrade -o requirements/appworld.lock
+	$(UV_COMPILE) requirements/verifiers.in --upgrade -o requirements/verifiers.lock
 	$(MAKE) lock-hashes lock-gpu
 
 # The GPU environment's lock, in the CPU one's versions where both have a package, and what the package index's default
@@ -95,7 +106,7 @@ lock-gpu: .venv-tools/bin/uv
 
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
-	for lock in cpu appworld bench mutate docs; do \
+	for lock in cpu appworld verifiers bench mutate docs; do \
 		sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/$$lock.lock > requirements/.$$lock.in && \
 		env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.$$lock.in --no-deps --generate-hashes -o requirements/.$$lock.lock && \
 		mv requirements/.$$lock.lock requirements/$$lock.lock && rm requirements/.$$lock.in || exit 1; \
@@ -125,6 +136,12 @@ example-desk: setup
 	rm -rf .cache/desk
 	$(VENV)/bin/python examples/desk_agent/starter.py .cache/desk
 	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk
+
+# Train on a taskset of verifiers (examples/parcels): a policy from its own episodes, then DRACO.
+example-parcels: setup setup-verifiers
+	rm -rf .cache/parcels
+	$(VENV)/bin/python examples/parcels/starter.py parcels .cache/parcels
+	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels
 
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world

@@ -420,6 +420,8 @@ class Evaluation:
     failures: tuple[str, ...] = field(default=())
     scenario: str = ""
     """The task's group."""
+    reward: float | None = None
+    """Where the environment gives more than yes or no."""
 
     @property
     def lost(self) -> bool:

@@ -46,6 +46,7 @@ def load_config(
 
     Args:
         source: a preset's name (see `preset_names`), a YAML file, or a run directory; None is the paper's defaults.
+            What follows a preset's name and a colon is the value of the key that the preset calls its argument.
         overrides: ``dotted.key=value``; the value is read as YAML.
         setting: a setting's name (see `setting_names`).
         trust: take every key from a run directory that this user has not made as well. Unless told, one that would
@@ -58,7 +59,9 @@ def load_config(
     tree: dict[str, Any] = {}
     foreign: dict[str, Path] = {}
     if source is not None:
+        source, argument = _argument(source)
         _merge(tree, _read(source, foreign))
+        _merge(tree, argument)
     for own in [*([_read_setting(setting)] if setting is not None else []), *map(_parse_override, overrides)]:
         _merge(tree, own)
         _note_keys(own, foreign, None)
@@ -108,6 +111,8 @@ def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()
     text = _read_text(path)
     tree = _from_folder(_parse(text, path), path.parent.resolve())
     parents = tree.pop("extends", None) or []
+    if path.parent == PRESETS:
+        tree.pop("argument", None)
     base: dict[str, Any] = {}
     for parent in parents if isinstance(parents, list) else [parents]:
         _merge(base, _read(str(parent), foreign, (*children, real)))
@@ -118,6 +123,20 @@ def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()
     _note_keys(tree, foreign, path if theirs else None)
     _merge(base, tree)
     return base
+
+
+def _argument(source: str) -> tuple[str, dict[str, Any]]:
+    """A source without its argument, and the tree that this stands for."""
+    name, colon, value = source.partition(":")
+    if not colon or name not in preset_names() or os.path.lexists(source):
+        return source, {}
+    key = _parse(_read_text(PRESETS / f"{name}.yaml"), PRESETS / f"{name}.yaml").get("argument")
+    if key is None or not value:
+        expected = (
+            f"expected {name}:{key.rpartition('.')[0].rpartition('.')[2].upper()}" if key else f"expected {name} alone"
+        )
+        raise ConfigError(f"config {source!r}: {expected}")
+    return name, _nested(key, str(Path.cwd() / value) if value.startswith("./") else value)
 
 
 def _from_folder(node: Any, folder: Path) -> Any:
@@ -251,10 +270,16 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"override {key}: value is not YAML: {' '.join(str(error).split())}") from None
     if isinstance(leaf, str) and (number := _as_number(leaf)) is not None:
         leaf = number
+    return _nested(key.strip(), leaf)
+
+
+def _nested(key: str, leaf: Any) -> dict[str, Any]:
+    """The tree with one leaf."""
     tree: Any = leaf
-    for part in reversed(key.strip().split(".")):
+    for part in reversed(key.split(".")):
         tree = {part: tree}
-    return tree
+    nested: dict[str, Any] = tree
+    return nested
 
 
 def _as_number(text: str) -> float | None:

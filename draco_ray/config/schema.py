@@ -67,7 +67,8 @@ class AgentConfig(Tree):
 
     use: Part = "code"
     """code (AppWorld's Simplified ReAct Code Agent), tool_calling (tools in the model's own chat template), command (a
-    program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), or one of your own,
+    program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), verifiers (its own harnesses, with
+    environment.use=verifiers), or one of your own,
     package.module:Class or folder/file.py:Class."""
     command: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Of agent.use=command: what plays one episode, in the words of a command line; no shell reads it, and a bare
@@ -105,8 +106,8 @@ class EnvironmentConfig(Tree):
 
     use: Part = "appworld"
     """appworld; tools (your own tasks and tools, docs/own-agent.md); tasks (tasks alone, for agents that bring their
-    own world, docs/any-agent.md); or one of your own, package.module:Class or folder/file.py:Class
-    (docs/extending/environment.md)."""
+    own world, docs/any-agent.md); verifiers (any taskset of that package, docs/verifiers.md); or one of your own,
+    package.module:Class or folder/file.py:Class (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
     """Of tools and tasks, or of an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)

@@ -22,6 +22,7 @@ ENVIRONMENTS = {
     "appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment",
     "tasks": "draco_ray.environments.tasks:TasksEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
+    "verifiers": "draco_ray.environments.verifiers.environment:VerifiersEnvironment",
 }
 """The environments that ship, by the name that ``environment.use`` may give them."""
 
@@ -31,6 +32,8 @@ class WorldVerdict:
     """An environment's own evaluation of a finished world: ground truth, which no outcome-blind setting asks for."""
 
     success: bool
+    reward: float | None = None
+    """What an environment gives that has more to say than yes or no: the reward of the ``outcome`` setting."""
     passed_tests: int = 0
     total_tests: int = 0
     difficulty: int | None = None

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,31 @@ import psutil
 
 from draco_ray.environments.jail import linux
 
+PASSED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "TERM",
+    "TZ",
+    "LANG",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "SSL_CERT_FILE",
+)
+"""Variables that every program gets; so does one that begins with ``LC_``."""
 MARK = "DRACO_EPISODE"
 """Environment variable by which processes are found that left their program's group."""
 _READ_BYTES = 1 << 16
 _GONE_SECONDS = 10.0
 """A process that was killed is waited for; one that hangs in the kernel is not waited for longer."""
+
+
+def passed_environment(names: Iterable[str]) -> dict[str, str]:
+    """The variables of this process that a program gets: `PASSED`, and those of ``names``."""
+    passed = {*PASSED, *names}
+    return {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +141,7 @@ async def run_program(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            await asyncio.shield(asyncio.to_thread(_end_strays, mark))
+            await asyncio.shield(asyncio.to_thread(end_strays, mark))
     finally:
         os.close(output.writing)
         os.close(errors.writing)
@@ -144,7 +164,7 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asynci
         os.close(watched)
 
 
-def _end_strays(mark: str) -> None:
+def end_strays(mark: str) -> None:
     """End processes that a program has started, those that have left its group too, and wait until they are gone."""
     ended = []
     for process in psutil.process_iter():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -15,30 +12,16 @@ from pathlib import Path
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
-from draco_ray.environments.program import Ran, run_program
+from draco_ray.environments.program import Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
 from draco_ray.rollout.agent_prompt import fill_agent_prompt
 from draco_ray.rollout.endpoint.episode import Episode
-from draco_ray.rollout.endpoint.server import Endpoint
+from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 
-PASSED = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "TERM",
-    "TZ",
-    "LANG",
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
-    "SSL_CERT_FILE",
-)
-"""Variables that every program gets; so does one that begins with ``LC_``."""
 RUNNER = "draco_ray.rollout.call_function"
 _SAID_CHARACTERS = 300
 
@@ -79,7 +62,7 @@ class ProgramAgent:
         prompt = self.prompt(task)
         episode = Episode(task, request, self._policy, self._config)
         with tempfile.TemporaryDirectory(prefix="draco-agent-") as scratch:
-            async with _endpoint().serving(episode) as base_url:
+            async with shared_endpoint().serving(episode) as base_url:
                 environment = self._environment(Path(scratch), task, episode.key, base_url)
                 try:
                     ran = await run_program(
@@ -130,10 +113,8 @@ class ProgramAgent:
             "fields": {**task.fields},
         }
         file.write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8", errors="replace")
-        passed = {*PASSED, *self._config.pass_environment}
-        kept = {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
         work = task.fields.get(WORKSPACE) or str(scratch)
-        return kept | {
+        return passed_environment(self._config.pass_environment) | {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_BASE": base_url,
             "OPENAI_API_KEY": key,
@@ -146,16 +127,6 @@ class ProgramAgent:
             "DRACO_MODEL": "policy",
             "DRACO_WORKSPACE": work,
         }
-
-
-@functools.cache
-def _endpoint_of(loop: asyncio.AbstractEventLoop) -> Endpoint:
-    return Endpoint()
-
-
-def _endpoint() -> Endpoint:
-    """The one server of this process, for the agents of all its policies."""
-    return _endpoint_of(asyncio.get_running_loop())
 
 
 def _words(config: AgentConfig) -> list[str]:

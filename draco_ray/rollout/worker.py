@@ -140,6 +140,7 @@ async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
         failures=verdict.failures,
         termination=trajectory.termination,
         scenario=world.task.group,
+        reward=verdict.reward,
     )
     return Evaluated(evaluation=evaluation, saved=verdict.saved)
 

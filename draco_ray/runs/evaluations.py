@@ -23,6 +23,7 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
             # Older runs are AppWorld's, whose ids are ``<scenario>_<1..3>``.
             termination=None if row["termination"] is None else Termination(row["termination"]),
             scenario=row["task_id"].rsplit("_", 1)[0] if row["scenario"] is None else row["scenario"],
+            reward=row["reward"],
         )
         found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
     return dict(sorted(found.items()))

@@ -157,6 +157,7 @@ TABLES: dict[str, pa.Schema] = {
             ("failures", pa.list_(pa.string())),
             ("termination", pa.string()),
             ("scenario", pa.string()),
+            ("reward", pa.float64()),
         ]
     ),
     "heldout_verdicts": pa.schema(
@@ -179,6 +180,7 @@ TABLES: dict[str, pa.Schema] = {
             ("passed_tests", pa.int32()),
             ("total_tests", pa.int32()),
             ("failures", pa.list_(pa.string())),
+            ("reward", pa.float64()),
         ]
     ),
 }

@@ -96,8 +96,9 @@ class AdvantageComputerActor:
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
         evaluations: Sequence[ray.ObjectRef[Evaluated]],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``outcome`` setting: vanilla GRPO on the environment's binary verdict."""
-        reward_G = np.array([float((await ref).evaluation.success) for ref in evaluations])
+        """The ``outcome`` setting: vanilla GRPO on the environment's verdict, its reward where it gives one."""
+        verdicts = [(await ref).evaluation for ref in evaluations]
+        reward_G = np.array([float(each.success if each.reward is None else each.reward) for each in verdicts])
         return await self._from_rewards(group, rollouts, trajectories, reward_G)
 
     @ray.method(num_returns=4)

@@ -122,23 +122,25 @@ async def test_without_credit_all_that_was_sampled_takes_the_advantage() -> None
     assert summary.fallbacks == {"credit_off": 2}
 
 
-async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() -> None:
-    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo", std_epsilon=0.0))
-
-    def evaluation(success: bool, passed: int) -> Any:
-        return _now(
-            Evaluated(
-                evaluation=Evaluation(
-                    task_id="example_1",
-                    run=0,
-                    success=success,
-                    passed_tests=passed,
-                    total_tests=3,
-                    turns=2,
-                    ended=EpisodeEnd.FINISHED,
-                )
+def evaluation(success: bool, passed: int, reward: float | None = None) -> Any:
+    return _now(
+        Evaluated(
+            evaluation=Evaluation(
+                task_id="example_1",
+                run=0,
+                success=success,
+                passed_tests=passed,
+                total_tests=3,
+                turns=2,
+                ended=EpisodeEnd.FINISHED,
+                reward=reward,
             )
         )
+    )
+
+
+async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() -> None:
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo", std_epsilon=0.0))
 
     played = [_now(example_trajectory(rollout)) for rollout in (1, 3, 4)]
     evaluations = [evaluation(False, 2), evaluation(True, 3), evaluation(False, 0)]
@@ -147,6 +149,14 @@ async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() ->
     assert [share.advantage for share in advantages.rollouts] == pytest.approx(np.array([-1, 2, -1]) / 3**0.5)
     assert [sample.rollout for sample in samples] == [1, 3, 4]
     assert advantages.group == "step1/example_1"
+
+
+async def test_an_environment_that_gives_more_than_yes_or_no_is_the_reward_itself() -> None:
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo"))
+    given = [evaluation(True, 2, 1.5), evaluation(False, 3, -0.25), evaluation(True, 0)]
+    played = [_now(example_trajectory(rollout)) for rollout in (0, 1, 2)]
+    *_, summary = await actor.from_evaluations("step1/example_1", [0, 1, 2], played, given)
+    assert summary.rewards == (1.5, -0.25, 1.0)
 
 
 async def test_every_group_draws_noise_of_its_own() -> None:

@@ -36,6 +36,34 @@ def test_a_file_can_extend_a_preset_or_file(tmp_path: Path) -> None:
     assert (config.seed, config.train.epochs, config.train.prompts_per_step) == (3, 7, 4)
 
 
+def test_a_preset_may_take_an_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("verifiers:owner/gsm8k@1.2", ["environment.options.taskset.split=test"])
+    assert config.environment.options["taskset"] == {"id": "owner/gsm8k@1.2", "split": "test"}
+    assert (config.environment.use, config.agent.use) == ("verifiers", "verifiers")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("verifiers:./a.py").environment.options == {"taskset": {"id": str(tmp_path / "a.py")}}
+    # A file of that name is that file.
+    (tmp_path / "verifiers:mine").write_text("seed: 9\n")
+    assert load_config("verifiers:mine").seed == 9
+    # A file may extend the preset, and names the key itself.
+    (tmp_path / "child.yaml").write_text("extends: verifiers\nenvironment: {options: {taskset: {id: mine}}}\n")
+    assert load_config("child.yaml").environment.options["taskset"] == {"id": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("verifiers:", "config 'verifiers:': expected verifiers:TASKSET"),
+        ("sandbox:x", "config 'sandbox:x': expected sandbox alone"),
+        ("verifers:x", "config 'verifers:x': neither a file nor a preset"),
+    ],
+)
+def test_an_argument_that_is_missing_or_too_much_is_said(source: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    assert str(caught.value).startswith(said)
+
+
 def test_the_resolved_configuration_reads_back(tmp_path: Path) -> None:
     config = load_config(None, ["judge.extra_body={thinking: true}", "run.name=x"], "random")
     file = tmp_path / "config.yaml"

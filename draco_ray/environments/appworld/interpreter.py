@@ -7,11 +7,7 @@ AppWorld's Python imports it through a folder that holds nothing but a link to i
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from draco_ray.environments.jail.launch import PACKAGE
-from draco_ray.errors import WorldError
+from draco_ray.environments.own_python import own_python
 
 VARIABLE = "DRACO_APPWORLD_PYTHON"
 
@@ -24,14 +20,11 @@ def appworld_python(configured: str | None) -> str:
             ``.venv-appworld/bin/python`` in the working directory and beside the package.
     Raises: WorldError when there is none.
     """
-    named = configured or os.environ.get(VARIABLE)
-    if named:
-        if not os.access(named, os.X_OK):
-            raise WorldError(f"AppWorld's Python {named!r} is not an executable file: fix environment.appworld_python")
-        # Not resolved: a virtual environment is known by the path of its own `python` link.
-        return os.path.abspath(named)
-    for base in (Path.cwd(), PACKAGE.parent):
-        candidate = base / ".venv-appworld" / "bin" / "python"
-        if candidate.exists():
-            return str(candidate)
-    raise WorldError(f"AppWorld's Python was not found: run `make setup`, or set {VARIABLE} to its interpreter")
+    return own_python(
+        configured,
+        of="AppWorld's",
+        key="environment.appworld_python",
+        variable=VARIABLE,
+        folder=".venv-appworld",
+        made_by="make setup",
+    )

@@ -26,7 +26,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output
-from draco_ray.rollout.endpoint.turns import Answer, Ask, Refused, identity
+from draco_ray.rollout.endpoint.turns import Answer, Ask, Refused, identity, no_turn_left, room_left
 from draco_ray.rollout.tokens import TokenPolicy, turn_seed
 
 _NO_TOOLS = "[]"
@@ -131,7 +131,7 @@ class Episode:
         """
         if self._asked >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT
-            raise Refused(f"this episode has had its agent.max_turns={self._config.max_turns} turns", code="turn_limit")
+            raise no_turn_left(self._config)
         heard, began = [identity(message) for message in ask.messages], time.monotonic()
         turn = self._longest(heard, ask.tools)
         branch, ids = self._tokens(ask, turn)
@@ -139,14 +139,11 @@ class Episode:
         if turn is not None and turn.answered is None:
             # Also where what follows does not fit: it is what came of the turn.
             turn.answered, turn.answered_at = ask.messages[turn.heard :], began
-        most = self._config.max_prompt_length + self._config.max_response_length
-        if (room := most - len(ids)) < 1:
+        try:
+            room = room_left(self._config, len(ids))
+        except Refused:
             self.refused = EpisodeEnd.RESPONSE_LIMIT
-            raise Refused(
-                f"This model's maximum context length is {most} tokens. However, your messages resulted in {len(ids)} "
-                "tokens.",
-                code="context_length_exceeded",
-            )
+            raise
         self.refused = None
         self._asked += 1
         limits = (room, ask.max_tokens, self._config.max_turn_tokens)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from draco_ray.rollout.endpoint.turns import Answer, Ask
+from draco_ray.engine.sampler import Sample
+from draco_ray.rollout.endpoint.turns import Answer, Ask, TokenAsk
 
 Json = dict[str, Any]
 
@@ -44,6 +45,21 @@ def chat_events(ask: Ask, answer: Answer) -> Iterator[str]:
     if ask.usage_in_stream:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': _chat_usage(answer)})}\n\n"
     yield "data: [DONE]\n\n"
+
+
+def generated(ask: TokenAsk, sample: Sample) -> Json:
+    """What vLLM's ``/inference/v1/generate`` answers."""
+    said: list[Json] = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(sample.token_ids, sample.logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": sample.token_ids,
+        "logprobs": {"content": said},
+        "finish_reason": sample.finish_reason,
+    }
+    return {"request_id": ask.request_id or f"gen-{secrets.token_hex(16)}", "choices": [choice]}
 
 
 def response(ask: Ask, answer: Answer) -> Json:

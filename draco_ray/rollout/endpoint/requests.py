@@ -1,4 +1,4 @@
-"""OpenAI's requests, read: chat completions and responses, to one form.
+"""Requests, read: OpenAI's chat completions and responses to one form, and vLLM's for tokens.
 
 How a turn is sampled is the run's business (``engine.temperature`` and its like), or the recorded log-probs would be of
 another policy: what a request says of that is passed over. What would change the meaning of an answer and cannot be had
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.rollout.endpoint.turns import Ask, Refused
+from draco_ray.rollout.endpoint.turns import Ask, Refused, TokenAsk
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
 _SAMPLING |= {"repetition_penalty", "reasoning_effort", "reasoning", "verbosity", "logprobs", "top_logprobs"}
@@ -30,6 +30,22 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "logit_bias": ({},),
     "background": (False,),
     "truncation": ("disabled",),
+}
+_GENERATE = {"token_ids", "sampling_params", "model", "request_id", "stream", "priority", "cache_salt"}
+_GENERATE |= {"return_token_ids", "output_mode"}
+_TOKEN_SAMPLING = {"max_tokens", "stop_token_ids", "detokenize", "skip_special_tokens", "output_kind"}
+_TOKEN_SAMPLING |= {"spaces_between_special_tokens", "include_stop_str_in_output", "stop", "prompt_logprobs"}
+_TOKEN_SAMPLING |= {"logprobs", "flat_logprobs", *_SAMPLING}
+_ONLY_TOKENS: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "stop": ([], ""),
+    "prompt_logprobs": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "stream": (False,),
+    "output_mode": ("tokens",),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -87,6 +103,26 @@ def read_responses(body: Any, stored: Mapping[str, Sequence[Mapping[str, Any]]])
     )
 
 
+def read_generate(body: Any) -> TokenAsk:
+    """A request of vLLM's ``/inference/v1/generate``. Raises: Refused."""
+    _check(body, _GENERATE, _ONLY_TOKENS)
+    parameters = body.get("sampling_params") or {}
+    _check(parameters, _TOKEN_SAMPLING, _ONLY_TOKENS)
+    return TokenAsk(
+        token_ids=_token_ids(body, "token_ids"),
+        max_tokens=_count(parameters, "max_tokens"),
+        stop_token_ids=frozenset(_token_ids(parameters, "stop_token_ids") if parameters.get("stop_token_ids") else ()),
+        request_id=_text(body.get("request_id") or "", "request_id"),
+    )
+
+
+def _token_ids(body: Mapping[str, Any], name: str) -> list[int]:
+    ids = body.get(name)
+    if not isinstance(ids, list) or not ids or not all(type(each) is int and each >= 0 for each in ids):
+        raise Refused(f"{name}: expected a list of at least one token id")
+    return ids
+
+
 def clean(value: Any) -> Any:
     """A JSON value whose texts can be encoded: a lone surrogate could not be put into tokens."""
     if isinstance(value, str):
@@ -98,18 +134,19 @@ def clean(value: Any) -> Any:
     return value
 
 
-def _check(body: Any, known: set[str]) -> None:
+def _check(body: Any, known: set[str], only: Mapping[str, Sequence[Any]] | None = None) -> None:
     if not isinstance(body, dict):
         raise Refused("expected a JSON object")
+    known, only = (known | _SAMPLING | _BOOKS, _ONLY) if only is None else (known, only)
     for name, value in body.items():
         if value is None:
             continue
-        if name in _ONLY and value not in _ONLY[name]:
-            expected = " or ".join(json.dumps(each) for each in _ONLY[name])
+        if name in only and value not in only[name]:
+            expected = " or ".join(json.dumps(each) for each in only[name])
             raise Refused(
                 f"{name}={_short(value)}: not supported here; expected {expected}", 400, "unsupported_parameter"
             )
-        if name not in known | _SAMPLING | _BOOKS | _ONLY.keys():
+        if name not in known | only.keys():
             raise Refused(f"{name}: not a parameter that is supported here", 400, "unsupported_parameter")
 
 

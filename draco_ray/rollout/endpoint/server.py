@@ -1,21 +1,23 @@
 """The endpoint of a rollout worker: one HTTP server on loopback for the episodes of all its slots.
 
 An episode has a URL and a key of its own; both end with it. ``/v1/chat/completions``, ``/v1/responses`` (with
-``stream`` too) and ``/v1/models`` are served, as OpenAI's clients ask for them.
+``stream`` too) and ``/v1/models`` are served, as OpenAI's clients ask for them, and vLLM's ``/inference/v1/generate``
+for clients that put messages into tokens themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,15 +26,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from draco_ray.rollout.endpoint.episode import Episode
-from draco_ray.rollout.endpoint.replies import chat_completion, chat_events, response, response_events
-from draco_ray.rollout.endpoint.requests import clean, read_chat, read_responses
-from draco_ray.rollout.endpoint.turns import Answer, Ask, Refused
+from draco_ray.rollout.endpoint.replies import chat_completion, chat_events, generated, response, response_events
+from draco_ray.rollout.endpoint.requests import clean, read_chat, read_generate, read_responses
+from draco_ray.rollout.endpoint.token_episode import TokenEpisode
+from draco_ray.rollout.endpoint.turns import Refused
 
 HOST = "127.0.0.1"
 MOST_BYTES = 64 << 20
 """Of one request."""
 _REMEMBERED = 10_000
 """Ended episodes whose late requests are told so."""
+AnswerT = TypeVar("AnswerT")
 
 
 class Endpoint:
@@ -40,6 +44,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._episodes: dict[str, Episode] = {}
+        self._token_episodes: dict[str, TokenEpisode] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -57,9 +62,25 @@ class Endpoint:
         finally:
             episode.open = False
             del self._episodes[name]
-            self._ended[name] = None
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            self._remember(name)
+
+    @asynccontextmanager
+    async def serving_tokens(self, episode: TokenEpisode) -> AsyncIterator[str]:
+        """Answer an episode's requests for tokens while the block runs.
+
+        Such an episode is known by the model's name that it asks for, `TokenEpisode.key`: clients that put messages
+        into tokens themselves keep a connection for each URL and key.
+
+        Yields: the base URL, the same for all.
+        """
+        await self._start()
+        self._token_episodes[episode.key] = episode
+        try:
+            yield f"{self._base}/v1"
+        finally:
+            episode.open = False
+            del self._token_episodes[episode.key]
+            self._remember(episode.key)
 
     async def stop(self) -> None:
         """End the server. Safe to call again."""
@@ -67,6 +88,11 @@ class Endpoint:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
             self._server = self._serving = None
+
+    def _remember(self, name: str) -> None:
+        self._ended[name] = None
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
 
     async def _start(self) -> None:
         async with self._starting:
@@ -78,6 +104,7 @@ class Endpoint:
                 Route("/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/{episode}/v1/responses", self._responses, methods=["POST"]),
                 Route("/{episode}/v1/models", self._models, methods=["GET"]),
+                Route("/inference/v1/generate", self._generate, methods=["POST"]),
             ]
             app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=3600)
@@ -85,19 +112,21 @@ class Endpoint:
             self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def _chat(self, request: Request) -> Response:
-        async def reply(episode: Episode, body: Any) -> Response:
-            ask = read_chat(body)
-            answer = await _sampled(request, episode, ask)
+        async def reply() -> Response:
+            episode = self._episode(request)
+            ask = read_chat(await _body(request))
+            answer = await _sampled(request, episode.answer(ask))
             if ask.stream:
                 return StreamingResponse(chat_events(ask, answer), media_type="text/event-stream")
             return JSONResponse(chat_completion(ask, answer))
 
-        return await self._guarded(request, reply)
+        return await self._guarded(reply)
 
     async def _responses(self, request: Request) -> Response:
-        async def reply(episode: Episode, body: Any) -> Response:
-            ask = read_responses(body, episode.stored)
-            answer = await _sampled(request, episode, ask)
+        async def reply() -> Response:
+            episode = self._episode(request)
+            ask = read_responses(await _body(request), episode.stored)
+            answer = await _sampled(request, episode.answer(ask))
             whole = response(ask, answer)
             said = {**answer.message(), "tool_calls": answer.message()["tool_calls"]}
             episode.stored[whole["id"]] = (*ask.messages[ask.instructed :], said)
@@ -105,7 +134,16 @@ class Endpoint:
                 return StreamingResponse(response_events(whole), media_type="text/event-stream")
             return JSONResponse(whole)
 
-        return await self._guarded(request, reply)
+        return await self._guarded(reply)
+
+    async def _generate(self, request: Request) -> Response:
+        async def reply() -> Response:
+            body = await _body(request)
+            episode = self._token_episode(body.get("model") if isinstance(body, dict) else None)
+            ask = read_generate(body)
+            return JSONResponse(generated(ask, await _sampled(request, episode.generate(ask))))
+
+        return await self._guarded(reply)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -115,12 +153,10 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _guarded(self, request: Request, reply: Any) -> Response:
-        """What ``reply`` makes of an episode and a body, or why there is nothing."""
+    async def _guarded(self, reply: Callable[[], Awaitable[Response]]) -> Response:
+        """What ``reply`` answers, or why there is nothing."""
         try:
-            episode = self._episode(request)
-            reply_to: Response = await reply(episode, await _body(request))
-            return reply_to
+            return await reply()
         except Refused as refused:
             return _refusal(refused)
         except _Gone:
@@ -144,6 +180,24 @@ class Endpoint:
             raise Refused("wrong key; expected this episode's, as OPENAI_API_KEY has it", 401, "invalid_api_key")
         return episode
 
+    def _token_episode(self, key: Any) -> TokenEpisode:
+        episode = self._token_episodes.get(key) if isinstance(key, str) else None
+        if episode is None and isinstance(key, str) and key in self._ended:
+            raise Refused("this episode has ended", 410, "episode_over")
+        if episode is None:
+            raise Refused("model: names no episode", 404, "not_found")
+        return episode
+
+
+@functools.cache
+def _endpoint_of(loop: asyncio.AbstractEventLoop) -> Endpoint:
+    return Endpoint()
+
+
+def shared_endpoint() -> Endpoint:
+    """The one server of this process, for the agents of all its policies."""
+    return _endpoint_of(asyncio.get_running_loop())
+
 
 class _Server(uvicorn.Server):
     """Leaves signals to the process it runs in."""
@@ -157,9 +211,9 @@ class _Gone(Exception):
     """Who asked does not wait for the answer any more."""
 
 
-async def _sampled(request: Request, episode: Episode, ask: Ask) -> Answer:
+async def _sampled(request: Request, turn: Coroutine[Any, Any, AnswerT]) -> AnswerT:
     """The policy's turn; it stops where nobody waits for it. Raises: _Gone, Refused, and what the policy raises."""
-    sampling = asyncio.create_task(episode.answer(ask))
+    sampling = asyncio.create_task(turn)
     leaving = asyncio.create_task(_left(request))
     try:
         await asyncio.wait({sampling, leaving}, return_when=asyncio.FIRST_COMPLETED)

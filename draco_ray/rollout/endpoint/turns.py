@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import ToolCall
 
 
@@ -20,6 +21,23 @@ class Refused(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+def no_turn_left(config: AgentConfig) -> Refused:
+    """Why an episode that has had its turns gets no other."""
+    return Refused(f"this episode has had its agent.max_turns={config.max_turns} turns", code="turn_limit")
+
+
+def room_left(config: AgentConfig, tokens: int) -> int:
+    """What a sequence of so many tokens may grow by. Raises: Refused where that is nothing."""
+    most = config.max_prompt_length + config.max_response_length
+    if tokens >= most:
+        raise Refused(
+            f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+            "tokens.",
+            code="context_length_exceeded",
+        )
+    return most - tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,18 @@ class Ask:
     """What the agent calls the policy."""
     instructed: bool = False
     """The first message is of this request alone, and not of those that go on from its answer by an id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAsk:
+    """One request in tokens."""
+
+    token_ids: list[int]
+    """The whole sequence so far."""
+    max_tokens: int | None
+    stop_token_ids: frozenset[int]
+    """The turn ends with the first of these, or where the policy's own ends."""
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,513 @@
+"""Between this package and verifiers: it runs in the Python of verifiers' own virtual environment, as a file.
+
+    python bridge.py tasks            # what there is to do, as JSON; the options are read from standard input
+    python bridge.py serve FD         # plays what is asked for on the socket FD, a JSON object a line each way
+
+It starts verifiers' environment server in a process of its own and asks it through verifiers' own client. Of a task's
+data only the prompt leaves this process. Without ``truth`` no reward function runs, and what an environment rewards all
+the same goes no further than this file.
+
+Imports the standard library only, until it is known that verifiers is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WANTED = "0.4"
+"""The versions of verifiers whose environment server this speaks to begin with it."""
+MOST_TASKS = 10_000
+"""Tasks of a split that are looked at."""
+HELD_OUT = 50
+"""Tasks at most of the split ``dev`` where no splits are named, a fifth of a small taskset."""
+UNBOUNDED = 1000
+"""Tasks of the split ``train`` of a taskset without an end, where no splits are named."""
+_LONGEST_LINE = 1 << 28
+_END_SECONDS = 10.0
+
+
+class Unusable(Exception):
+    """Raised with one line for the user."""
+
+
+# ---------------------------------------------------------------------------------------------------- what there is
+
+
+class Found:
+    """The taskset and the environment that the options name, and its tasks by id."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Load them. Raises: Unusable."""
+        self.options = options
+        self.path = list(options["path"])
+        """Folders in which tasksets are looked for beside the installed ones."""
+        taskset = str(options["taskset"].get("id", ""))
+        if taskset.endswith(".py"):
+            self.path.append(str(Path(taskset).resolve().parent))
+        sys.path[:0] = self.path
+        _check_version()
+        self.config = _environment(options)
+        from verifiers.v1.utils.loaders import load_taskset
+
+        with _said(f"taskset {self.config.taskset.id!r}"):
+            self.taskset = load_taskset(self.config.taskset)
+            self.splits = dict(_splits(self.taskset, options["splits"]))
+        self.ids = _ids({task.data.idx: task for tasks in self.splits.values() for task in tasks}.values())
+        self.tasks = {self.ids[task.data.idx]: task for tasks in self.splits.values() for task in tasks}
+
+    def told(self) -> dict[str, Any]:
+        """What the project is told of them: no field of a task but its prompt."""
+        from verifiers.v1.envs.single_agent import SingleAgentEnv
+        from verifiers.v1.utils.loaders import environment_class
+
+        kind = environment_class(self.config.taskset.id, self.config.id)
+        first = next(iter(self.tasks.values()), None)
+        scored = first is not None and bool(first.hooks("reward") or first.plugged_judges())
+        return {
+            "splits": {name: [self.ids[task.data.idx] for task in tasks] for name, tasks in self.splits.items()},
+            "tasks": {name: _instruction(task.data) for name, task in self.tasks.items()},
+            "rewarded": scored or not issubclass(kind, SingleAgentEnv),
+        }
+
+
+def _check_version() -> None:
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise Unusable(f"verifiers is not installed for {sys.executable}: run `make setup-verifiers`") from None
+    if not re.match(re.escape(WANTED) + r"(\.|$)", version):
+        raise Unusable(f"verifiers {version} is installed for {sys.executable}; expected {WANTED}.*")
+
+
+def _environment(options: dict[str, Any]) -> Any:
+    """The environment's configuration. Raises: Unusable."""
+    from verifiers.v1.utils.loaders import resolve_env_config, taskset_class
+
+    taskset = options["taskset"]
+    name = taskset.get("id")
+    if not isinstance(name, str) or not name:
+        raise Unusable("environment.options.taskset.id: expected the name of an installed taskset, or ./file.py")
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise Unusable(f"taskset {name}: no such file")
+        name = Path(name).stem
+    module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    try:
+        taskset_class(name)
+    except ModuleNotFoundError as error:
+        # verifiers says the same of a taskset that is not there and of one that lacks a module; its cause tells.
+        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        if missing.name in (None, module, f"verifiers.v1.tasksets.{module}"):
+            raise Unusable(
+                f"taskset {name!r} is not installed: install its package with {sys.executable} -m pip, or name a file, "
+                "./my_taskset.py"
+            ) from None
+        raise Unusable(_lacking(name, missing)) from None
+    except ImportError as error:
+        raise Unusable(_lacking(name, error)) from None
+    except Exception as error:
+        raise Unusable(f"taskset {name!r}: {_line(error)}") from None
+    for role in options["env"].values():
+        # YAML's null, where verifiers means its harness of that name.
+        if isinstance(role, dict) and isinstance(role.get("harness"), dict) and role["harness"].get("id", "") is None:
+            role["harness"]["id"] = "null"
+    with _said(f"taskset {name!r}: its configuration"):
+        data = {**options["env"], "taskset": {**taskset, "id": name}}
+        config = resolve_env_config(data)
+        return _with_runtimes(config, data)
+
+
+def _with_runtimes(config: Any, data: dict[str, Any]) -> Any:
+    """Where nothing that the policy says is run as a program, no sandbox is needed for it.
+
+    Raises: Unusable for a harness that lets the policy run programs, where nobody says in what.
+    """
+    from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+    from verifiers.v1.runtimes import SubprocessConfig
+    from verifiers.v1.utils.loaders import harness_class, task_type
+
+    unset = AgentConfig().runtime
+    harnesses = config.agent_harnesses()
+    for role, spec in agent_config_fields(config).items():
+        told = data.get(role)
+        if spec.runtime != unset or (isinstance(told, dict) and told.get("runtime")):
+            continue
+        harness = harnesses[role].id
+        if harness_class(harness).EXECUTES_CODE or task_type(config.taskset.id).NEEDS_CONTAINER:
+            key = f"environment.options.env.{role}"
+            raise Unusable(
+                f"taskset {config.taskset.id!r}: harness {harness!r} lets the policy run programs, or its tasks need a "
+                f"container: say where with {key}.runtime.type=docker (prime, modal, ...; subprocess is this machine, "
+                f"unconfined), or take {key}.harness.id=null, which only talks"
+            )
+        spec.runtime = SubprocessConfig()
+    return config
+
+
+def _splits(taskset: Any, named: dict[str, dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """(name, tasks) of each split: those that are named, or the first tasks held out and the others."""
+    from verifiers.v1.configs.select import SelectConfig
+
+    for name, selected in named.items():
+        yield name, list(itertools.islice(taskset.select(SelectConfig.model_validate(selected)), MOST_TASKS))
+    if named:
+        return
+    most = MOST_TASKS if taskset.bounded else HELD_OUT + UNBOUNDED
+    tasks = list(itertools.islice(taskset, most))
+    held_out = min(HELD_OUT, len(tasks) // 5)
+    yield "train", tasks[held_out:]
+    yield "dev", tasks[:held_out]
+
+
+def _ids(tasks: Any) -> dict[int, str]:
+    """Position of a task -> its id: the taskset's own id or name where it tells the tasks apart, else the position."""
+    names: dict[int, str] = {}
+    for task in tasks:
+        own = str(task.data.id or task.data.name or task.data.idx)
+        names[task.data.idx] = re.sub(r"[^A-Za-z0-9._#-]+", "-", own)[:80] or str(task.data.idx)
+    seen: dict[str, int] = {}
+    for name in names.values():
+        seen[name] = seen.get(name, 0) + 1
+    return {idx: name if seen[name] == 1 else f"{name}-{idx}" for idx, name in names.items()}
+
+
+def _instruction(data: Any) -> str:
+    """What the policy is asked, as far as it stands in the task."""
+    told = [data.system_prompt or "", data.prompt_text or data.description or data.name or ""]
+    return "\n\n".join(filter(None, told))
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Errors of somebody else's code as one line about ``what``."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except ImportError as error:
+        raise Unusable(_lacking(what, error)) from None
+    except Exception as error:
+        raise Unusable(f"{what}: {_line(error)}") from None
+
+
+def _lacking(what: str, error: ImportError) -> str:
+    what = what if what.startswith("taskset") else f"taskset {what!r}"
+    return f"{what}: its requirements are missing: {_line(error)}; install them with {sys.executable} -m pip"
+
+
+def _line(error: BaseException) -> str:
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+# ---------------------------------------------------------------------------------------------- verifiers' server
+
+
+def serve_environment(config: dict[str, Any], path: list[str], folder: str, truth: bool, parent: Any) -> None:
+    """The main function of the process that is verifiers' environment server; it ends with its ``parent``."""
+    sys.path[:0] = path
+    from verifiers.v1.serve import EnvServer
+    from verifiers.v1.utils.loaders import resolve_env_config
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # As verifiers does it: its event loop then takes down what it has started.
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            parent.recv()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    threading.Thread(target=watch, daemon=True).start()
+    _run_scripts_here(Path(folder))
+    server = EnvServer(config=resolve_env_config(config), address=_address(folder))
+    if not truth:
+        blind = {"scoring_deferred": True, "__module__": server.task_cls.__module__}
+        server.task_cls = type(server.task_cls.__name__, (server.task_cls,), blind)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(server.run())
+
+
+def _address(folder: str) -> str:
+    return f"ipc://{folder}/server"
+
+
+def _run_scripts_here(folder: Path) -> None:
+    """Run scripts whose requirements are installed here with this Python, in local processes.
+
+    verifiers would have uv fetch them when the first rollout begins. Here they are those of the lock file, and no
+    network is needed.
+    """
+    from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+
+    fetched = SubprocessRuntime.prepare_uv_script
+
+    async def prepare(
+        self: Any, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    ) -> list[str]:
+        data = script.encode() if isinstance(script, str) else script
+        if not _installed(data.decode("utf-8", "replace")):
+            return list(await fetched(self, script, env, activate=activate))
+        file = folder / f"{hashlib.sha256(data).hexdigest()}.py"
+        if not file.exists():
+            file.write_bytes(data)
+        return [sys.executable, str(file)]
+
+    SubprocessRuntime.prepare_uv_script = prepare
+
+
+def _installed(script: str) -> bool:
+    """Whether the requirements in a script's own header (PEP 723) are all met by this Python."""
+    import tomllib
+
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    block = re.search(r"(?m)^# /// script\n((?:#(?: .*)?\n)+?)# ///$", script)
+    if block is None:
+        return True
+    lines = (line[2:] if line.startswith("# ") else line[1:] for line in block[1].splitlines())
+    try:
+        for each in tomllib.loads("\n".join(lines)).get("dependencies", []):
+            requirement = Requirement(each)
+            if not requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True):
+                return False
+    except (tomllib.TOMLDecodeError, InvalidRequirement, importlib.metadata.PackageNotFoundError):
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------- episodes
+
+
+class Bridge:
+    """Plays episodes on one environment server."""
+
+    def __init__(self, found: Found, address: str, *, truth: bool) -> None:
+        from verifiers.v1.serve import EnvClient
+
+        self._found, self._truth = found, truth
+        self.client = EnvClient(address)
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Do what is asked for until nobody asks any more."""
+        writer.write(b'{"ready": true}\n')
+        while line := await reader.readline():
+            order = json.loads(line)
+            number = order["number"]
+            if order["do"] == "cancel":
+                if number in self._running:
+                    self._running[number].cancel()
+                continue
+            task = asyncio.create_task(self._answer(order, writer))
+            self._running[number] = task
+            task.add_done_callback(functools.partial(self._forget, number))
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
+
+    async def _answer(self, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = await self._play(order)
+        except Exception as error:
+            answer = {"lost": _line(error)}
+        writer.write(json.dumps({**answer, "number": order["number"]}).encode() + b"\n")
+        await writer.drain()
+
+    async def _play(self, order: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1.configs.client import TrainClientConfig
+        from verifiers.v1.serve import EpisodeAssembly
+        from verifiers.v1.types import SamplingConfig
+
+        task = self._found.tasks.get(order["task"])
+        if task is None:
+            raise Unusable(f"no task {order['task']!r}")
+        assembly = EpisodeAssembly()
+        client = TrainClientConfig.model_validate(
+            {
+                "type": "train",
+                "base_url": order["base_url"],
+                "api_key_var": "DRACO_NO_KEY",
+                "renderer": self._found.options["renderer"],
+                "renderer_model_name": order["tokenizer"],
+            }
+        )
+        try:
+            async with asyncio.timeout(order["seconds"]):
+                episode = await self.client.run(
+                    client,
+                    order["model"],
+                    SamplingConfig.model_validate(self._found.options["sampling"]),
+                    task.data.model_dump(mode="json"),
+                    on_delta=assembly.apply,
+                )
+        except TimeoutError:
+            return self._record(_traces(assembly), [], timeout=True)
+        return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
+
+    def _record(self, traces: list[Any], errors: list[Any], *, timeout: bool) -> dict[str, Any]:
+        """What is told of an episode. Rewards are in it only where the project asked for them."""
+        ours = [trace for trace in traces if trace.agent.trainable]
+        told: dict[str, Any] = {
+            "timeout": timeout,
+            "errors": [_error(error) for error in errors],
+            "traces": [_trace(trace) for trace in traces],
+        }
+        if self._truth:
+            given = [trace.reward for trace in ours if any(each is not None for each in trace.rewards.values())]
+            told["reward"] = sum(given) / len(given) if given else None
+        return told
+
+
+def _traces(assembly: Any) -> list[Any]:
+    """What there is of an episode that did not end."""
+    from pydantic import ValidationError
+    from verifiers.v1.episode import WireEpisode
+
+    kind = WireEpisode.model_fields["traces"].annotation.__args__[0]
+    found = []
+    for record in assembly.traces.values():
+        with contextlib.suppress(ValidationError):
+            found.append(kind.model_validate({key: value for key, value in record.items() if key != "pending"}))
+    return found
+
+
+def _error(error: Any) -> dict[str, str]:
+    return {"type": error.type, "message": " ".join(error.message.split())[-500:]}
+
+
+def _trace(trace: Any) -> dict[str, Any]:
+    trained = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
+    return {
+        "agent": trace.agent.name,
+        "trainable": trace.agent.trainable,
+        "ok": trace.ok,
+        "timeout": trace.is_timeout,
+        "stop": trace.stop_condition,
+        "errors": [_error(error) for error in trace.errors],
+        "nodes": [_node(node, trained=id(node) in trained) for node in trace.nodes],
+    }
+
+
+def _node(node: Any, *, trained: bool) -> dict[str, Any]:
+    from verifiers.v1.types import content_text
+
+    message = node.message
+    return {
+        "parent": node.parent,
+        "role": message.role,
+        "name": getattr(message, "name", None),
+        "text": content_text(message.content),
+        "calls": [
+            {"name": call.name, "arguments": call.arguments} for call in getattr(message, "tool_calls", None) or ()
+        ],
+        "sampled": node.sampled,
+        "trained": trained,
+        "tokens": node.token_ids,
+        "mask": node.mask,
+        "logprobs": node.logprobs,
+        "at": node.timestamp,
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            }
+            for tool in node.tools
+        ],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- main
+
+
+async def _serve(descriptor: int, options: dict[str, Any]) -> None:
+    from verifiers.v1.serve import env_config_data
+
+    control = socket.socket(fileno=descriptor)
+    control.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=control, limit=_LONGEST_LINE)
+    folder = tempfile.mkdtemp(prefix="draco-vf-")
+    server: Any = None
+    try:
+        found = Found(options)
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        server = context.Process(
+            target=serve_environment,
+            args=(env_config_data(found.config), found.path, folder, options["truth"], theirs),
+        )
+        server.start()
+        theirs.close()
+        bridge = Bridge(found, _address(folder), truth=options["truth"])
+        until = time.monotonic() + options["start_seconds"]
+        while not await bridge.client.health(timeout=1.0):
+            if not server.is_alive():
+                raise Unusable(f"verifiers' environment server ended with status {server.exitcode}")
+            if time.monotonic() > until:
+                raise Unusable(f"verifiers' environment server did not answer within {options['start_seconds']:g} s")
+        listening = asyncio.create_task(bridge.listen(reader, writer))
+        ended = asyncio.create_task(asyncio.to_thread(server.join))
+        await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
+        # What is asked for then has nobody to answer it, and who asked sees the end of this process.
+        mine.close()
+    except Unusable as error:
+        writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+        await writer.drain()
+    finally:
+        if server is not None and server.is_alive():
+            server.terminate()
+            await asyncio.to_thread(server.join, _END_SECONDS)
+            server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        # A thread may still wait for a server that cannot be ended.
+        os._exit(0)
+
+
+def main() -> int:
+    """See the module."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # What anybody prints is no answer.
+    os.dup2(2, 1)
+    options = json.loads(sys.stdin.read())
+    if sys.argv[1] == "serve":
+        asyncio.run(_serve(int(sys.argv[2]), options))
+        return 0
+    try:
+        answer = Found(options).told()
+    except Unusable as error:
+        answer = {"error": str(error)}
+    out.write(json.dumps(answer))
+    out.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

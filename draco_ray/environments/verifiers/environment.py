@@ -1,0 +1,116 @@
+"""Tasksets of the package ``verifiers``: an episode is its environment server's, whatever harness and tools it has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from draco_ray.environments.base import Environment, WorldVerdict, ended_by
+from draco_ray.environments.verifiers.options import read_options, told_to_bridge
+from draco_ray.environments.verifiers.process import Listing, leave_bridge, listing, need, shared_bridge
+from draco_ray.errors import EnvironmentCrashed, WorldError
+from draco_ray.records import Task, Termination, Trajectory
+
+_HOW_AGENTS_ACT = """\
+- The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
+policy; what came back stands as its output. The last turn is what the agent hands in.
+- Turns of sub-agents, and those after a rewritten history, stand in branches of their own, in the order of time. What \
+other agents or the environment said stands under their role.
+- How the episode ended stands at the end, under PROGRAM."""
+
+
+class VerifiersEnvironment(Environment):
+    """``environment.use: verifiers``; see `VerifiersOptions`, and docs/any-agent.md for how it is used.
+
+    Its one action plays a whole episode (`draco_ray.rollout.verifiers_agent`), within
+    ``environment.cell_timeout_seconds``.
+    """
+
+    def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
+        """See `Environment`."""
+        super().__init__(config, data, ground_truth=ground_truth, name=name)
+        self.options = read_options(config)
+        own = [line if line.startswith("- ") else f"- {line}" for line in self.options.facts.splitlines() if line]
+        self.facts = "\n".join([_HOW_AGENTS_ACT, *own])
+
+    @property
+    def evaluates(self) -> bool:  # type: ignore[override]
+        """Whether the taskset rewards episodes. Raises: as `tasks`."""
+        return self._listing.rewarded
+
+    def tasks(self, split: str) -> list[str]:
+        """See `Environment`. Raises: ConfigError too, one line for a taskset that cannot be loaded."""
+        found = self._listing.splits.get(split)
+        if not found:
+            named = ", ".join(self._listing.splits)
+            raise WorldError(
+                f"taskset {self.options.taskset.get('id')!r}: no task of split {split!r}; there are {named} "
+                "(environment.options.splits)"
+            )
+        return list(found)
+
+    def task(self, task_id: str) -> Task:
+        """See `Environment`."""
+        instructions = self._listing.instructions
+        if task_id not in instructions:
+            raise WorldError(f"taskset {self.options.taskset.get('id')!r}: no task {task_id!r}")
+        return Task(task_id=task_id, instruction=instructions[task_id] or task_id)
+
+    async def open(self, task_id: str) -> VerifiersWorld:
+        """See `Environment`."""
+        return VerifiersWorld(self, self.task(task_id))
+
+    async def stop(self) -> None:
+        """See `Environment`."""
+        await leave_bridge(self)
+
+    def termination(self, trajectory: Trajectory) -> Termination:
+        """See `Environment`: what the agent said last it has handed in."""
+        return ended_by(trajectory) or (Termination.SUBMITTED if trajectory.turns else Termination.NO_ACTION)
+
+    @property
+    def _listing(self) -> Listing:
+        told = told_to_bridge(self.options, self.config, ground_truth=False)
+        return listing(told, need(self.options), tuple(self.options.pass_environment))
+
+
+class VerifiersWorld:
+    """One task, and what its one episode was rewarded with."""
+
+    def __init__(self, environment: VerifiersEnvironment, task: Task) -> None:
+        self._environment = environment
+        self.task = task
+        self._answer: dict[str, Any] = {}
+
+    async def act(self, action: str) -> str:
+        """Play the episode.
+
+        Args:
+            action: JSON: ``base_url``, ``model``, ``tokenizer``, ``seconds``.
+
+        Returns: JSON: ``traces``, ``errors``, ``timeout``; no reward.
+        Raises: EnvironmentCrashed.
+        """
+        environment, order = self._environment, json.loads(action)
+        limit = environment.config.cell_timeout_seconds
+        bridge = shared_bridge(
+            environment.options, environment.config, ground_truth=environment.ground_truth, user=environment
+        )
+        order |= {"task": self.task.task_id, "seconds": min(limit, order["seconds"])}
+        answer = await bridge.play(order)
+        self._answer = {"reward": answer.pop("reward", None)}
+        return json.dumps(answer)
+
+    async def evaluate(self) -> WorldVerdict:
+        """See `World`."""
+        environment, task_id = self._environment, self.task.task_id
+        if not environment.ground_truth:
+            raise WorldError(f"task {task_id}: the environment was opened without ground truth")
+        reward = self._answer.get("reward")
+        if reward is None:
+            raise EnvironmentCrashed(f"task {task_id}: the taskset has not rewarded the episode")
+        return WorldVerdict(success=reward >= environment.options.success_at, reward=reward)
+
+    async def close(self) -> None:
+        """See `World`."""

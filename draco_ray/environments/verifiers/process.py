@@ -1,0 +1,299 @@
+"""The project's side of a `bridge`: its process, and the socket over which it is asked to play."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.jail import linux
+from draco_ray.environments.program import MARK, end_strays, passed_environment
+from draco_ray.environments.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+
+_BRIDGE = Path(__file__).with_name("bridge.py")
+_PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
+"""Variables that say where data is kept."""
+_LIST_SECONDS = 900.0
+"""For a taskset to be loaded, a download of its data included."""
+_END_SECONDS = 15.0
+_LONGEST_LINE = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a taskset has."""
+
+    splits: Mapping[str, list[str]]
+    instructions: Mapping[str, str]
+    """Of each task, by its id."""
+    rewarded: bool
+    """Whether it rewards episodes."""
+
+
+@functools.cache
+def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
+    """The tasks, from a process of verifiers' Python that ends with the answer.
+
+    Args:
+        told: see `told_to_bridge`.
+        python: of verifiers' virtual environment.
+        passed: names of environment variables.
+
+    Raises: ConfigError, one line: no verifiers, or no such version, no such taskset, its requirements missing.
+    """
+    try:
+        done = subprocess.run(
+            [python, str(_BRIDGE), "tasks"],
+            input=told,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LIST_SECONDS,
+            env=_environment(python, passed),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"verifiers: the taskset could not be loaded within {_LIST_SECONDS:g} s") from None
+    except OSError as error:
+        raise ConfigError(f"verifiers: {python} cannot be started: {error}") from None
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        last = " ".join(done.stderr.split())[-300:]
+        raise ConfigError(
+            f"verifiers: the taskset could not be loaded: status {done.returncode}; last words: {last}"
+        ) from None
+    if "error" in answer:
+        raise ConfigError(f"verifiers: {answer['error']}")
+    return Listing(splits=answer["splits"], instructions=answer["tasks"], rewarded=answer["rewarded"])
+
+
+class BridgeProcess:
+    """A running bridge. Belongs to one event loop."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], mark: str, said: Any, streams: tuple[Any, asyncio.StreamWriter]
+    ) -> None:
+        self._process, self._mark, self._said = process, mark, said
+        self._reader, self._writer = streams
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.played = 0
+        """Episodes so far."""
+        self.alive = True
+        self._listening = asyncio.ensure_future(self._listen())
+
+    @classmethod
+    async def start(cls, options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> BridgeProcess:
+        """Start it, and verifiers' environment server with it.
+
+        Raises: WorldError where there is no Python for it; EnvironmentCrashed, its own words, when it does not answer.
+        """
+        python = verifiers_python(options)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        mark = secrets.token_hex(16)
+        said = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs, tempfile.TemporaryFile() as stdin:
+            stdin.write(told_to_bridge(options, config, ground_truth=ground_truth).encode())
+            stdin.seek(0)
+            # Not asyncio's: see `draco_ray.environments.program`.
+            process = subprocess.Popen(  # noqa: ASYNC220
+                [python, str(_BRIDGE), "serve", str(theirs.fileno())],
+                stdin=stdin,
+                stdout=said,
+                stderr=said,
+                pass_fds=[theirs.fileno()],
+                env={**_environment(python, tuple(options.pass_environment)), MARK: mark},
+                start_new_session=True,
+                preexec_fn=linux.die_with_parent,
+            )
+        streams = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
+        try:
+            async with asyncio.timeout(2 * config.start_timeout_seconds):
+                first = json.loads(await streams[0].readline() or "{}")
+        except (TimeoutError, OSError, ValueError) as error:
+            first = {"error": f"it did not answer: {type(error).__name__}"}
+        started = cls(process, mark, said, streams)
+        if "ready" not in first:
+            why = first.get("error") or f"it ended; its last words: {started.last_words()}"
+            await started.kill()
+            raise EnvironmentCrashed(f"verifiers' environment server cannot be started: {why}")
+        return started
+
+    @property
+    def busy(self) -> bool:
+        """Whether an episode is under way."""
+        return bool(self._waiting)
+
+    async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have an episode played; it is ended where nobody waits for it any more.
+
+        Raises: EnvironmentCrashed where the process is lost, or cannot play it.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self.played += 1
+        try:
+            await self._send({**order, "do": "play", "number": number})
+            told = await answer
+        except asyncio.CancelledError:
+            with contextlib.suppress(EnvironmentCrashed):
+                await self._send({"do": "cancel", "number": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if "lost" in told:
+            raise EnvironmentCrashed(f"verifiers: {told['lost']}")
+        return told
+
+    def last_words(self) -> str:
+        """The end of what it and verifiers printed."""
+        size = os.fstat(self._said.fileno()).st_size
+        text = os.pread(self._said.fileno(), 4000, max(0, size - 4000)).decode("utf-8", "replace")
+        return " ".join(text.split())[-300:]
+
+    async def kill(self) -> None:
+        """End it, and all that it started: first it may do so itself."""
+        self.alive = False
+        self._listening.cancel()
+        self._writer.close()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EnvironmentCrashed("verifiers' environment server was ended"))
+        await asyncio.shield(asyncio.to_thread(self._end))
+
+    def _end(self) -> None:
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        end_strays(self._mark)
+        self._said.close()
+
+    async def _send(self, order: Mapping[str, Any]) -> None:
+        if not self.alive:
+            raise EnvironmentCrashed("verifiers' environment server has ended")
+        try:
+            self._writer.write(json.dumps(order).encode() + b"\n")
+            await self._writer.drain()
+        except OSError as error:
+            raise EnvironmentCrashed(f"verifiers' environment server has ended: {error}") from None
+
+    async def _listen(self) -> None:
+        try:
+            while line := await self._reader.readline():
+                told = json.loads(line)
+                if "error" in told:
+                    break
+                waiting = self._waiting.get(told["number"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(told)
+        except (OSError, ValueError):
+            pass
+        self.alive = False
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(
+                    EnvironmentCrashed(f"verifiers' environment server died; its last words: {self.last_words()}")
+                )
+
+
+@dataclass(eq=False)
+class Shared:
+    """The bridge of all slots of a process that play the same; it is replaced when it has died, or played enough."""
+
+    options: VerifiersOptions
+    config: EnvironmentConfig
+    ground_truth: bool
+    users: set[int] = field(default_factory=set)
+    _bridge: BridgeProcess | None = None
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """See `BridgeProcess.play`. Raises: also as `BridgeProcess.start`."""
+        bridge = await self._running()
+        try:
+            return await bridge.play(order)
+        finally:
+            if bridge is not self._bridge and not bridge.busy and bridge.alive:
+                self._end(bridge)
+
+    async def stop(self) -> None:
+        """End it."""
+        if self._bridge is not None:
+            bridge, self._bridge = self._bridge, None
+            await bridge.kill()
+        await asyncio.gather(*self._ending)
+
+    async def _running(self) -> BridgeProcess:
+        async with self._starting:
+            bridge, most = self._bridge, self.config.recycle_after_tasks * self.config.slots_per_worker
+            if bridge is not None and bridge.alive and bridge.played < most:
+                return bridge
+            self._bridge = None
+            if bridge is not None and not bridge.busy:
+                self._end(bridge)
+            self._bridge = await BridgeProcess.start(self.options, self.config, ground_truth=self.ground_truth)
+            return self._bridge
+
+    def _end(self, bridge: BridgeProcess) -> None:
+        ending = asyncio.ensure_future(bridge.kill())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+
+_SHARED: dict[tuple[int, str], Shared] = {}
+
+
+def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool, user: object) -> Shared:
+    """The bridge of this event loop for these options; ``user`` keeps it until `leave_bridge`."""
+    told = told_to_bridge(options, config, ground_truth=ground_truth)
+    key = (id(asyncio.get_running_loop()), told)
+    shared = _SHARED.setdefault(key, Shared(options, config, ground_truth))
+    shared.users.add(id(user))
+    return shared
+
+
+async def leave_bridge(user: object) -> None:
+    """End the bridges that nobody but ``user`` uses."""
+    for key, shared in list(_SHARED.items()):
+        if id(user) in shared.users:
+            shared.users.discard(id(user))
+            if not shared.users:
+                _SHARED.pop(key)
+                await shared.stop()
+
+
+def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
+    """The variables of verifiers' processes; its programs are found before others of their name."""
+    kept = passed_environment((*_PASSED, *names))
+    # Of this environment's packages it can use none.
+    kept.pop("PYTHONPATH", None)
+    folder = Path(python).parent
+    path = f"{folder}{os.pathsep}{kept.get('PATH', os.defpath)}"
+    return {**kept, "PATH": path, "VIRTUAL_ENV": str(folder.parent), "PYTHONUNBUFFERED": "1"}
+
+
+def need(options: VerifiersOptions) -> str:
+    """The Python of verifiers, for the driver. Raises: ConfigError, one line."""
+    try:
+        return verifiers_python(options)
+    except WorldError as error:
+        raise ConfigError(f"environment.use=verifiers: {error}") from None

@@ -1,0 +1,107 @@
+"""The agent of ``environment.use: verifiers``: verifiers plays, with its own harness, and asks for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.environments.base import World
+from draco_ray.errors import ConfigError, EnvironmentCrashed
+from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
+from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
+from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.endpoint.server import shared_endpoint
+from draco_ray.rollout.endpoint.token_episode import TokenEpisode
+from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
+from draco_ray.rollout.verifiers_traces import trajectory_of
+
+_NOBODYS = {"SandboxError", "ToolsetError", "InterceptionError", "TunnelError", "ProviderError", "TaskError"}
+"""Errors of verifiers that are no doing of the policy's: what it runs on, or the taskset's own code."""
+
+
+class VerifiersAgent:
+    """Hands the episode to the environment, and records what the policy is asked for meanwhile."""
+
+    def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
+        """Take a policy that records tokens. Raises: ConfigError for another."""
+        if not isinstance(policy, TokenPolicy):
+            raise ConfigError(f"agent.use=verifiers: policy {policy.name} has no tokens to record")
+        self._policy, self._config, self._template = policy, config, template
+
+    @staticmethod
+    def check(config: AgentConfig, policies: object) -> None:
+        """See whether it can be, before workers are made for it. Raises: ConfigError for policies of an API."""
+        if not isinstance(policies, EnginePolicies):
+            raise ConfigError(
+                "agent.use=verifiers records tokens: it plays with a policy of the engines, not with an API"
+            )
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """See `Agent`: what the task says; a harness may say more."""
+        return fill_agent_prompt(self._template, task)
+
+    async def run(self, world: World, request: RolloutRequest) -> Trajectory:
+        """See `Agent`. Raises: what the policy raises."""
+        episode = TokenEpisode(request, self._policy, self._config)
+        tokenizer = self._policy.chat.tokenizer.name_or_path
+        played: dict[str, Any] = {"traces": [], "errors": [], "timeout": False}
+        crash: EnvironmentCrashed | None = None
+        async with shared_endpoint().serving_tokens(episode) as base_url:
+            order = {
+                "base_url": base_url,
+                "model": episode.key,
+                "tokenizer": os.path.abspath(tokenizer) if os.path.isdir(tokenizer) else tokenizer,
+                "seconds": self._config.timeout_seconds,
+            }
+            playing = asyncio.ensure_future(world.act(json.dumps(order)))
+            try:
+                both: set[asyncio.Future[Any]] = {playing, episode.failed}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if not playing.done():
+                    episode.failed.result()
+                played = json.loads(playing.result())
+            except EnvironmentCrashed as error:
+                crash = error
+            finally:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
+        if episode.failed.done():
+            episode.failed.result()
+        ended, why = (end_of(crash), str(crash)) if crash is not None else _end(episode, played, self._config)
+        return trajectory_of(
+            played["traces"],
+            episode,
+            task=world.task,
+            request=request,
+            policy=self._policy,
+            config=self._config,
+            prompt=self.prompt(world.task),
+            ended=ended,
+            error=why,
+        )
+
+
+def _end(episode: TokenEpisode, played: dict[str, Any], config: AgentConfig) -> tuple[EpisodeEnd, str | None]:
+    """How the episode counts, and why where that has to be said."""
+    ours = [trace for trace in played["traces"] if trace["trainable"]]
+    errors = [*played["errors"], *(error for trace in ours for error in trace["errors"] if not trace["ok"])]
+    said = "; ".join(f"{error['type']}: {error['message']}" for error in errors) or None
+    if played["timeout"] and not errors:
+        said = f"it did not end within its time (agent.timeout_seconds={config.timeout_seconds:g} at most)"
+    if not episode.turns and episode.refused is None:
+        return EpisodeEnd.SERVER_ERROR, f"verifiers never asked the policy: {said or 'the episode had no turn'}"
+    if episode.refused is not None:
+        return episode.refused, None
+    if any(error["type"] in _NOBODYS for error in errors):
+        return EpisodeEnd.SERVER_ERROR, f"verifiers: {said}"
+    if errors or played["timeout"]:
+        return EpisodeEnd.CRASHED, f"verifiers: {said}"
+    stops = {trace["stop"] for trace in ours}
+    if "max_turns" in stops:
+        return EpisodeEnd.TURN_LIMIT, None
+    if stops & {"max_input_tokens", "max_output_tokens", "max_total_tokens"}:
+        return EpisodeEnd.RESPONSE_LIMIT, None
+    return EpisodeEnd.FINISHED, None

@@ -1,0 +1,279 @@
+"""verifiers' traces as a trajectory: their own tokens, the policy's log-probs and versions, branches as everywhere.
+
+A trace is a graph of messages, each with the tokens that it adds to the sequence. A message that the policy sampled
+(its endpoint knows: `TokenEpisode`) grows the branch whose last turn it goes on from; any other way to it opens a
+branch, in which what it takes over is context. So every sampled token is trained on once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.tool_calls import after_reasoning
+from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.code_block import cut_output
+from draco_ray.rollout.endpoint.token_episode import Sampled, TokenEpisode
+from draco_ray.rollout.tokens import TokenPolicy
+
+Node = Mapping[str, Any]
+Place = tuple[int, int]
+"""Of a node: index of its trace, index in the trace."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Branch:
+    """One token sequence; its lists are only ever appended to."""
+
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    end: Place | None = None
+    """The turn it ends with."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Turn:
+    """What stands in the trajectory: a turn of the policy, or what somebody else said."""
+
+    branch: _Branch | None
+    first: int
+    last: int
+    text: str
+    role: str = "assistant"
+    found: Sampled | None = None
+    """Of a turn of the policy."""
+    answered: list[Node] = field(default_factory=list)
+    """What the policy was told next."""
+    answered_seconds: float = 0.0
+
+
+def trajectory_of(
+    traces: Sequence[Mapping[str, Any]],
+    episode: TokenEpisode,
+    *,
+    task: Task,
+    request: RolloutRequest,
+    policy: TokenPolicy,
+    config: AgentConfig,
+    prompt: tuple[Message, ...],
+    ended: EpisodeEnd,
+    error: str | None,
+) -> Trajectory:
+    """One rollout of the traces of an episode (`draco_ray.environments.verifiers.bridge` says what they have).
+
+    Tokens that the endpoint has not sampled, and those of agents and branches that verifiers does not train, are no
+    turns of the policy: they are context, or stand under the role of who said them.
+    """
+    graph = _Graph(traces, episode, policy, prompt)
+    for place in graph.in_time():
+        graph.add(place)
+    offsets = dict(zip(graph.branches, np.cumsum([0, *(len(each.ids) for each in graph.branches)]), strict=False))
+    step_T = np.full(sum(len(branch.ids) for branch in graph.branches), GAP, dtype=np.int32)
+    turns: list[Turn] = []
+    steps = 0
+    for turn in graph.turns:
+        offset = int(offsets[turn.branch]) if turn.branch is not None else 0
+        acted = _acted(turn)
+        if acted:
+            step_T[offset + turn.first : offset + turn.last] = steps
+            steps += 1
+        number = graph.branches.index(turn.branch) if turn.branch is not None else 0
+        turns.append(_record(turn, number, offset, acted, policy, config))
+    turns.append(_closing(traces, error))
+    said = [turn.found for turn in graph.turns if turn.found is not None]
+    first = next((turn.first for turn in graph.turns if turn.found is not None), 0)
+    return Trajectory(
+        task_id=task.task_id,
+        group=request.group,
+        rollout=request.rollout,
+        attempt=request.attempt,
+        policy_version=min((each.sample.policy_version for each in said), default=0),
+        prompt=prompt,
+        turns=tuple(turns),
+        token_ids_T=np.array([token for branch in graph.branches for token in branch.ids], dtype=np.int32),
+        sampled_T=np.array([flag for branch in graph.branches for flag in branch.sampled], dtype=np.bool_),
+        logprob_T=np.array([value for branch in graph.branches for value in branch.logprobs], dtype=np.float32),
+        step_T=step_T,
+        prompt_length=first,
+        ended=ended,
+        started_at=episode.started_at,
+        ended_at=time.time(),
+        error=error,
+        engine=policy.name,
+        usage=Usage(
+            calls=len(said),
+            input_tokens=sum(turn.first for turn in graph.turns if turn.found is not None),
+            output_tokens=sum(len(each.sample.token_ids) for each in said),
+        ),
+        branches=tuple(map(int, offsets.values())) or (0,),
+    )
+
+
+class _Graph:
+    """The branches and turns of an episode's traces, turn by turn."""
+
+    def __init__(
+        self,
+        traces: Sequence[Mapping[str, Any]],
+        episode: TokenEpisode,
+        policy: TokenPolicy,
+        prompt: tuple[Message, ...],
+    ) -> None:
+        self.branches: list[_Branch] = []
+        self.turns: list[_Turn] = []
+        self._traces, self._episode, self._policy = traces, episode, policy
+        self._own: dict[Place, _Turn] = {}
+        self._shown: set[Place] = set()
+        self._told = "\n".join(message.content for message in prompt)
+        self._tools: set[str] = set()
+
+    def in_time(self) -> list[Place]:
+        """Every sampled message, as they were said."""
+        places = [
+            (t, n) for t, trace in enumerate(self._traces) for n, node in enumerate(trace["nodes"]) if node["sampled"]
+        ]
+        return sorted(places, key=lambda place: (self._node(place)["at"], place))
+
+    def add(self, place: Place) -> None:
+        """The next turn: of the policy, or of somebody else."""
+        trace, node = self._traces[place[0]], self._node(place)
+        way = self._way(place)
+        ids = [token for each in way for token in self._node(each)["tokens"]]
+        found = self._episode.find(ids) if trace["trainable"] and node["trained"] and node["tokens"] else None
+        if found is None:
+            self._show(place, role=str(trace["agent"]), branch=None)
+            return
+        since, before = self._since(way)
+        own = before is not None and self._own[before].branch is not None
+        branch = self._own[before].branch if own and before is not None else None
+        grows = branch is not None and branch.end == before
+        if branch is None or not grows:
+            branch = _Branch()
+            self.branches.append(branch)
+            self._open(way[:-1], branch)
+        elif before is not None:
+            # In between stands only what nobody of ours has sampled.
+            self._own[before].answered = [self._node(each) for each in since[:-1]]
+            self._own[before].answered_seconds = node["at"] - found.seconds - self._node(before)["at"]
+            self._shown.update(since[:-1])
+        count = len(found.sample.token_ids)
+        context = ids[len(branch.ids) : len(ids) - count]
+        branch.ids += [*context, *found.sample.token_ids]
+        branch.sampled += [False] * len(context) + [True] * count
+        branch.logprobs += [0.0] * len(context) + found.sample.logprobs
+        branch.end = place
+        last = len(branch.ids)
+        text = self._policy.chat.text(found.sample.token_ids)
+        turn = _Turn(branch=branch, first=last - count, last=last, text=text, found=found)
+        self._own[place] = turn
+        self._shown.add(place)
+        self.turns.append(turn)
+
+    def _open(self, way: Sequence[Place], branch: _Branch) -> None:
+        """Show what opens a branch and has not been said before; the rest is counted."""
+        tools = self._node(way[0])["tools"] if way else []
+        if tools and (listed := json.dumps(tools, ensure_ascii=False)) not in self._tools:
+            self._tools.add(listed)
+            self.turns.append(_Turn(branch=branch, first=0, last=0, text=listed, role=TOOLS))
+        old = sum(place in self._shown for place in way)
+        if old:
+            text = f"({old} messages as before)"
+            self.turns.append(_Turn(branch=branch, first=0, last=0, text=text, role="context"))
+        for place in way:
+            self._show(place, role=None, branch=branch)
+
+    def _show(self, place: Place, *, role: str | None, branch: _Branch | None) -> None:
+        node = self._node(place)
+        if place in self._shown:
+            return
+        self._shown.add(place)
+        text = _text(node)
+        # The task stands in the prompt already.
+        if role is None and text.strip() in self._told:
+            return
+        said_by = role or ("earlier assistant" if node["role"] == "assistant" else str(node["role"]))
+        # A turn of the agent is one that the policy has sampled.
+        said_by = "other agent" if said_by == "assistant" else said_by
+        self.turns.append(_Turn(branch=branch, first=0, last=0, text=text, role=said_by))
+
+    def _since(self, way: Sequence[Place]) -> tuple[Sequence[Place], Place | None]:
+        """The part of a way behind the policy's last turn on it, and that turn."""
+        for index in range(len(way) - 2, -1, -1):
+            if way[index] in self._own:
+                return way[index + 1 :], way[index]
+        return way, None
+
+    def _way(self, place: Place) -> list[Place]:
+        """From the root to a node, both included."""
+        way = []
+        at: int | None = place[1]
+        while at is not None:
+            way.append((place[0], at))
+            at = self._node((place[0], at))["parent"]
+        return way[::-1]
+
+    def _node(self, place: Place) -> Node:
+        node: Node = self._traces[place[0]]["nodes"][place[1]]
+        return node
+
+
+def _acted(turn: _Turn) -> bool:
+    """Whether a turn is a step: what the policy says it hands on, unless a limit cut it and nothing came of it."""
+    if turn.found is None or not turn.text.strip():
+        return False
+    return turn.found.sample.finish_reason != "length" or bool(turn.answered)
+
+
+def _record(turn: _Turn, branch: int, offset: int, acted: bool, policy: TokenPolicy, config: AgentConfig) -> Turn:
+    if turn.found is None:
+        text = turn.text if turn.role == TOOLS else cut_output(turn.text, config.max_output_characters)
+        return Turn(
+            text=text,
+            action=None,
+            observation=None,
+            first_token=offset,
+            last_token=offset,
+            role=turn.role,
+            branch=branch,
+        )
+    observation = None
+    if acted and turn.answered:
+        observation = cut_output(_told(turn.answered), config.max_output_characters)
+    action = after_reasoning(turn.text, thinking=policy.chat.opens_thinking).strip() or turn.text
+    return Turn(
+        text=turn.text,
+        action=action if acted else None,
+        observation=observation,
+        first_token=offset + turn.first,
+        last_token=offset + turn.last,
+        seconds_generating=turn.found.seconds,
+        seconds_executing=max(0.0, turn.answered_seconds),
+        branch=branch,
+        policy_version=turn.found.sample.policy_version,
+    )
+
+
+def _told(nodes: Sequence[Node]) -> str:
+    if len(nodes) == 1:
+        return _text(nodes[0])
+    return "\n".join(f"({index}) {node['name'] or node['role']}: {_text(node)}" for index, node in enumerate(nodes, 1))
+
+
+def _text(node: Node) -> str:
+    calls = [json.dumps(call, ensure_ascii=False) for call in node["calls"]]
+    return "\n".join(filter(None, [str(node["text"]), *calls]))
+
+
+def _closing(traces: Sequence[Mapping[str, Any]], error: str | None) -> Turn:
+    """How the episode ended, as the last turn."""
+    stops = [f"{trace['agent']}: {trace['stop']}" for trace in traces if trace["stop"]]
+    text = "\n".join(["The episode has ended.", *stops, *filter(None, [error])])
+    return Turn(text=text, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM)

@@ -1,0 +1,61 @@
+"""A taskset for verifiers: the desk where parcels come in. Each has to be put on a shelf by the rules of the house."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+from talk import TalkConfig
+
+__all__ = ["ParcelDesk", "Parcels"]
+
+RULES = "Fragile parcels go on shelf A. Other parcels go on shelf B if heavy, on shelf C if light."
+KINDS = ("heavy fragile", "light fragile", "heavy", "light")
+SHELF = {"heavy fragile": "A", "light fragile": "A", "heavy": "B", "light": "C"}
+THINGS = ("vase", "box", "lamp", "crate", "case", "tin", "pot", "bag")
+
+
+class ParcelData(vf.TaskData):
+    """What comes in: its kinds, in order."""
+
+    parcels: list[str]
+
+
+class ParcelTask(vf.Task[ParcelData]):
+    """A morning at the desk."""
+
+
+class ParcelDeskConfig(vf.EnvConfig):
+    """One clerk, who only talks."""
+
+    clerk: vf.AgentConfig = vf.AgentConfig(harness=TalkConfig())
+
+
+class ParcelDesk(vf.Env[ParcelDeskConfig]):
+    """Brings one parcel after another, and says where it went."""
+
+    async def run(self, task, agents):  # type: ignore[no-untyped-def]
+        """One episode."""
+        coming, right = list(task.data.parcels), 0
+        async with agents.clerk.interaction(task) as talk:
+            segment = await talk.turn()
+            while coming and not segment.terminated:
+                parcel, shelf = coming.pop(0), segment.last_reply.strip()[-1:]
+                right += shelf == SHELF[parcel.rsplit(" ", 1)[0]]
+                if not coming:
+                    break
+                put = f"On shelf {shelf}." if shelf in ("A", "B", "C") else "There is no such shelf."
+                segment = await talk.turn(f"{put} Next: a {coming[0]}.")
+        talk.trace.record_reward("right", right / len(task.data.parcels))
+
+
+class Parcels(vf.Taskset[ParcelTask]):
+    """Three parcels a morning."""
+
+    def load(self) -> Iterator[ParcelTask]:
+        """Every order of three kinds, each as another thing."""
+        for number, kinds in enumerate(itertools.permutations(KINDS, 3)):
+            parcels = [f"{kind} {THINGS[(number + place) % len(THINGS)]}" for place, kind in enumerate(kinds)]
+            prompt = f"{RULES} Answer with the shelf. First: a {parcels[0]}."
+            yield ParcelTask(ParcelData(name=f"morning {number + 1}", prompt=prompt, parcels=parcels), self.config.task)

@@ -1,0 +1,193 @@
+"""verifiers' own processes play, with a policy that says the lines of a script behind a real endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
+from draco_ray.environments.program import MARK
+from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.judging.render import agent_trajectory
+from draco_ray.records import EpisodeEnd, Trajectory
+from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.endpoint.server import shared_endpoint
+from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.verifiers_agent import VerifiersAgent
+from tests.conftest import REPOSITORY
+from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TASKS = REPOSITORY / "tests/support/verifiers_tasks.py"
+TALK = REPOSITORY / "examples/parcels"
+
+
+def _python() -> str | None:
+    try:
+        return verifiers_python(VerifiersOptions())
+    except WorldError:
+        return None
+
+
+if _python() is None:
+    pytest.skip("verifiers has no environment: make setup-verifiers", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, as a model has it."""
+    folder = tmp_path_factory.mktemp("model")
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+class Player:
+    """The agent with one environment."""
+
+    def __init__(self, environment: Any, agent: VerifiersAgent, sampler: ScriptedSampler) -> None:
+        self.environment, self.sampler, self._agent = environment, sampler, agent
+
+    async def play(self, kind: str) -> tuple[Trajectory, GuardedWorld]:
+        """One episode."""
+        world = GuardedWorld(await self.environment.open(kind), "verifiers", 400)
+        request = RolloutRequest(task_id=kind, group=f"step1/{kind}", rollout=0, attempt=0, seed=5)
+        return await self._agent.run(world, request), world
+
+
+@asynccontextmanager
+async def player(model: Path, *, truth: bool = False, seconds: float = 300, **options: Any) -> AsyncIterator[Player]:
+    told = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)], "splits": {"all": {}}, "renderer": {"name": "default"}}
+    environment = make_environment(
+        EnvironmentConfig(use="verifiers", options={**told, **options}, start_timeout_seconds=200),
+        DataConfig(),
+        ground_truth=truth,
+    )
+    config = AgentConfig(thinking=False, timeout_seconds=seconds)
+    sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
+    policy = TokenPolicy(sampler, ChatTokens(AutoTokenizer.from_pretrained(model), thinking=False), config)
+    try:
+        yield Player(environment, VerifiersAgent(policy, config, "{task_description}"), sampler)
+    finally:
+        await environment.stop()
+        await shared_endpoint().stop()
+
+
+async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing_is_rewarded(model: Path) -> None:
+    async with player(model) as at:
+        assert at.environment.evaluates
+        assert at.environment.tasks("all")[0] == "talk"
+        talked, world = await at.play("talk")
+        assert (talked.ended, talked.error, talked.branches) == (EpisodeEnd.FINISHED, None, (0,))
+        assert [step.text for step in talked.steps] == ["Done.", "Done."]
+        assert [step.observation for step in talked.steps] == ["Go on.", None]
+        assert {step.policy_version for step in talked.steps} == {3}
+        # What the policy saw and sampled is what is trained on, to the token.
+        assert at.sampler.asked[1] + at.sampler.sampled[1] == talked.token_ids_T.tolist()
+        assert int(talked.sampled_T.sum()) == sum(map(len, at.sampler.sampled))
+        with pytest.raises(WorldError, match="without ground truth"):
+            await world.evaluate()
+        # Its reward function has a bug, and nobody has called it.
+        assert (await at.play("unrewarded"))[0].ended is EpisodeEnd.FINISHED
+        twice, _ = await at.play("twice")
+        assert len(twice.branches) == 2
+        assert [step.branch for step in twice.steps] == [0, 0, 1]
+        judged, _ = await at.play("judged")
+        assert next(turn.role for turn in judged.turns) == "other"
+        assert len(judged.steps) == 2
+        raised, _ = await at.play("raise")
+        assert raised.ended is EpisodeEnd.CRASHED
+        assert "the environment cannot read that move" in str(raised.error)
+        assert len(raised.steps) == 1
+        silent, _ = await at.play("silent")
+        assert silent.ended is EpisodeEnd.SERVER_ERROR
+        assert "verifiers never asked the policy" in str(silent.error)
+        # All of them side by side, in one process.
+        many = await asyncio.gather(*(at.play("talk") for _ in range(8)))
+        assert {each.ended for each, _ in many} == {EpisodeEnd.FINISHED}
+        for each in (talked, twice, judged, raised):
+            assert "SECRET" not in agent_trajectory(each, "c0de")
+
+
+async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replaced(model: Path) -> None:
+    async with player(model, seconds=20) as at:
+        hung, _ = await at.play("hang")
+        assert hung.ended is EpisodeEnd.CRASHED
+        assert "did not end within its time" in str(hung.error)
+        assert [step.text for step in hung.steps] == ["Done."]
+        died, _ = await at.play("die")
+        assert died.ended is EpisodeEnd.SERVER_ERROR
+        assert "died" in str(died.error)
+        assert (await at.play("talk"))[0].ended is EpisodeEnd.FINISHED
+        ours = [each for each in psutil.Process().children(recursive=True) if _marked(each)]
+        assert ours
+        for each in ours:
+            os.kill(each.pid, signal.SIGKILL)
+        psutil.wait_procs(ours)
+        # That it has gone is seen now or with the next episode, which is then played again by the run.
+        for _ in range(2):
+            again, _ = await at.play("talk")
+        assert again.ended is EpisodeEnd.FINISHED
+    assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
+
+
+async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Path) -> None:
+    async with player(model, truth=True, env={"player": {"harness": {"id": None}}}) as at:
+        # verifiers' own harness, a program that is started for every turn, with the Python of its environment.
+        played, world = await at.play("talk")
+        assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None)
+        assert len(played.steps) == 2
+        assert await world.evaluate() == WorldVerdict(success=False, reward=0.5)
+        unrewarded, world = await at.play("unrewarded")
+        assert unrewarded.ended is EpisodeEnd.SERVER_ERROR
+        with pytest.raises(EnvironmentCrashed, match="has not rewarded"):
+            await world.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"taskset": {"id": "not-there"}}, "taskset 'not-there' is not installed: install its package with"),
+        (
+            {"taskset": {"id": "{folder}/lacks.py"}},
+            "its requirements are missing: ModuleNotFoundError: No module named",
+        ),
+        ({"taskset": {"id": "{folder}/plain.py"}}, "harness 'bash' lets the policy run programs"),
+        ({"taskset": {"id": str(TASKS), "speed": 3}}, "taskset.speed: Extra inputs are not permitted"),
+        ({"python": "/bin/false"}, "verifiers: the taskset could not be loaded: status 1"),
+        ({"python": "/nowhere"}, "is not an executable file: fix environment.options.python"),
+        ({"wrong": 1}, "environment.options: wrong: Extra inputs are not permitted"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    (tmp_path / "lacks.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "plain.py").write_text(
+        "import verifiers.v1 as vf\n__all__ = ['Plain']\n"
+        "class Plain(vf.Taskset[vf.Task]):\n    def load(self):\n        yield vf.Task(vf.TaskData(prompt='Go.'))\n"
+    )
+    if "id" in options.get("taskset", {}):
+        options = {"taskset": {**options["taskset"], "id": options["taskset"]["id"].replace("{folder}", str(tmp_path))}}
+    told = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)], **options}
+    with pytest.raises(ConfigError) as caught:
+        make_environment(EnvironmentConfig(use="verifiers", options=told), DataConfig()).tasks("train")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _marked(process: psutil.Process) -> bool:
+    try:
+        return MARK in process.environ()
+    except psutil.Error:
+        return False
