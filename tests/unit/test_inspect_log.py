@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from draco_ray.errors import ConfigError
 from draco_ray.lab.runs.inspect_log import write_inspect_logs
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.traces.library import judge_sync
 from draco_ray.traces.load import load_traces
 from tests.support.small_run import CODE, CONFIG, HOSTILE, small_run
+from tests.unit.test_traces_judging import MODEL, Canned
+from tests.unit.test_traces_load import FILES
 
 
 def test_rollouts_are_samples_whose_steps_have_the_numbers_that_verdicts_cite(tmp_path: Path) -> None:
@@ -35,6 +39,16 @@ def test_rollouts_are_samples_whose_steps_have_the_numbers_that_verdicts_cite(tm
     assert not groups.problems
     assert {len(trace.steps) for group in groups for trace in group.traces} == {2}
     assert {trace.outcome for group in groups for trace in group.traces} == {1.0, -1.0}
+
+
+def test_judged_traces_have_the_time_of_their_judging(tmp_path: Path) -> None:
+    judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, out=tmp_path / "judged", complete=Canned())
+    (written,) = write_inspect_logs(RunDirectory.open(tmp_path / "judged"), tmp_path / "logs")
+    log = json.loads(written.read_text(encoding="utf-8"))
+    calls = RunDirectory.open(tmp_path / "judged").table("judge_calls").column("started_at").to_pylist()
+    assert datetime.fromisoformat(log["eval"]["created"]).timestamp() == int(min(calls))
+    assert [sample["scores"]["draco"]["value"] for sample in log["samples"]] == [1.0, -1.0]
+    assert "started_at" not in log["samples"][0]
 
 
 def test_a_run_without_rollouts_has_no_logs_and_a_file_in_the_way_is_said(tmp_path: Path) -> None:

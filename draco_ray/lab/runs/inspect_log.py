@@ -58,13 +58,19 @@ def inspect_log(run: RunDirectory, step: int) -> Json | None:
     samples = [_sample(each, scores.get((each.task_id, each.rollout))) for each in played]
     found = [sample["scores"][SCORER]["value"] for sample in samples if sample["scores"]]
     named = f"{run.path.name}/{step}"
+    # Traces of others do not say when they were played; then when they were judged counts.
+    calls = run.table("judge_calls", step, ["started_at", "seconds"]).to_pylist()
+    times = [(each.started_at, each.ended_at) for each in played if each.started_at] or [
+        (call["started_at"], call["started_at"] + call["seconds"]) for call in calls
+    ]
+    began, ended = min((begin for begin, _ in times), default=0.0), max((end for _, end in times), default=0.0)
     return {
         "version": 2,
         "status": "success",
         "eval": {
             "eval_id": _digest("eval", named),
             "run_id": _digest("run", run.path.name),
-            "created": _time(min(each.started_at for each in played)),
+            "created": _time(began),
             "task": f"{run.path.name}, step {step}",
             "task_id": _digest("task", named),
             "dataset": {
@@ -90,8 +96,8 @@ def inspect_log(run: RunDirectory, step: int) -> Json | None:
             ],
         },
         "stats": {
-            "started_at": _time(min(each.started_at for each in played)),
-            "completed_at": _time(max(each.ended_at for each in played)),
+            "started_at": _time(began),
+            "completed_at": _time(ended),
         },
         "samples": samples,
     }
@@ -111,10 +117,10 @@ def _sample(trajectory: Trajectory, score: Json | None) -> Json:
         "output": {"model": "policy", "choices": [choice], "completion": said},
         "scores": {} if score is None else {SCORER: score},
         "metadata": {"ended": trajectory.ended.value, "policy_version": trajectory.policy_version},
-        "started_at": _time(trajectory.started_at),
-        "completed_at": _time(trajectory.ended_at),
-        "total_time": max(trajectory.ended_at - trajectory.started_at, 0.0),
     }
+    if trajectory.started_at:
+        sample |= {"started_at": _time(trajectory.started_at), "completed_at": _time(trajectory.ended_at)}
+        sample["total_time"] = max(trajectory.ended_at - trajectory.started_at, 0.0)
     if trajectory.error:
         sample["error"] = {"message": trajectory.error, "traceback": "", "traceback_ansi": ""}
     return sample
