@@ -237,7 +237,8 @@ class SelfJudgeConfig(Tree):
     """Whether its chat template's thinking mode is on, in every phase."""
     context_tokens: int | None = Field(None, ge=1024)
     """Longest judge prompt and reply together, for which the engines are started with room; null: what the union of a
-    group of full-length rollouts takes (`draco plan` prints it). Longer prompts are cut: see judge.context_tokens."""
+    group of full-length rollouts takes (`draco plan` prints it). A longer prompt fails its call, unless
+    judge.context_tokens cuts it."""
 
 
 class LocalJudgeConfig(Tree):

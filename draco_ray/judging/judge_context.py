@@ -90,12 +90,10 @@ def judge_context(config: DracoConfig) -> JudgeContext:
 def judge_tokens(judge: JudgeConfig) -> int | None:
     """Prompt and reply that a judge reads, tokens; None where that is not known.
 
-    That of a policy which judges itself is its engines', which have room for what a run shows unless they are told.
+    Of a policy that judges itself only what is set: its engines have room for what a run shows, and count its tokens.
     """
-    if judge.context_tokens is not None:
+    if judge.context_tokens is not None or judge.self_judge.enabled:
         return judge.context_tokens
-    if judge.self_judge.enabled:
-        return judge.self_judge.context_tokens
     if judge.local.enabled:
         return judge.local.context_tokens or model_positions(judge.model.removeprefix(LOCAL_PROVIDER))
     # Behind an endpoint of one's own a name says nothing of how a model is served.
@@ -143,7 +141,7 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
         f"self-judge: {needed.shows}, at full length {needed}, and {config.model.path} accepts {positions:,}: choose a "
         "model with a longer context, or lower "
         f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
-        "with judge.self_judge.context_tokens set, longer prompts are cut"
+        "with judge.self_judge.context_tokens set, longer prompts fail their call unless judge.context_tokens cuts them"
     )
 
 
@@ -153,8 +151,8 @@ def context_warning(config: DracoConfig) -> str | None:
     if not uses_self_judge(config) or given is None or given >= needed.tokens:
         return None
     return (
-        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: longer "
-        "prompts are cut, outputs first; null sizes it"
+        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: a call whose "
+        "prompt is longer fails, unless judge.context_tokens cuts it; null sizes it"
     )
 
 
