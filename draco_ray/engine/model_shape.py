@@ -1,7 +1,7 @@
 """The shape of a model, from its ``config.json``: every matrix of the language model, and nothing loaded.
 
-Known are the architectures `qwen2`, `qwen3` and `qwen3_5` (its text model: the learner and the engines load neither the
-vision tower nor the multi-token-prediction layer).
+Known are the dense architectures of `ARCHITECTURES`, of a multimodal one its text model: the learner and the engines
+load neither the vision tower nor the multi-token-prediction layer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """The numbers of the two models' public ``config.json`` that decide their size, and how much text they accept."""
 
-ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text")
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3")
+_TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
+"""Wrapper without a text_config of its own -> what it is then."""
 LayerKind = Literal["full_attention", "linear_attention"]
 
 
@@ -108,6 +110,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     attention_bias: bool
+    mlp_bias: bool
     tied: bool
     layers: tuple[LayerKind, ...]
     delta: DeltaShape | None
@@ -115,7 +118,7 @@ class ModelShape:
     @property
     def query_norm(self) -> bool:
         """Whether queries and keys are normalised per head."""
-        return self.architecture != "qwen2"
+        return self.architecture in ("qwen3", "qwen3_5_text", "gemma3_text")
 
     @property
     def gated(self) -> bool:
@@ -138,7 +141,8 @@ class ModelShape:
 
     def layer_parameters(self, kind: LayerKind) -> int:
         """All parameters of a decoder layer: linear layers, norms, and what else its mixer has."""
-        other = 2 * self.hidden
+        # Gemma normalises behind attention and the feed-forward layer as well.
+        other = (4 if self.architecture.startswith("gemma") else 2) * self.hidden
         if kind == "full_attention":
             other += 2 * self.head_dim if self.query_norm else 0
         else:
@@ -182,7 +186,11 @@ class ModelShape:
     def _mixer(self, kind: LayerKind) -> tuple[LinearShape, ...]:
         if kind == "full_attention":
             bias = self.attention_bias
+            # Qwen2 alone has it on queries, keys and values and not on the output; Mistral has none.
             out_bias = bias and self.architecture != "qwen2"
+            if self.architecture == "phi3":
+                fused = self._reader("self_attn.qkv_proj", self.queries + 2 * self.keys)
+                return fused, self._writer("self_attn.o_proj", self.queries, "attention")
             return (
                 self._reader("self_attn.q_proj", self.queries * (2 if self.gated else 1), bias),
                 self._reader("self_attn.k_proj", self.keys, bias),
@@ -199,10 +207,14 @@ class ModelShape:
         )
 
     def _mlp(self) -> tuple[LinearShape, ...]:
+        bias = self.mlp_bias
+        down = self._writer("mlp.down_proj", self.intermediate, "mlp product", bias)
+        if self.architecture == "phi3":
+            return self._reader("mlp.gate_up_proj", 2 * self.intermediate, reads="mlp input"), down
         return (
-            self._reader("mlp.gate_proj", self.intermediate, reads="mlp input"),
-            self._reader("mlp.up_proj", self.intermediate, reads="mlp input"),
-            self._writer("mlp.down_proj", self.intermediate, "mlp product"),
+            self._reader("mlp.gate_proj", self.intermediate, bias, reads="mlp input"),
+            self._reader("mlp.up_proj", self.intermediate, bias, reads="mlp input"),
+            down,
         )
 
     def _reader(self, name: str, outputs: int, bias: bool = False, *, reads: str = "mixer input") -> LinearShape:
@@ -251,8 +263,7 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     """
     text: Mapping[str, Any] = config.get("text_config", config)
     architecture = str(text.get("model_type"))
-    if architecture == "qwen3_5":
-        architecture = "qwen3_5_text"
+    architecture = _TEXT_MODELS.get(architecture, architecture)
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model config {source}: architecture {architecture} is not one whose sizes are known here; expected "
@@ -265,6 +276,9 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
             raise ConfigError(f"model config {source}: {key} is {value!r}, expected a positive whole number")
         return value
 
+    fixed, with_bias = ("qwen2", "phi3"), ("qwen3", "qwen3_5_text", "llama", "gemma2", "gemma3_text")
+    if architecture.startswith(("qwen3", "gemma")) and text.get("head_dim") is None:
+        number("head_dim")
     layers = _layer_kinds(text, number("num_hidden_layers"), architecture)
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     return ModelShape(
@@ -274,10 +288,12 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
         intermediate=number("intermediate_size"),
         heads=heads,
         kv_heads=number("num_key_value_heads"),
-        # Qwen2 knows no other head dimension.
-        head_dim=hidden // heads if architecture == "qwen2" else number("head_dim"),
-        attention_bias=architecture == "qwen2" or bool(text.get("attention_bias", False)),
-        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        # Qwen2 and Phi-3 know no other head dimension, and Llama and Mistral take it where none is given.
+        head_dim=hidden // heads if architecture in fixed or text.get("head_dim") is None else number("head_dim"),
+        attention_bias=architecture == "qwen2" or (architecture in with_bias and bool(text.get("attention_bias"))),
+        mlp_bias=architecture == "llama" and bool(text.get("mlp_bias")),
+        # A config.json leaves out what is the default, which is tied for Gemma.
+        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", architecture.startswith("gemma")))),
         layers=layers,
         delta=None
         if "linear_attention" not in layers

@@ -70,6 +70,12 @@ COUNTED: dict[str, dict[str, Any]] = {
     "qwen3 bias": QWEN2 | {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
     "qwen3_5": QWEN3_5,
     "qwen3_5 interval": QWEN3_5 | {"num_hidden_layers": 5, "full_attention_interval": 2},
+    "llama": QWEN2 | {"model_type": "llama"},
+    "llama bias": QWEN2 | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    "mistral": QWEN2 | {"model_type": "mistral", "head_dim": 32},
+    "gemma2": QWEN2 | {"model_type": "gemma2", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma3": QWEN2 | {"model_type": "gemma3_text", "head_dim": 32, "tie_word_embeddings": True},
+    "phi3": QWEN2 | {"model_type": "phi3", "pad_token_id": 0},
     # Their full width; the layers repeat.
     "Qwen2.5-32B": PUBLIC_CONFIGS["Qwen/Qwen2.5-32B-Instruct"] | {"num_hidden_layers": 4},
     "Qwen3.6-27B": PUBLIC_CONFIGS["Qwen/Qwen3.6-27B"] | {"num_hidden_layers": 4},
