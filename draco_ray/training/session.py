@@ -21,6 +21,7 @@ from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engin
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
+from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
@@ -125,6 +126,8 @@ def usable_prompts(config: DracoConfig, environment: Environment, console: Conso
         ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used.
     """
     prompts, chat = task_prompts(config, environment, environment.tasks(config.data.train_split))
+    for task_id in prompts:
+        check_id(task_id, f"environment.use={config.environment.use}")
     usable = {
         task_id: prompt
         for task_id, prompt in prompts.items()

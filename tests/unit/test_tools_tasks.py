@@ -44,6 +44,12 @@ def test_rows_become_tasks_without_what_is_expected(tmp_path: Path) -> None:
         ([GOOD, "[" * 100_000], "line 2: no JSON"),
         ([GOOD, "[1]"], "line 2: expected an object, found list"),
         ([], "no tasks"),
+        ([{"id": "../a", "instruction": "a"}], "line 1: task '../a': id: expected a plain name"),
+        ([{"id": "a\nb", "instruction": "a"}], "id: expected a plain name"),
+        ([{"id": "a" * 129, "instruction": "a"}], "id: expected at most 128 bytes; files are named after it"),
+        ([{"id": True, "instruction": "a"}], "line 1: a task without an id"),
+        ([{"id": "a", "instruction": "a", "group": ["b"]}], "task 'a': group: expected a text, found list"),
+        ([{"id": "a", "instruction": "a", "split": {}}], "task 'a': split: expected a text, found dict"),
     ],
 )
 def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, lines: list[object], says: str) -> None:
@@ -51,6 +57,13 @@ def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, lines: list[object]
         read_rows(write(tmp_path, *lines))
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_what_editors_and_json_leave_in_a_file_does_no_harm(tmp_path: Path) -> None:
+    row = {"id": "a", "instruction": "Half a \ud83d.", "split": None, "group": None}
+    (tmp_path / "tasks.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\r\n")
+    found = read_rows(str(tmp_path / "tasks.jsonl"))["a"]
+    assert (found.split, found.task("").group, found.task("").instruction) == ("train", "", "Half a ?.")
 
 
 def test_tasks_may_come_from_a_function(tmp_path: Path) -> None:

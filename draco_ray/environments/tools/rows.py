@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draco_ray.config.file_names import file_name
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task
 from draco_ray.registry import find
 
 TRAIN = "train"
 """Split of a row that names none."""
+LONGEST_ID = 128
+"""Bytes; what is kept of a task's rollouts has longer names."""
 _OURS = ("id", "instruction", "split", "group", "expected")
 
 
@@ -34,8 +37,9 @@ class Row:
         }
         return Task(
             task_id=self.task_id,
-            group=str(self.row.get("group", "")),
-            instruction=self.row["instruction"],
+            group="" if self.row.get("group") is None else str(self.row["group"]),
+            # Half a character, which JSON can spell, could not be put into tokens.
+            instruction=self.row["instruction"].encode("utf-8", "replace").decode("utf-8"),
             fields=fields,
             tools=tools,
         )
@@ -78,23 +82,39 @@ def read_rows(source: str) -> Rows:
     places: dict[str, str] = {}
     for place, row in _lines(Path(source)) if is_file else _returned(source):
         task_id, instruction = row.get("id"), row.get("instruction")
-        if not isinstance(task_id, str | int) or task_id == "":
+        if not isinstance(task_id, str | int) or isinstance(task_id, bool) or task_id == "":
             raise ConfigError(f"{source}: {place}: a task without an id: add one, unique in the file")
         task_id = str(task_id)
+        check_id(task_id, f"{source}: {place}")
         if not isinstance(instruction, str) or not instruction.strip():
             raise ConfigError(f"{source}: {place}: task {task_id!r} has no instruction: say what is to be done")
+        for name in ("split", "group"):
+            if not isinstance(row.get(name), str | int | None):
+                found_there = type(row[name]).__name__
+                raise ConfigError(f"{source}: {place}: task {task_id!r}: {name}: expected a text, found {found_there}")
         if task_id in found:
             raise ConfigError(f"{source}: two tasks {task_id!r} ({places[task_id]} and {place}): rename one")
-        found[task_id] = Row(task_id=task_id, split=str(row.get("split", TRAIN)), row=row)
+        found[task_id] = Row(task_id=task_id, split=TRAIN if row.get("split") is None else str(row["split"]), row=row)
         places[task_id] = place
     if not found:
         raise ConfigError(f"{source}: no tasks")
     return found
 
 
+def check_id(task_id: str, where: str) -> None:
+    """See whether files can be named after a task. Raises: ConfigError that names the place."""
+    try:
+        file_name(task_id)
+        if len(task_id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
+            raise ValueError(f"expected at most {LONGEST_ID} bytes")
+    except ValueError as error:
+        raise ConfigError(f"{where}: task {task_id[:60]!r}: id: {error}; files are named after it") from None
+
+
 def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors begin a file with a mark of its encoding.
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: tasks cannot be read: {' '.join(str(error).split())}") from None
     for number, line in enumerate(text.split("\n"), start=1):
