@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.environments.tools.environment import _described
+from draco_ray.environments.tools.environment import described
 from draco_ray.environments.tools.functions import Functions, UnusableTools, call, load, run_hook
 
 SHOP = '''
@@ -64,6 +64,16 @@ def odd() -> object:
     """Returns what has no JSON."""
     return {"o": object}
 
+class Mute(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def mute() -> None:
+    """Raise what cannot say why."""
+    raise Mute
+
+
 def _hidden() -> None:
     pass
 '''
@@ -77,7 +87,7 @@ def shop(tmp_path: Path) -> Functions:
 
 
 def test_schemas_say_what_hints_and_docstrings_say(shop: Functions) -> None:
-    assert list(shop.tools) == ["order", "wait", "stubborn", "wrong", "leave", "nothing", "odd"]
+    assert list(shop.tools) == ["order", "wait", "stubborn", "wrong", "leave", "nothing", "odd", "mute"]
     assert set(shop.hooks) == {"reset"}
     function = shop.schemas[0]["function"]
     assert function["description"] == "Order some things.\n\nThey are shipped at once."
@@ -88,7 +98,7 @@ def test_schemas_say_what_hints_and_docstrings_say(shop: Functions) -> None:
     # A parameter may be called like the titles that are taken out.
     assert properties["title"] == {"default": "none", "type": "string", "description": "Of the parcel."}
     assert function["parameters"]["$defs"]["Line"]["properties"]["number"] == {"type": "integer"}
-    assert _described(shop.schemas[0]).startswith(
+    assert described(shop.schemas[0]).startswith(
         '- Tool `order(lines: array, title?: string, how?: "fast" | "slow")`: Order some things. They are shipped'
     )
 
@@ -110,6 +120,7 @@ def test_arguments_are_checked_and_results_are_text(shop: Functions) -> None:
         ("order", {"lines": [], "how": 5}, "error: order: how: Input should be 'fast' or 'slow'"),
         ("wrong", {"function": "thing"}, "error: wrong: LookupError: no such thing"),
         ("leave", {}, "error: leave: SystemExit: 2"),
+        ("mute", {}, "error: mute: Mute: (its text cannot be made)"),
         ("stubborn", {}, "error: stubborn: stopped after 0.2 s without an answer"),
         ("wait", {"seconds": 60}, "error: wait: stopped after 0.2 s without an answer"),
     ],

@@ -50,7 +50,7 @@ class ToolsEnvironment(Environment):
     @property
     def facts(self) -> str:  # type: ignore[override]
         """What the judge is told: how an agent acts here, the tools, and ``environment.options.facts``."""
-        return "\n".join([*_HOW_AGENTS_ACT, *map(_described, json.loads(self._offer.tools)), *self._own_facts()])
+        return "\n".join([*_HOW_AGENTS_ACT, *map(described, json.loads(self._offer.tools)), *self._own_facts()])
 
     @property
     def evaluates(self) -> bool:  # type: ignore[override]
@@ -226,10 +226,10 @@ _HOW_AGENTS_ACT = (
 )
 
 
-def _described(tool: Mapping[str, Any]) -> str:
+def described(tool: Mapping[str, Any]) -> str:
     """A tool as a line of facts: its name, its parameters with their types, what it does.
 
-    >>> _described({"function": {"name": "add", "description": "Adds.", "parameters": {
+    >>> described({"function": {"name": "add", "description": "Adds.", "parameters": {
     ...     "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "description": "second"}},
     ...     "required": ["a"]}}})
     '- Tool `add(a: integer, b?: integer)`: Adds. b: second'

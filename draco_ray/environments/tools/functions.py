@@ -84,8 +84,8 @@ def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         return f"error: {name}: {_short('; '.join(problems))}"
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return f"error: {name}: {_short(f'{type(error).__name__}: {error}')}"
+    except BaseException as error:  # Also what a tool's own asyncio cancels, or SystemExit.
+        return f"error: {name}: {_said(error)}"
 
 
 def run_hook(
@@ -98,8 +98,8 @@ def run_hook(
             return (None if function is None else _run(function, task)), None
     except TimedOut:
         return None, f"{hook}: no end after {timeout_seconds:g} s"
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return None, f"{hook}: {_short(f'{type(error).__name__}: {error}')}"
+    except BaseException as error:
+        return None, f"{hook}: {_said(error)}"
 
 
 def _run(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
@@ -141,9 +141,7 @@ def _import(file: str) -> ModuleType:
         hint = ""
         if isinstance(error, ImportError | OSError):
             hint = "; tools see their own file only: list what else they read in environment.options.reads"
-        raise UnusableTools(
-            f"{file}: cannot be imported: {_short(f'{type(error).__name__}: {error}')}{hint}"
-        ) from error
+        raise UnusableTools(f"{file}: cannot be imported: {_said(error)}{hint}") from error
     return module
 
 
@@ -196,6 +194,15 @@ def _drop_titles(schema: Any) -> None:
     for key, value in schema.items():
         for below in value.values() if key in ("properties", "$defs") and isinstance(value, dict) else (value,):
             _drop_titles(below)
+
+
+def _said(error: BaseException) -> str:
+    """The kind of an error and its text, on a line; some cannot say theirs."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return _short(f"{type(error).__name__}: {text}")
 
 
 def _short(text: str) -> str:
