@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.pipeline import Group
 from draco_ray.summaries import RewardSummary
 from draco_ray.training.metrics import solved
 from draco_ray.training.order import TaskOrder
+from draco_ray.training.run import task_order
 
 NINETY = [f"task{index:02d}" for index in range(90)]
 
@@ -123,3 +125,13 @@ def test_a_group_is_solved_when_nobody_failed_anything_and_all_were_scored() -> 
     # Of whom nothing is known may have failed.
     assert not solved(group(scored=(0,)), 2)
     assert not solved(Group(step=1, index=0, task_id="t", prompt=()), 2)
+
+
+def test_without_a_judge_nothing_says_what_is_solved() -> None:
+    config = load_config("sandbox", ["train.skip_solved=2"], "random")
+    with pytest.raises(ConfigError, match=r"train\.skip_solved: .* not algorithm\.reward=random"):
+        task_order(config, NINETY)
+    judged = task_order(load_config("sandbox", ["train.skip_solved=1", "train.prompts_per_step=45"], "draco"), NINETY)
+    judged.note(1, judged.tasks(1))
+    judged.note(2, [])
+    assert not {*judged.tasks(3)} & {*judged.tasks(1)}
