@@ -20,6 +20,7 @@ from draco_ray.registry import find
 
 ENVIRONMENTS = {
     "appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment",
+    "appworld_functions": "draco_ray.environments.appworld.functions:AppWorldFunctions",
     "tasks": "draco_ray.environments.tasks:TasksEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
     "verifiers": "draco_ray.environments.verifiers.environment:VerifiersEnvironment",
