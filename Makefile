@@ -17,7 +17,7 @@ export DRACO_VERIFIERS_PYTHON := $(CURDIR)/$(VERIFIERS_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop example-desk example-parcels bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -142,6 +142,13 @@ example-parcels: setup setup-verifiers
 	rm -rf .cache/parcels
 	$(VENV)/bin/python examples/parcels/starter.py parcels .cache/parcels
 	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels
+
+# The same with a taskset that comes with verifiers, TextArena's Hangman, without a network.
+example-hangman: export NLTK_DATA := $(CURDIR)/examples/parcels/nltk_data
+example-hangman: setup setup-verifiers
+	rm -rf .cache/hangman
+	$(VENV)/bin/python examples/parcels/starter.py hangman .cache/hangman
+	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman
 
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world

@@ -31,7 +31,7 @@ from draco_ray.sandbox.starter.tokenizer import train_tokenizer
 from draco_ray.sandbox.starter.train import Example, new_model, train
 
 HERE = Path(__file__).parent
-VARIANTS = 12
+VARIANTS = {"parcels": 12, "hangman": 4}
 """Demonstrations of each task."""
 SIDE_BY_SIDE = 8
 KNOWS = 0.55
@@ -72,7 +72,9 @@ def guesser(prompt: str, chance: random.Random) -> str:
 SCRIPTS: dict[str, Callable[[str, random.Random], str]] = {"parcels": clerk, "hangman": guesser}
 
 
-async def demonstrations(environment: Environment, agent: VerifiersAgent, tasks: list[str]) -> list[Example]:
+async def demonstrations(
+    environment: Environment, agent: VerifiersAgent, tasks: list[str], variants: int
+) -> list[Example]:
     """Episodes of the training tasks, as the sequences of tokens that they leave."""
     free = asyncio.Semaphore(SIDE_BY_SIDE)
 
@@ -86,7 +88,7 @@ async def demonstrations(environment: Environment, agent: VerifiersAgent, tasks:
         ]
 
     try:
-        asked = [demonstrate(task_id, number) for number in range(VARIANTS) for task_id in tasks]
+        asked = [demonstrate(task_id, number) for number in range(variants) for task_id in tasks]
         return [example for examples in await asyncio.gather(*asked) for example in examples]
     finally:
         await environment.stop()
@@ -99,7 +101,7 @@ def main(name: str, folder: Path) -> None:
     environment = make_environment(config.environment, config.data)
     tasks = environment.tasks(config.data.train_split)
     settings = StarterSettings(
-        vocabulary=420, hidden_size=128, intermediate_size=256, positions=1024, epochs=6, batch_tokens=2048
+        vocabulary=420, hidden_size=128, intermediate_size=256, positions=2048, epochs=6, batch_tokens=2048
     )
     texts = [environment.task(task_id).instruction for task_id in tasks]
     texts += ["system\nuser\nassistant\nOn shelf A. There is no such shelf. Next: a", "A B C D", "[A] [E]"] * 9
@@ -112,7 +114,7 @@ def main(name: str, folder: Path) -> None:
         new_model(tokenizer, settings, 0).config.save_pretrained(read)
         policy = TokenPolicy(Script(tokenizer, SCRIPTS[name], random.Random(0)), chat, AgentConfig(thinking=False))
         agent = VerifiersAgent(policy, config.agent, "{task_description}")
-        examples = asyncio.run(demonstrations(environment, agent, tasks))
+        examples = asyncio.run(demonstrations(environment, agent, tasks, VARIANTS[name]))
     model = new_model(tokenizer, settings, 0)
     loss = train(model, [examples] * settings.epochs, settings, 0)
     model.save_pretrained(folder)
