@@ -21,6 +21,7 @@ from draco_ray.judging.phases import PHASES
 from draco_ray.judging.prompts import render_phase
 from draco_ray.runs.directory import RunDirectory
 from tests.conftest import REPOSITORY
+from tests.support.rewards import check_rubric_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -128,22 +129,31 @@ def test_a_world_is_built_and_a_policy_trained_for_a_step(
     assert (elsewhere / ".cache" / "sandbox" / "sandbox.json").is_file()
     overrides = [
         f"model.path={starter_model}",
+        "--setting",
+        "static-credit",
         "run.name=one",
         "data.eval_split=dev",
         "train.evaluate_before_after=false",
         "train.steps=1",
-        "train.prompts_per_step=1",
+        "train.prompts_per_step=2",
         "learner.minibatch_prompts=1",
-        "algorithm.group_size=2",
+        "algorithm.group_size=3",
         "environment.slots=2",
+        "judge.workers=1",
         "environment.slots_per_worker=2",
         "ray.dashboard=false",
     ]
     done = run(installed / "draco", "train", "sandbox", *overrides, cwd=elsewhere, appworld=appworld)
     trained = RunDirectory.open(elsewhere / "runs" / "one")
     logs = "".join(file.read_text(encoding="utf-8") for file in (trained.path / "logs").glob("*.jsonl"))
-    assert trained.table("trajectories").num_rows == 2, done.stdout + done.stderr + logs
-    assert trained.table("judge_calls").num_rows > 0
+    assert trained.table("trajectories").num_rows == 6, done.stdout + done.stderr + logs
+    # The run is also that of the setting with a static rubric and credit (the others: tests/e2e/test_settings.py).
+    rewards = check_rubric_run(trained, credit=True)
+    assert len(rewards) == 2
+    assert any(any(group) for group in rewards.values())
+    phases = {call["phase"] for call in trained.table("judge_calls").to_pylist()}
+    assert "score" in phases
+    assert phases <= {"score", "credit"}
     report = tmp_path / "report.html"
     run(installed / "draco", "report", trained.path, "--out", report, cwd=elsewhere)
     assert "</html>" in report.read_text(encoding="utf-8")
