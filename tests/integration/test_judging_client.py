@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 
-from draco_ray.config.schema import JudgeConfig, Price
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
+from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.records import Message
+from draco_ray.records import Message, Paid
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 pytestmark = pytest.mark.slow
@@ -32,6 +35,23 @@ class Naps:
 
     async def __call__(self, seconds: float) -> None:
         self.seconds.append(seconds)
+
+
+class Told(WaitingLine):
+    """Leases of a limiter without limits; remembers what was asked for and how it ended."""
+
+    def __init__(self) -> None:
+        super().__init__(Limiter(JudgeLimits()))
+        self.asked: list[Asked] = []
+        self.ended: list[Ended] = []
+
+    async def lease(self, asked: Asked) -> Grant:
+        self.asked.append(asked)
+        return await super().lease(asked)
+
+    async def settle(self, number: str, ended: Ended) -> Next:
+        self.ended.append(ended)
+        return await super().settle(number, ended)
 
 
 def config(base: str, **changes: object) -> JudgeConfig:
@@ -183,6 +203,14 @@ async def test_a_model_without_configured_price_takes_litellms() -> None:
     assert completion.dollars > 0
 
 
+async def test_a_configured_price_goes_before_litellms() -> None:
+    with ScriptedJudgeServer(Reply(input_tokens=1000, output_tokens=100)) as server:
+        client = LiteLLMClient(
+            config(server.base, model="openai/gpt-4o", prices={"gpt-4o": Price(input=1.0, output=0.0)})
+        )
+        assert (await client(ask())).dollars == pytest.approx(0.001)
+
+
 async def test_rate_limits_wait_as_long_as_retry_after_says() -> None:
     naps = Naps()
     with ScriptedJudgeServer(
@@ -215,6 +243,35 @@ async def test_a_slow_answer_times_out_and_is_asked_again() -> None:
     with ScriptedJudgeServer(Reply("late", delay=5.0), Reply("fine")) as server:
         completion = await LiteLLMClient(config(server.base, request_timeout_seconds=0.5), sleep=Naps())(ask())
     assert (completion.text, completion.requests) == ("fine", 2)
+
+
+async def test_the_pool_is_told_how_each_request_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "draco_ray.judging.client")
+    script = (Reply("late", delay=3.0), Reply("slow down", 429, headers={"Retry-After": "0"}), Reply("fine"))
+    told = Told()
+    with ScriptedJudgeServer(*script) as server:
+        settings = config(
+            server.base,
+            prices={"scripted": Price(input=2.0, output=10.0)},
+            request_timeout_seconds=0.4,
+            max_outage_seconds=0,
+        )
+        await LiteLLMClient(settings, sleep=Naps(), leases=told)(ask())
+    asked = told.asked[0]
+    assert asked.output_tokens == 16384
+    assert asked.dollars > 16384 * 10e-6
+    late, refused, fine = told.ended
+    # It may be billed: the most that it can be, and a guess, from which nothing is learned.
+    assert (late.tokens, late.output_tokens) == (asked.input_tokens + asked.output_tokens, asked.output_tokens)
+    assert (late.dollars, late.estimated, late.trouble, late.hint) == (asked.dollars, True, Trouble.TIMED_OUT, None)
+    assert "no answer within 0.4 s" in late.reason
+    assert (refused.tokens, refused.output_tokens, refused.dollars, refused.hint) == (0, 0, 0, 0)
+    assert (refused.trouble, refused.estimated) == (Trouble.RATE_LIMITED, True)
+    assert "slow down" in refused.reason
+    assert (fine.tokens, fine.output_tokens, fine.estimated, fine.trouble) == (110, 10, False, None)
+    assert f"judge openai/scripted at {server.base}: request 1: no answer within 0.4 s; again in " in caplog.text
+    assert "request 2: " in caplog.text
+    assert "slow down; again in 0.0 s" in caplog.text
 
 
 async def test_lasting_trouble_fails_the_call_and_not_the_run() -> None:
@@ -310,6 +367,54 @@ async def test_paid_answers_are_kept_by_everything_that_shapes_them(tmp_path: Pa
         assert (await switched(ask())).text == "4"
         await client.forget(ask())
         assert (await client(ask())).text == "5"
+
+
+async def test_a_replayed_reply_says_what_it_was_paid_with(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply("fine")) as server:
+        client = LiteLLMClient(
+            config(server.base, prices={"scripted": Price(input=2.0, output=10.0)}), ReplyCache(tmp_path)
+        )
+        paid, replayed = await client(ask()), await client(ask())
+    assert paid.paid is None
+    assert paid.dollars > 0
+    assert replayed.paid == Paid(
+        call_id=paid.call_id,
+        requests=1,
+        dollars=paid.dollars,
+        estimated_dollars=0.0,
+        seconds=paid.seconds,
+        started_at=paid.started_at,
+    )
+    assert (replayed.requests, replayed.dollars, replayed.seconds) == (0, 0.0, 0.0)
+    assert replayed.started_at >= paid.started_at + paid.seconds
+
+
+async def test_replies_of_versions_that_stored_no_cost_are_replayed(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply("fine")) as server:
+        cache = ReplyCache(tmp_path)
+        client = LiteLLMClient(config(server.base), cache)
+        old = {"text": "kept", "finish_reason": "stop", "model": "openai/scripted"}
+        old |= {"input_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
+        await cache.put(client._key(ask()), dict(old))
+        replayed = await client(ask())
+    assert server.requests == []
+    assert (replayed.text, replayed.paid, replayed.input_tokens) == ("kept", None, 3)
+
+
+def test_paid_replies_are_found_by_later_versions() -> None:
+    """A change of these is a change of every key: all that was paid for is asked again."""
+    client = LiteLLMClient(config("http://127.0.0.1:1/v1", extra_body={"think": True}))
+    scoped = Request(messages=ask().messages, vote=1, scope="step 1")
+    assert [client._key(each)[:16] for each in (ask(), scoped)] == ["7b4850bdfdfdf9a0", "53c53d7eecfe1e3d"]
+
+
+async def test_a_rule_judge_that_was_started_anew_finds_its_replies(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply("fine")) as before, ScriptedJudgeServer(Reply("another")) as after:
+        for server in (before, after):
+            settings = config(server.base, rule_judge={"start": True})
+            assert (await LiteLLMClient(settings, ReplyCache(tmp_path))(ask())).text == "fine"
+        # Of another endpoint nothing is known.
+        assert (await LiteLLMClient(config(after.base), ReplyCache(tmp_path))(ask())).text == "another"
 
 
 async def test_failed_calls_are_not_kept(tmp_path: Path) -> None:
