@@ -37,7 +37,7 @@ PROMPTS = {
 """Shortest and longest, in tokens: trajectories of 2 to 20 thousand."""
 REPLIES = {"stage1": (6.9, 0.3), "stage2": (6.3, 0.6), "union": (7.6, 0.3), "score": (7.6, 0.4), "credit": (7.3, 0.5)}
 """Of the logarithm: mean and standard deviation, as the rule judge and the paper's cost table have them."""
-SETTLED_MINUTES = 10
+SETTLED_MINUTES = 20
 
 
 class Sent(NamedTuple):
@@ -73,7 +73,14 @@ def running_away(dice: random.Random, phase: str, before: int) -> int:
     return MAX_TOKENS if dice.random() < 0.03 else usual(dice, phase, before)
 
 
-JUDGES: dict[str, Length] = {each.__name__: each for each in (usual, heavy, growing, running_away)}
+def running_away_at_times(dice: random.Random, phase: str, before: int) -> int:
+    """Nothing out of the ordinary for 300 replies; then in every 200 a hundred of which one in thirty is cut."""
+    return (running_away if before >= 300 and before % 200 < 100 else usual)(dice, phase, before)
+
+
+JUDGES: dict[str, Length] = {
+    each.__name__: each for each in (usual, heavy, growing, running_away, running_away_at_times)
+}
 
 
 class _Jump(selectors.SelectSelector):
@@ -172,7 +179,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--limits", type=float, nargs="+", default=[300e3, 500e3, 1e6, 3e6])
     parser.add_argument("--judges", nargs="+", choices=JUDGES, default=list(JUDGES))
     parser.add_argument("--processes", type=int, default=2)

@@ -36,11 +36,11 @@ WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
 BURST_SECONDS, BURST_REQUESTS = 2.0, 5
 """Requests that may leave at once: those of so many seconds, and at least so many."""
-BURST_SHARE = 0.1
+BURST_SHARE = 0.2
 """Part of the minute's tokens that may leave at once; a single request always may."""
-PACE = 2.0
+PACE = 4.0
 """Of the limit, at which tokens may leave for a while: what waited for room may be made up for."""
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 """For which a request that waits for room lets smaller ones pass."""
 PASSING = 50
 """Requests behind it that may."""
@@ -280,12 +280,14 @@ class Limiter:
         if wait > 0:
             return 0, None, wait
         under_way = self._under_way(now)
+        # Whatever is sent, this much is held beside it; to find out how much more takes longer.
+        least = self._beyond(None, 0.0, under_way)
         wait = math.inf
         for number, asked in enumerate(waiting):
             if number and not self._within_budget(self._scale * asked.dollars):
                 continue
             expected = 0.0 if self._sizes is None else self._sizes.expect(_size_of(asked))
-            until = self._tokens.seconds_to_wait(expected, now)
+            until = self._tokens.seconds_to_wait(expected, now, held=least)
             if until <= 0:
                 held = self._beyond(asked, expected, under_way)
                 until = self._tokens.seconds_to_wait(expected, now, held=held)
@@ -377,12 +379,12 @@ class Limiter:
         counted = math.fsum(lease.use.amount for lease in leases if now - lease.at < WINDOW_SECONDS)
         return counted, self._sizes.under_way([_size(lease, now) for lease in leases], WINDOW_SECONDS)
 
-    def _beyond(self, asked: Asked, expected: float, under_way: tuple[float, UnderWay] | None) -> float:
-        """Tokens that a request and those under way may use beyond what is ``expected`` of it and counted for them."""
+    def _beyond(self, asked: Asked | None, expected: float, under_way: tuple[float, UnderWay] | None) -> float:
+        """Tokens that those under way and a request may use beyond what is counted for them and ``expected`` of it."""
         if self._sizes is None or under_way is None:
             return 0.0
         counted, sizes = under_way
-        return max(0.0, self._sizes.bound(sizes, _size_of(asked)) - counted - expected)
+        return max(0.0, self._sizes.bound(sizes, asked and _size_of(asked)) - counted - expected)
 
     def _expire(self, now: float) -> None:
         for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:

@@ -8,13 +8,13 @@ of the sum over the sizes that were seen,
 solved for the least b at which this is `RISK`. X_i of a reply that has been written for some seconds is distributed as
 those replies of its kind that took longer. Prompts are measured in bytes; how many tokens these are is learned too.
 
-The judge may do what was never seen. So there is room as well for replies under way that run to their cut, as many as
-the risk allows where each has the chance of something that was not seen once in all replies so far.
+The judge may do what was never seen. So there is always room as well for one reply under way that runs to its cut, and
+for more while too few have ended to tell that several at once are rarer than `MORE_UNSEEN_RISK`, by Laplace's rule of
+succession. Whatever is learned, this much of a limit stays unused: the most of a reply less its mean.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
@@ -26,6 +26,10 @@ from draco_ray.records import FloatArray
 
 RISK = 1e-4
 """That the requests under way come to more than is held for them, each time that one is to be sent."""
+UNSEEN_RISK = 3e-2
+"""As `RISK`, where a reply that runs to its cut, as if none had been seen that did, comes on top."""
+MORE_UNSEEN_RISK = 1e-3
+"""That more replies run to their cut at the same time than there is such room for."""
 LEARNED_AFTER = 12
 """Ended requests of a kind after which the next ones are expected to be like them; until then all that they may use."""
 LEARNED_AFTER_ALL = 40
@@ -138,6 +142,12 @@ class _Replies:
         sums_NT = np.cumsum(np.exp(log_NT[order[::-1]] - top_T), axis=0)[::-1]
         self._after_NT = np.log(sums_NT / np.arange(len(order), 0, -1)[:, None] + 1e-300) + top_T
 
+    def longer_N(self, seconds_N: FloatArray) -> FloatArray:
+        """Share that took longer than each, at least one of them."""
+        left_N = len(self._seconds) - np.searchsorted(self._seconds, seconds_N, side="right")
+        share_N: FloatArray = np.maximum(left_N, 1) / max(1, len(self._seconds))
+        return share_N
+
     def growth_NT(self, most_N: FloatArray, seconds_N: FloatArray) -> FloatArray:
         """log E[exp(t X)] of replies written for so many seconds; the most where too little is known."""
         most_NT: FloatArray = most_N[:, None] * self._t_T
@@ -207,49 +217,74 @@ class Sizes:
     def under_way(self, sizes: Sequence[Size], within: float) -> UnderWay:
         """Add up what is under way; what was sent more than ``within`` seconds ago only tells how long replies are."""
         found = UnderWay(np.zeros(len(self._t_T)))
+        found.cut = sum(size.seconds > self._longest for size in sizes)
         by_kind: dict[str, list[Size]] = defaultdict(list)
         for size in sizes:
             by_kind[size.kind].append(size)
         for kind, alike in by_kind.items():
             reply_NT = self._growth_NT(alike)
             counted_N = np.array([size.seconds < within for size in alike])
-            growth_NT = reply_NT + self._bytes.growth_NT(alike, self._t_T)
+            growth_NT = self._with_cuts_NT(alike, reply_NT, self._cut_chance(found.cut)) + self._bytes.growth_NT(
+                alike, self._t_T
+            )
             found.growth_T = found.growth_T + growth_NT[counted_N].sum(axis=0)
             found.replies[kind] = len(alike), _log_sum_T(reply_NT)
             found.count += int(counted_N.sum())
             found.most += sum(size.input_bytes + size.most_output for size in alike if size.seconds < within)
-            found.cut += sum(size.seconds > self._longest for size in alike)
             found.surplus = max(found.surplus, *map(self._surplus, alike))
         return found
 
-    def bound(self, under_way: UnderWay, size: Size) -> float:
-        """Tokens that those under way and one more will not exceed."""
+    def bound(self, under_way: UnderWay, size: Size | None = None) -> float:
+        """Tokens that those under way, and one more if there is one, will not exceed."""
+        if size is None:
+            return min(self._solve(under_way.growth_T, under_way.surplus, under_way.count), under_way.most)
         reply_T = self._growth_NT([size])[0]
         ended = max(1, len(self._of(size)))
         if size.kind in under_way.replies:
             # Short replies end first: those still under way belong to its like as much as those that have ended.
             writing, sum_T = under_way.replies[size.kind]
             reply_T = np.logaddexp(reply_T + math.log(ended), sum_T) - math.log(ended + writing)
-        if runs := sum(self._cuts) + under_way.cut:
-            cut = min(1.0, runs / (len(self._cuts) + under_way.cut))
-            reply_T = np.logaddexp(reply_T + math.log1p(-0.999 * cut), self._t_T * size.most_output + math.log(cut))
+        reply_T = self._with_cuts_NT([size], reply_T[None, :], self._cut_chance(under_way.cut))[0]
         growth_T = under_way.growth_T + reply_T + self._bytes.growth_NT([size], self._t_T)[0]
-        surplus = max(under_way.surplus, self._surplus(size))
-        found, log_risk = 0.0, math.log(RISK)
-        for number in itertools.count():
-            # As likely as so many of what was not seen once in all replies so far.
-            log_chance = number * math.log((under_way.count + 1) / (len(self._cuts) + 1)) - math.lgamma(number + 1)
-            rest = max(0.0, min(0.0, log_chance) - log_risk)
-            if number and not rest:
-                break
-            found = max(found, float(((growth_T + rest) / self._t_T).min()) + number * surplus)
+        found = self._solve(growth_T, max(under_way.surplus, self._surplus(size)), under_way.count + 1)
         return min(found, under_way.most + size.input_bytes + size.most_output)
+
+    def _solve(self, growth_T: FloatArray, surplus: float, count: int) -> float:
+        found = float(((growth_T - math.log(RISK)) / self._t_T).min())
+        log_chance = 0.0
+        for number in range(count):
+            # Laplace's rule of succession: another one after none in all replies so far, and ``number`` now.
+            log_chance += math.log(min(1.0, (count - number) / (len(self._cuts) + 1 + number)))
+            if number and log_chance < math.log(MORE_UNSEEN_RISK):
+                break
+            rest = max(0.0, log_chance - math.log(UNSEEN_RISK))
+            found = max(found, float(((growth_T + rest) / self._t_T).min()) + (number + 1) * surplus)
+        return found
 
     def _growth_NT(self, alike: Sequence[Size]) -> FloatArray:
         most_N = np.array([size.most_output for size in alike], dtype=float)
         if not self._knows(alike[0]):
             return most_N[:, None] * self._t_T
         return self._of(alike[0]).growth_NT(most_N, np.array([size.seconds for size in alike]))
+
+    def _cut_chance(self, writing: int) -> float:
+        """The chance of running to the cut; ``writing`` more, that seem to do so, are taken for replies that did."""
+        runs = sum(self._cuts) + writing
+        return (runs + 1) / (len(self._cuts) + writing + 1) if runs else 0.0
+
+    def _with_cuts_NT(self, alike: Sequence[Size], reply_NT: FloatArray, chance: float) -> FloatArray:
+        """log E[exp(t X)] of replies that also run to their cut with a chance learned over all kinds.
+
+        It is the higher for one the longer it has been written.
+        """
+        if not chance:
+            return reply_NT
+        seconds_N, most_N = np.array([(size.seconds, size.most_output) for size in alike]).T
+        chance_N = np.minimum(0.999, chance / self._of(alike[0]).longer_N(seconds_N))[:, None]
+        found_NT: FloatArray = np.logaddexp(
+            reply_NT + np.log1p(-chance_N), most_N[:, None] * self._t_T + np.log(chance_N)
+        )
+        return found_NT
 
     def _knows(self, size: Size) -> bool:
         return len(self._cuts) >= LEARNED_AFTER_ALL and len(self._of(size)) >= LEARNED_AFTER
@@ -258,4 +293,6 @@ class Sizes:
         return max(0.0, size.most_output - self._of(size).mean) if self._knows(size) else 0.0
 
     def _of(self, size: Size) -> _Replies:
-        return self._replies.setdefault(size.kind, _Replies(self._t_T))
+        if size.kind not in self._replies:
+            self._replies[size.kind] = _Replies(self._t_T)
+        return self._replies[size.kind]

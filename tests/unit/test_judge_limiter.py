@@ -144,11 +144,22 @@ def test_no_minute_holds_more_than_the_limit_however_long_replies_are(judge: str
     assert bench_limiter.fullest(sent) <= 500_000
 
 
-@pytest.mark.parametrize(("limit", "share"), [(300_000, 0.75), (1_000_000, 0.9)])
-def test_most_of_a_token_limit_is_used(limit: float, share: float) -> None:
-    sent = bench_limiter.simulate(limit, bench_limiter.usual, minutes=8, seed=0)
-    assert bench_limiter.share(sent, limit, 4, 8) >= share
+@pytest.mark.parametrize(("limit", "first", "last"), [(300_000, 20, 50), (1_000_000, 4, 8)])
+def test_nine_tenths_of_a_token_limit_are_used(limit: float, first: float, last: float) -> None:
+    """Once it is known that two replies at a time do not run to their cut, which takes 160 of them (docs/faults.md)."""
+    sent = bench_limiter.simulate(limit, bench_limiter.usual, minutes=last, seed=0)
+    assert bench_limiter.share(sent, limit, first, last) >= 0.9
     assert bench_limiter.fullest(sent) <= limit
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("judge", [bench_limiter.heavy, bench_limiter.running_away])
+def test_what_runs_to_its_cut_before_anything_is_known_exceeds_no_minute(
+    judge: bench_limiter.Length, seed: int
+) -> None:
+    """Of a limit of which one such reply is a twentieth; the first ones have not ended when they count."""
+    sent = bench_limiter.simulate(300_000, judge, minutes=5, seed=seed)
+    assert bench_limiter.fullest(sent) <= 300_000
 
 
 def end(limiter: Limiter, clock: Clock, count: int, tokens: float, seconds: float) -> None:
@@ -174,9 +185,9 @@ def test_until_enough_have_ended_the_most_is_held(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
     end(limiter, clock, LEARNED_AFTER_ALL - 1, tokens=4, seconds=10)
     assert granted(limiter, clock, asked(400)) == 2
-    clock.now += 2 * WINDOW_SECONDS
+    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
     end(limiter, clock, 7 * LEARNED_AFTER_ALL, tokens=4, seconds=50)
-    # Many like those before, and room for two that run to their cut.
+    # Many like those before, and room for one that runs to its cut.
     assert granted(limiter, clock, asked(400)) >= 5
     # Of another kind nothing is known.
     clock.now += 2 * WINDOW_SECONDS
@@ -310,6 +321,25 @@ def test_whatever_happens_the_books_stay_within_the_budget(requests: list[tuple[
             billed += dollars
         assert limiter.spent + limiter.reserved <= 2.0 + 1e-9
         assert billed <= 2.0 + 1e-9
+
+
+def test_what_is_under_way_may_run_to_its_cut_as_others_did(clock: Clock) -> None:
+    """Also where none of its own kind has: one in six replies of another phase did."""
+    few, many = (
+        Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock),
+        Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock),
+    )
+    for limiter, every in ((few, 10**9), (many, 6)):
+        for number in range(6 * LEARNED_AFTER_ALL):
+            kind = "score" if number % 2 else "credit"
+            grant, _ = limiter.lease(asked(150, kind=kind))
+            assert grant is not None
+            clock.now += 10
+            limiter.settle(grant.number, ended(150 if kind == "score" and number % every == 3 else 4))
+            clock.now += WINDOW_SECONDS
+    assert granted(few, clock, asked(150, kind="credit"), 1.0) == 10
+    clock.now += 2 * WINDOW_SECONDS
+    assert 3 <= granted(many, clock, asked(150, kind="credit"), 1.0) <= 7
 
 
 async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Clock) -> None:
