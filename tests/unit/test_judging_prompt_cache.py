@@ -142,4 +142,12 @@ def test_what_it_would_have_cost_without_stands_beside() -> None:
     assert "uncached" in shown.splitlines()[0]
     assert "which served 80% of the input" in shown
     assert not without_prompt_cache(calls, lambda model: None)
+
     assert "uncached" not in cost_table(phase_costs(calls), {})
+
+
+def test_what_the_prompt_cache_saved_adds_up_by_phase_at_each_models_price() -> None:
+    call = replace(a_call("score", 1, "t", 0), input_tokens=1000, cached_tokens=800, dollars=0.01)
+    calls = [replace(call, model=model) for model in ("m", "another", "m")]
+    without = without_prompt_cache(calls, {"m": Price(input=10.0, cached_input=1.0, output=0.0)}.get)
+    assert without == {"score": pytest.approx(2 * (0.01 + 800 * 9.0 / 1e6))}

@@ -90,7 +90,8 @@ def test_a_rubric_file_that_cannot_be_used_is_told(tmp_path: Path, content: obje
 def test_costs_add_up_by_phase_and_replays_are_free() -> None:
     calls = [
         CALL,
-        replace(CALL, requests=3, error="unusable"),
+        replace(CALL, requests=3, error="unusable", reasoning_tokens=7, estimated_dollars=0.125),
+        replace(CALL, reasoning_tokens=4, estimated_dollars=0.25),
         replace(CALL, requests=0, dollars=0.0),
         replace(CALL, phase="credit", dollars=0.25),
     ]
@@ -98,22 +99,25 @@ def test_costs_add_up_by_phase_and_replays_are_free() -> None:
     assert list(costs) == list(PHASES)
     assert costs["stage1"] == PhaseCost()
     assert costs["score"] == PhaseCost(
-        calls=2,
+        calls=3,
         replayed=1,
-        requests=4,
+        requests=5,
         failures=1,
-        input_tokens=2000,
-        cached_tokens=800,
-        output_tokens=20,
-        dollars=1.0,
-        seconds=4.0,
+        input_tokens=3000,
+        cached_tokens=1200,
+        output_tokens=30,
+        reasoning_tokens=11,
+        dollars=1.5,
+        estimated_dollars=0.375,
+        seconds=6.0,
     )
     assert costs["score"].cached_share == pytest.approx(0.4)
-    assert total_cost(costs).dollars == pytest.approx(1.25)
+    assert total_cost(costs).dollars == pytest.approx(1.75)
     table = cost_table(costs).splitlines()
-    assert len(table) == 1 + len(PHASES) + 1
-    assert table[-1].startswith("total")
-    assert "1.2500" in table[-1]
+    assert len(table) == 1 + len(PHASES) + 2
+    assert table[-2].startswith("total")
+    assert "1.7500" in table[-2]
+    assert "$0.3750" in table[-1]
 
 
 def test_configured_prices_are_found_by_name_without_provider() -> None:
