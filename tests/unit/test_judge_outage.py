@@ -44,6 +44,34 @@ def test_failures_of_requests_that_were_sent_before_the_pause_are_one() -> None:
     assert not outage.must_ask()
 
 
+def test_a_pause_begins_anew_with_what_was_sent_since_the_last_one_began() -> None:
+    outage = Outage(max_seconds=600)
+
+    def fails(sent_at: float, now: float) -> float:
+        outage.failed(Trouble.UNAVAILABLE, "503", None, sent_at, now)
+        return outage.seconds_to_wait(now)
+
+    assert 0.5 <= fails(sent_at=0.0, now=10.0) <= 1.0
+    # Sent before that: it says nothing new, however late it is.
+    assert fails(sent_at=9.9, now=20.0) == 0.0
+    again = fails(sent_at=10.0, now=20.0)
+    assert 1.0 <= again <= 2.0
+    assert fails(sent_at=20.0, now=20.5) == pytest.approx(again - 0.5)
+    assert 2.0 <= fails(sent_at=20.0, now=20.0 + again) <= 4.0
+
+
+def test_the_longest_wait_that_was_asked_for_holds() -> None:
+    outage = Outage(max_seconds=600)
+    for sent_at, hint in enumerate((20.0, 5.0)):
+        outage.failed(Trouble.RATE_LIMITED, "429", hint, sent_at, sent_at)
+    assert 19.0 <= outage.seconds_to_wait(1.0) <= 20.0
+    # Without a hint it holds as well, and a later one may ask for more.
+    outage.failed(Trouble.RATE_LIMITED, "429", None, 2.0, 2.0)
+    assert outage.seconds_to_wait(2.0) >= 18.0
+    outage.failed(Trouble.RATE_LIMITED, "429", 30.0, 2.0, 2.0)
+    assert outage.seconds_to_wait(2.0) >= 30.0
+
+
 def test_a_rate_limit_makes_everybody_wait_as_long_as_it_says() -> None:
     outage = Outage(max_seconds=600)
     outage.failed(Trouble.RATE_LIMITED, "429", 7.0, 0.0, 0.0)
