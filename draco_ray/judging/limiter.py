@@ -384,7 +384,7 @@ class Limiter:
         if self._sizes is None or under_way is None:
             return 0.0
         counted, sizes = under_way
-        return max(0.0, self._sizes.bound(sizes, asked and _size_of(asked)) - counted - expected)
+        return max(0.0, self._sizes.bound(sizes, None if asked is None else _size_of(asked)) - counted - expected)
 
     def _expire(self, now: float) -> None:
         for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:

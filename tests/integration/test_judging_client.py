@@ -393,9 +393,9 @@ async def test_replies_of_versions_that_stored_no_cost_are_replayed(tmp_path: Pa
     with ScriptedJudgeServer(Reply("fine")) as server:
         cache = ReplyCache(tmp_path)
         client = LiteLLMClient(config(server.base), cache)
-        old = {"text": "kept", "finish_reason": "stop", "model": "openai/scripted"}
+        old: dict[str, object] = {"text": "kept", "finish_reason": "stop", "model": "openai/scripted"}
         old |= {"input_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
-        await cache.put(client._key(ask()), dict(old))
+        await cache.put(client._key(ask()), old)
         replayed = await client(ask())
     assert server.requests == []
     assert (replayed.text, replayed.paid, replayed.input_tokens) == ("kept", None, 3)
