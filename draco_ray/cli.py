@@ -538,6 +538,48 @@ def replay(
 
 
 @app.command(
+    epilog="Try:  draco agreement labels.jsonl      draco agreement labels.jsonl --run runs/NAME --judge "
+    "openai/gpt-5.4-mini"
+)
+def agreement(
+    labels: Annotated[list[Path], typer.Argument(metavar="FILE", help="Labels exported from draco report's page.")],
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The labelled run: try examples of corrected verdicts.")
+    ] = None,
+    judge: Annotated[
+        str, typer.Option(help="With --run: LiteLLM's name of a judge, own (the run's), or rules, the offline judge.")
+    ] = "own",
+    examples: Annotated[int, typer.Option(min=1, help="With --run: most corrected verdicts to show.")] = 12,
+    folds: Annotated[int, typer.Option(min=2, help="With --run: parts, each judged with the others' examples.")] = 4,
+    api_base: Annotated[str | None, typer.Option(help="With --run: the judge's endpoint.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="With --run: the variable that holds its key, else <PROVIDER>_API_KEY.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tables; none are written unless told.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Measure a judge against people's labels, and what examples of corrected verdicts change."""
+    from rich.console import Console
+
+    from draco_ray.commands.agreement import Held
+    from draco_ray.commands.agreement import agreement as measure
+    from draco_ray.lab.analysis.judges import NamedJudge
+
+    held = None
+    if run is not None:
+        named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
+        held = Held(run=run, judge=named, examples=examples, folds=folds, trust=trust)
+    elif judge != "own" or api_base or api_key_env:
+        from draco_ray.errors import ConfigError
+
+        raise ConfigError(
+            "--judge, --api-base, --api-key-env: only together with --run DIR, whose prompts are asked again"
+        )
+    for path in measure(labels, held, out=out, console=Console(highlight=False, soft_wrap=True, width=120)):
+        typer.echo(path)
+
+
+@app.command(
     name="attribution-bench",
     epilog="Try:  draco attribution-bench --tasks 5      draco attribution-bench --run runs/NAME --judge "
     "openai/gpt-5.4-mini",

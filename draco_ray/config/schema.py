@@ -345,6 +345,11 @@ class JudgeConfig(Tree):
     """Folder of the prompt set."""
     environment_facts: str | None = None
     """What every prompt says of the environment; null: what the environment says of itself."""
+    examples: Path | None = None
+    """Labels, as draco report's page exports them: the verdicts that a person corrected are shown to the scoring call
+    as examples. Whether that helps, draco agreement measures."""
+    max_examples: int = Field(12, ge=1)
+    """Most corrected verdicts that are shown: the first in the file."""
     max_stage1_criteria: int = Field(15, ge=1)
     """Most criteria that stage 1 may write; more are cut."""
     max_stage2_criteria: int = Field(10, ge=1)

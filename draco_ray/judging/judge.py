@@ -18,6 +18,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
+from draco_ray.judging.labels import examples_of
 from draco_ray.judging.parsing import Parsed, check_finish
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.base import Question
@@ -176,8 +177,11 @@ def build_judge(config: JudgeConfig, leases: Leases | None = None, servers: Serv
 
 
 def prompts_of(config: JudgeConfig) -> Prompts:
-    """The prompt set of a configuration, with its secret and its facts. Raises: as `load_prompts`, `evidence_key`."""
-    return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts)
+    """The prompt set of a configuration, with its secret, its facts and its examples.
+
+    Raises: as `load_prompts`, `evidence_key`, `examples_of`.
+    """
+    return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts, examples_of(config))
 
 
 def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], tokenizer: Any, name: str) -> Judge:

@@ -16,6 +16,7 @@ from typing import Any
 from draco_ray.config.load import project_file
 from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
+from draco_ray.judging.labels import examples_of
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union
@@ -65,7 +66,7 @@ def judge_context(config: DracoConfig) -> JudgeContext:
 
     With a static rubric there is no union: it is then a credit call, whose template may show its rollout twice.
 
-    Raises: ConfigError: the prompt set is missing.
+    Raises: ConfigError: the prompt set is missing, or its examples are.
     """
     agent, judge, group = config.agent, config.judge, config.algorithm.group_size
     dynamic = config.algorithm.rubric == "dynamic"
@@ -80,7 +81,7 @@ def judge_context(config: DracoConfig) -> JudgeContext:
         shows=f"the union prompt shows all {group} rollouts of a group"
         if dynamic
         else "a credit prompt shows a rollout",
-        instructions=_tokens(len(template)) + 2 * agent.max_prompt_length,
+        instructions=_tokens(len(template) + len(examples_of(judge))) + 2 * agent.max_prompt_length,
         rollouts=(group if dynamic else 2) * rollout,
         criteria=criteria * CRITERION_TOKENS,
         reply=judge.max_tokens + judge.reasks * _tokens(QUOTED_REPLY_CHARACTERS),

@@ -14,6 +14,7 @@ from draco_ray.config.load import project_file
 from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.score import Score
 from draco_ray.judging.render import evidence_code
 
 FACTS = "environment_facts"
@@ -37,10 +38,16 @@ class Prompts:
     judged."""
     facts: str = ""
     """What every prompt may say of the environment: ``{{ environment_facts }}``."""
+    examples: str = ""
+    """Corrected verdicts, put before the scoring call's prompt (`draco_ray.judging.labels.examples_text`)."""
 
     def code(self, identity: str) -> str:
         """The code of evidence about ``identity``: a group, so that its prompts share their beginnings."""
         return evidence_code(self.key, identity)
+
+    def length(self, phase: str) -> int:
+        """Characters of a prompt of ``phase`` before its placeholders are filled."""
+        return len(self.templates[phase]) + (len(self.examples) if phase == Score.name else 0)
 
     def fill(self, phase: str, values: Mapping[str, object]) -> str:
         """The prompt of ``phase``. A placeholder inside a value stays text: values are never looked into.
@@ -53,10 +60,11 @@ class Prompts:
         def value(match: re.Match[str]) -> str:
             text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS else str(values[match[1]])
             # A block begins on a line of its own, wherever somebody's template puts it.
-            before = match.string[: match.start()]
-            return f"\n{text}" if "\n" in text and before and not before.endswith("\n") else text
+            start = match.string[: match.start()]
+            return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
-        return _PLACEHOLDER.sub(value, self.templates[phase])
+        before = self.examples if phase == Score.name else ""
+        return before + _PLACEHOLDER.sub(value, self.templates[phase])
 
 
 def evidence_key(folder: Path | None) -> bytes:
@@ -86,13 +94,14 @@ def evidence_key(folder: Path | None) -> bytes:
         raise StoreError(f"the judge's evidence key cannot be kept in {path}: {error.strerror}") from None
 
 
-def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None) -> Prompts:
+def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examples: str = "") -> Prompts:
     """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Args:
         folder: the phases' templates under their file names.
         key: `evidence_key`, wherever anybody is judged.
         facts: of the environment; None: nothing is said of it.
+        examples: put before the scoring call's prompt.
 
     Raises:
         ConfigError: a missing file, an unknown placeholder, or a missing one that the phase cannot do without.
@@ -114,7 +123,7 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None) -> Pr
                 wanted = " or ".join(f"{{{{ {name} }}}}" for name in sorted(names))
                 raise ConfigError(f"prompt {path}: {wanted} is missing; without it the judge sees nothing to judge")
         templates[phase.name] = text
-    return Prompts(folder=folder, templates=templates, key=key, facts=facts or "")
+    return Prompts(folder=folder, templates=templates, key=key, facts=facts or "", examples=examples)
 
 
 def render_phase(phase: str, folder: Path) -> str:

@@ -59,7 +59,7 @@ def estimate(
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
 
     def add(phase: str, characters: int, reply: int, calls: int = 1) -> None:
-        tokens = (len(prompts.templates[phase]) + characters) // CHARACTERS_PER_TOKEN
+        tokens = (prompts.length(phase) + characters) // CHARACTERS_PER_TOKEN
         dollars = None if price is None else calls * price_of(price, tokens, 0, reply)
         found[phase] += PhaseEstimate(
             calls=calls, input_tokens=calls * tokens, output_tokens=calls * reply, dollars=dollars

@@ -125,7 +125,7 @@ class GroupJudgement:
 
 def room_of(context_tokens: int, config: DracoConfig, prompts: Prompts) -> Room:
     """What a judge of this context has place for beside instructions, rubric, its own verdicts and its reply."""
-    template = max(map(len, prompts.templates.values()))
+    template = max(map(prompts.length, prompts.templates))
     judge = config.judge
     tokens = context_tokens - judge.max_tokens
     characters = CHARACTERS_PER_TOKEN * tokens - template

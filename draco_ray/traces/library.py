@@ -18,6 +18,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge import prompts_of
 from draco_ray.judging.judge_context import judge_tokens
+from draco_ray.judging.labels import examples_of
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.outage import Outage
@@ -109,7 +110,7 @@ def plan(
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:
         raise ConfigError(f"--context {tokens}: a reply alone may take judge.max_tokens={judge.max_tokens}; give more")
-    prompts = load_prompts(judge.prompts)
+    prompts = load_prompts(judge.prompts, examples=examples_of(judge))
     return Plan(
         config=of_run,
         prompts=prompts,

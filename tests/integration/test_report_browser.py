@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
 from draco_ray.records import Criterion
 from tests.support import small_run as small_run_module
@@ -214,6 +215,51 @@ def test_search_reaches_the_task_and_every_prompt(browser: Browser, words: str, 
     browser.click(f".hits a[href='{links[0]}']")
     at(browser, links[0])
     assert browser.run("document.querySelector('.view:not([hidden]) .target').id") == links[0].rsplit("/", 1)[1]
+
+
+def test_labels_of_verdicts_are_kept_and_exported(browser: Browser, page: str, tmp_path: Path) -> None:
+    place = f"#rollout/1/{TASKS[0]}/1/c1"
+    browser.run("localStorage.clear()")
+    browser.goto(page + place)
+    at(browser, place)
+    assert texts(browser, "#label button") == ["right", "wrong: pass", "wrong: not applicable", "right", "wrong"]
+    browser.click("[data-label='verdict 1']")
+    browser.click("[data-label='citation false']")
+    browser.run("document.querySelector('#label-steps').value = '1, 2, 77'")
+    browser.run("document.querySelector('#label-steps').dispatchEvent(new Event('change'))")
+    browser.run(f"document.querySelector('#label-note').value = {json.dumps(HOSTILE)}")
+    browser.run("document.querySelector('#label-note').dispatchEvent(new Event('change'))")
+    assert texts(browser, "#c1 .tag.label") == ["marked wrong"]
+    browser.goto(page + f"#rollout/2/{TASKS[1]}/0/c2")
+    at(browser, f"#rollout/2/{TASKS[1]}/0/c2")
+    browser.click("[data-label='verdict 1']")
+    browser.click("[data-label='verdict 1']")
+    assert texts(browser, "#c2 .tag.label") == []
+    browser.click("[data-label='citation true']")
+    # They are there when the page is opened again, and go into a file that the command reads.
+    browser.goto("about:blank")
+    browser.goto(f"{page}#labels")
+    at(browser, "#labels")
+    assert len(texts(browser, "#labels tbody tr")) == 2
+    browser.downloads(tmp_path)
+    browser.click("#label-export")
+    path = tmp_path / "labels.jsonl"
+    browser.wait_until(path.exists)
+    first, second = load_labels([path])
+    assert (first.judge, first.verdict, first.citation, first.steps) == (-1, 1, False, (1, 2))
+    assert (first.evidence, first.note, first.cited, first.drawn) == (HOSTILE, HOSTILE, (2,), False)
+    assert (second.verdict, second.citation, second.steps) == (None, True, None)
+    browser.click("#label-draw")
+    browser.wait("location.hash.startsWith('#rollout/')")
+    browser.wait("document.querySelector('[data-label^=verdict]')")
+    browser.click("[data-label^=verdict]")
+    assert [label.drawn for label in parsed(browser.run("labelLines()"), tmp_path)] == [False, False, True]
+    browser.run("localStorage.clear()")
+
+
+def parsed(lines: str, folder: Path) -> list[Label]:
+    (folder / "again.jsonl").write_text(lines)
+    return load_labels([folder / "again.jsonl"])
 
 
 ADVERSARIAL = {

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +92,18 @@ class Browser:
             time.sleep(0.05)
         raise TimeoutError(f"{condition}; console: {self.console}")
 
+    def wait_until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+        """Wait for something outside the page.
+
+        Raises:
+            TimeoutError: it does not come.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{condition}; console: {self.console}")
+            time.sleep(0.05)
+
     def click(self, selector: str) -> None:
         """Click the middle of the first element that matches, as a mouse does: what lies on top gets it."""
         found = json.dumps(selector)
@@ -110,6 +123,10 @@ class Browser:
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
         self.call("Input.dispatchKeyEvent", type="keyDown", **key)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def downloads(self, folder: Path) -> None:
+        """Save what the page offers for download in ``folder``."""
+        self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def screenshot(self, path: Path) -> None:
         """Write what is in the window as a PNG."""

@@ -32,13 +32,16 @@ from draco_ray.runs.judged import judged_rates, read_judged
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
 
+SCRIPTS = ("report.js", "labels.js", "search.js", "route.js")
+"""Parts of the page's one script, in order: the last begins."""
+
 Row = dict[str, Any]
 
 
 def write_report(run: RunDirectory, path: Path) -> None:
     """Write the page; it grows a group at a time, so the run need not fit in memory."""
     assets = files("draco_ray.lab.report") / "assets"
-    script = (assets / "report.js").read_text(encoding="utf-8")
+    script = "".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     environment = Environment(
         loader=PackageLoader("draco_ray.lab.report", "assets"),
         autoescape=True,
@@ -65,13 +68,18 @@ def write_report(run: RunDirectory, path: Path) -> None:
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         groups=groups(),
-        index=lambda: pack({"run": run.path.name, "groups": summaries}),
+        index=lambda: pack({"run": run.path.name, "id": run_id(run), "groups": summaries}),
         percent=lambda value: "–" if value is None else percent(value),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     page.enable_buffering(64)
     with whole_file(path) as temporary:
         page.dump(str(temporary), encoding="utf-8")
+
+
+def run_id(run: RunDirectory) -> str:
+    """What tells a run from others of its name, from its first rollout on: its configuration."""
+    return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
 def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:

@@ -212,7 +212,7 @@ async function rolloutView(place, number, rest) {
     ["ended", words(rollout.ended)], ["steps", rollout.turns.filter((turn) => turn.step !== null).length],
     ["sampled tokens", rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0)], ["seconds", fixed(rollout.seconds, 1)], ["policy version", rollout.policy_version]];
   const turns = el("div.turns", {}, rollout.turns.map((turn, order) => turnCard(turn, order, text, here, share)));
-  const panel = el("aside.panel", {}, el("h2", {}, "Verdicts"), el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(criterion, at, rollout, here))), el("div", { id: "why" }));
+  const panel = el("aside.panel", {}, el("h2", {}, "Verdicts"), el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" }));
   return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, step ${group.step}`), " › ", others]),
     el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null),
     el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
@@ -258,7 +258,7 @@ function turnCard(turn, order, text, here, share) {
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
 }
 
-function verdictItem(criterion, at, rollout, here) {
+function verdictItem(group, criterion, at, rollout, here) {
   const verdict = rollout.verdicts[at];
   const credit = rollout.credit[at];
   const value = verdict ? verdict[0] : null;
@@ -266,11 +266,11 @@ function verdictItem(criterion, at, rollout, here) {
   return el("li" + (criterion.survived === false ? ".dropped" : ""), {},
     el("a.row", { href: here("c" + (at + 1)), id: "c" + (at + 1), "data-steps": credit ? credit.steps.join(",") : "" },
       el("span.verdict." + (value === null ? "na" : KIND[value]), {}, value === null ? "·" : MARK[value]),
-      el("span", {}, criterion.survived === false ? el("s", {}, criterion.title) : criterion.title, differs ? el("em.tag", {}, `credit call: ${WORD[credit.verdict]}`) : null),
+      el("span", {}, criterion.survived === false ? el("s", {}, criterion.title) : criterion.title, differs ? el("em.tag", {}, `credit call: ${WORD[credit.verdict]}`) : null, labelTag(labels.kept.get(labelKey(group, rollout.rollout, at)))),
       el("span.muted.steps", {}, credit && credit.steps.length ? plural(credit.steps.length, "step") : "")));
 }
 
-function choose(at, data, number, scroll) {
+function choose(at, group, data, number, scroll) {
   const rollout = data.rollouts.find((one) => one.rollout === number);
   if (!rollout) return;
   const criterion = data.criteria[at];
@@ -287,6 +287,7 @@ function choose(at, data, number, scroll) {
   why.replaceChildren(el("section.why", {}, el("h3", {}, criterion.title), el("p", {}, criterion.description),
     verdict ? [el("h4", {}, "Verdict: " + WORD[verdict[0]]), el("p", {}, verdict[2]), el("h4", {}, "Evidence"), el("p", {}, verdict[1] || "–")] : el("p", {}, "Not scored."),
     credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? (credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", ") : "none cited"), el("p", {}, credit.explanation)] : el("p.muted", {}, "The credit call said nothing about it."),
+    verdict ? labelForm(group, data, rollout, at) : null,
     el("details", {}, el("summary", {}, "How it is to be judged"), el("p", {}, criterion.evaluator_instruction))));
   const card = cited.find((node) => node.classList.contains("turn"));
   if (scroll && card) card.scrollIntoView({ block: "center" });
@@ -294,114 +295,3 @@ function choose(at, data, number, scroll) {
 
 const reader = (data) => (numbers) => (numbers ? numbers.map((number) => data.lines[number]).join("\n") : "");
 
-// ---- search through every message
-
-async function foundView(query, mine) {
-  // On the text itself: a lower-case letter can be longer than its capital, and places would shift.
-  const wanted = new RegExp(query.replace(/[\\^$.*+?()[\]{}|\/]/g, "\\$&"), "iu");
-  const list = el("ul.hits"), state = el("p.muted", { id: "found-state" });
-  const box = document.getElementById("found");
-  box.replaceChildren(el("h1", {}, "Messages with “", query, "”"), state, list);
-  let hits = 0;
-  for (let place = 0; place < index.groups.length && hits < 300; place++) {
-    const data = await inflate("g" + place);
-    if (mine !== ticket) return;
-    const group = index.groups[place];
-    const lines = new Set();
-    data.lines.forEach((line, number) => { if (wanted.test(line)) lines.add(number); });
-    const note = (link, where, numbers) => {
-      const line = (numbers || []).find((number) => lines.has(number));
-      if (line === undefined || hits >= 300) return;
-      hits++;
-      list.append(el("li", {}, el("a", { href: link }, `step ${group.step} · ${group.task} · ${where}`), snippet(data.lines[line], wanted)));
-    };
-    if (lines.size) {
-      data.prompt.forEach((message, at) => note(`${groupLink(group)}/p${at + 1}`, `${message.role} message`, message.text));
-      data.calls.forEach((call, at) => { const link = `${groupLink(group)}/call${at + 1}`; note(link, `${call.phase} prompt`, call.prompt); note(link, `${call.phase} reply`, call.reply); });
-      for (const rollout of data.rollouts) {
-        const said = new Set(rollout.turns.flatMap((turn) => [turn.before, turn.action, turn.after, turn.observation].flatMap((part) => part || [])));
-        rollout.turns.forEach((turn, at) => note(rolloutLink(group, rollout.rollout, "t" + (at + 1)), `rollout ${rollout.rollout}, turn ${at + 1}`, [turn.before, turn.action, turn.after, turn.observation].flatMap((part) => part || [])));
-        rollout.calls.forEach((call, at) => {
-          const link = rolloutLink(group, rollout.rollout, `call${at + 1}`);
-          // A prompt repeats the trajectory: what is in that was found there.
-          note(link, `rollout ${rollout.rollout}, ${call.phase} prompt`, (call.prompt || []).filter((number) => !said.has(number)));
-          note(link, `rollout ${rollout.rollout}, ${call.phase} reply`, call.reply);
-        });
-      }
-    }
-    if (place % 20 === 0) state.textContent = `${hits} found, ${place + 1} of ${index.groups.length} groups searched`;
-  }
-  state.textContent = hits >= 300 ? "The first 300; search for something rarer." : `${plural(hits, "message")} found.`;
-}
-
-function snippet(line, wanted) {
-  const { index: at, 0: hit } = wanted.exec(line);
-  const from = Math.max(0, at - 60), end = at + hit.length;
-  return el("p", {}, from ? "…" : "", line.slice(from, at), el("mark", {}, hit), line.slice(end, end + 160));
-}
-
-// ---- where we are
-
-let standing = "";
-
-function decoded(part) {
-  try {
-    return decodeURIComponent(part);
-  } catch {
-    return part;
-  }
-}
-
-async function route() {
-  const mine = ++ticket;
-  const [view, step, task, ...rest] = location.hash.slice(1).split("/").map(decoded);
-  const name = ["groups", "group", "rollout", "found"].includes(view) ? view : "overview";
-  let place = -1;
-  if (name === "group" || name === "rollout") place = index.groups.findIndex((group) => String(group.step) === step && group.task === task);
-  const key = name === "rollout" ? `${name}/${step}/${task}/${rest[0]}` : name === "overview" ? name : location.hash.replace(/\/(call|p)\d+$/, "");
-  const part = name === "rollout" ? rest[1] : rest[0];
-  if (standing !== key) {
-    const box = document.getElementById(name);
-    if (name === "groups") box.replaceChildren(...groupsView());
-    else if (name === "found") foundView(step || "", mine);
-    else if (name !== "overview") {
-      const content = place < 0 ? [el("p", {}, "No such group in this report.")] : name === "group" ? await groupView(place) : await rolloutView(place, Number(rest[0]), rest[1]);
-      if (mine !== ticket) return;
-      box.replaceChildren(...content.filter(Boolean));
-    }
-    for (const section of document.querySelectorAll(".view")) section.hidden = section.id !== name;
-    for (const link of document.querySelectorAll("header nav a")) link.classList.toggle("here", link.dataset.view === (name === "overview" ? "overview" : "groups"));
-    standing = key;
-    window.scrollTo(0, 0);
-  }
-  if (name === "rollout" && place >= 0) choose(part && part[0] === "c" && part.slice(0, 4) !== "call" ? Number(part.slice(1)) - 1 : -1, await open(place), Number(rest[0]), true);
-  if (part && /^(t|p|call)\d+$/.test(part)) {
-    const target = document.querySelector(`#${name} [id="${part}"]`);
-    if (target) {
-      if (target.tagName === "DETAILS") target.open = true;
-      target.scrollIntoView({ block: "start" });
-      for (const node of document.querySelectorAll(".target")) node.classList.remove("target");
-      target.classList.add("target");
-    }
-  }
-  document.body.dataset.ready = location.hash || "#overview";
-}
-
-async function start() {
-  index = await inflate("index");
-  const query = document.getElementById("query");
-  query.disabled = false;
-  document.getElementById("search").addEventListener("submit", (event) => {
-    event.preventDefault();
-    // Half of a character, of a careless paste, cannot be part of an address.
-    const wanted = query.value.trim().replace(/\p{Cs}/gu, "\ufffd");
-    if (wanted) location.hash = "found/" + encodeURIComponent(wanted);
-  });
-  window.addEventListener("hashchange", route);
-  await route();
-}
-
-start().catch((error) => {
-  const old = typeof DecompressionStream === "undefined";
-  document.querySelector("main").prepend(el("p.bad", { role: "alert" }, old ? "Groups need a browser of 2023 or later (DecompressionStream)." : `The report cannot be read: ${error.message}`));
-});
