@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 Interval = tuple[float, float]
 """Start and end, seconds."""
@@ -40,6 +40,26 @@ def hidden_seconds(work: Iterable[Interval], behind: Iterable[Interval]) -> floa
     """
     cover = merged(behind)
     return sum(max(0, min(end, stop) - max(start, begin)) for start, end in work for begin, stop in cover)
+
+
+def seconds_together(lanes: Mapping[str, Iterable[Interval]]) -> dict[frozenset[str], float]:
+    """Seconds for which exactly these lanes run at the same time, so that they add up to when any does.
+
+    >>> seconds_together({"a": [(0, 2), (0, 1)], "b": [(1, 4)]}) == {
+    ...     frozenset({"a"}): 1, frozenset({"a", "b"}): 1, frozenset({"b"}): 2
+    ... }
+    True
+    """
+    changes = sorted(
+        change for lane, work in lanes.items() for start, end in merged(work) for change in ((start, lane), (end, lane))
+    )
+    running: frozenset[str] = frozenset()
+    found: dict[frozenset[str], float] = {}
+    for index, (moment, lane) in enumerate(changes):
+        if running and moment > changes[index - 1][0]:
+            found[running] = found.get(running, 0) + moment - changes[index - 1][0]
+        running = running ^ {lane}
+    return found
 
 
 def hidden_share(work: Iterable[Interval], behind: Iterable[Interval]) -> float | None:

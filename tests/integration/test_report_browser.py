@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from draco_ray.lab.report.page import write_report
 from draco_ray.records import Criterion
 from tests.support import small_run as small_run_module
 from tests.support.browser import NAMES, Browser, find_browser
-from tests.support.small_run import HOSTILE, PROMPT, TASKS, small_run
+from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, small_run
 
 PROGRAM = find_browser()
 DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
@@ -86,7 +87,7 @@ def test_from_the_overview_to_the_steps_behind_a_verdict(browser: Browser) -> No
     at(browser, f"#group/1/{TASKS[0]}")
     assert texts(browser, "#matrix tbody s") == ["Never <i>fails</i>"]
     assert texts(browser, "#matrix tbody a.verdict") == ["✓", "✗", "✓", "✗", "✓", "–"]
-    assert texts(browser, "#matrix thead tr:nth-child(2) td") == ["reward R", "+1.00", "−1.00"]
+    assert texts(browser, "#matrix thead tr:nth-child(2) td") == ["+1.00", "−1.00"]
 
     browser.click("#matrix tbody tr:nth-child(2) td:nth-child(2) a")
     at(browser, f"#rollout/1/{TASKS[0]}/0/c2")
@@ -167,7 +168,7 @@ def test_a_link_leads_to_its_message(browser: Browser, page: str) -> None:
     assert browser.run("document.querySelector('#group #call2').open") is True
     browser.goto(f"{page}#rollout/2/{TASKS[1]}/1")
     at(browser, f"#rollout/2/{TASKS[1]}/1")
-    browser.click("#rollout #p2 summary a")
+    browser.click("#rollout #p2 .linkto")
     at(browser, f"#rollout/2/{TASKS[1]}/1/p2")
     assert browser.run("document.querySelector('#rollout .target').id") == "p2"
 
@@ -180,18 +181,22 @@ def test_filters_narrow_the_list(browser: Browser) -> None:
     assert browser.run(rows) == 2
     choose(browser, "#filter-step", "2")
     assert browser.run(rows) == 1
-    assert texts(browser, "#count") == ["1 of 4 groups"]
+    assert texts(browser, "#count") == ["1 of 6 groups"]
     choose(browser, "#filter-kind", "nosignal")
     assert browser.run(rows) == 0
+
+
+def found(browser: Browser) -> list[str]:
+    browser.wait("document.getElementById('found-state')?.textContent.endsWith('found.')")
+    return browser.run("[...document.querySelectorAll('.hits a')].map(n => n.getAttribute('href'))")
 
 
 def test_search_finds_messages_and_leads_to_them(browser: Browser) -> None:
     browser.type("#query", "SHOW_TRANSACTIONS")
     browser.enter()
-    browser.wait("document.getElementById('found-state')?.textContent.endsWith('found.')")
-    links = browser.run("[...document.querySelectorAll('.hits a')].map(n => n.getAttribute('href'))")
-    # Two prompts of each group and one message of each rollout.
-    assert len(links) == 4 * (2 + 2)
+    # One message of each rollout, evaluated ones too, and not the prompts that repeat them.
+    links = found(browser)
+    assert len(links) == 4 * 2 + 2
     assert f"#rollout/2/{TASKS[1]}/1/t1" in links
     browser.click(f".hits a[href='#rollout/2/{TASKS[1]}/1/t1']")
     at(browser, f"#rollout/2/{TASKS[1]}/1/t1")
@@ -199,22 +204,219 @@ def test_search_finds_messages_and_leads_to_them(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "links"),
+    ("words", "role", "scope", "links"),
     [
         # What the task says is a message; what only a judge's prompt says is found there.
-        (f"do {TASKS[0]}", [f"#group/{step}/{TASKS[0]}/p2" for step in (1, 2)]),
-        ("grade this run", [f"#rollout/1/{TASKS[0]}/1/call1", f"#group/2/{TASKS[1]}/call2"]),
+        (f"do {TASKS[0]}", "task", "trained", [f"#group/{step}/{TASKS[0]}/p2" for step in (1, 2)]),
+        (
+            "grade this run",
+            "prompt",
+            f"task {TASKS[0]}",
+            [f"#rollout/1/{TASKS[0]}/1/call1", f"#group/2/{TASKS[0]}/call2"],
+        ),
+        ("second line", "agent", "at 2", [f"#rollout/2/{task}/{rollout}/t1" for task in TASKS for rollout in (0, 1)]),
+        ("ok", "environment", "evaluated", [f"#rollout/test%20after%20step%202/{task}/0/t2" for task in TASKS]),
+        ("[]", "reply", "at 1", [f"#group/1/{TASKS[0]}/call1", f"#rollout/1/{TASKS[1]}/0/call2"]),
     ],
 )
-def test_search_reaches_the_task_and_every_prompt(browser: Browser, words: str, links: list[str]) -> None:
+def test_search_is_by_role_and_scope(browser: Browser, words: str, role: str, scope: str, links: list[str]) -> None:
     browser.type("#query", words)
     browser.enter()
-    browser.wait("document.getElementById('found-state')?.textContent.endsWith('found.')")
-    found = browser.run("[...document.querySelectorAll('.hits a')].map(n => n.getAttribute('href'))")
-    assert set(links) <= set(found)
+    found(browser)
+    choose(browser, "#found-role", role)
+    browser.wait(f"decodeURIComponent(document.body.dataset.ready).includes('/{role}/')")
+    choose(browser, "#found-scope", scope)
+    browser.wait(f"decodeURIComponent(document.body.dataset.ready).endsWith({json.dumps(scope)})")
+    hits = found(browser)
+    assert set(links) <= set(hits)
+    if role in ("agent", "environment"):
+        assert sorted(hits) == sorted(links)
     browser.click(f".hits a[href='{links[0]}']")
     at(browser, links[0])
     assert browser.run("document.querySelector('.view:not([hidden]) .target').id") == links[0].rsplit("/", 1)[1]
+
+
+def test_the_keyboard_goes_through_lists_and_to_neighbours(browser: Browser) -> None:
+    focused = "document.activeElement.getAttribute('href')"
+    browser.click("nav a[data-view=groups]")
+    at(browser, "#groups")
+    browser.press("j")
+    assert browser.run(focused) == f"#group/1/{TASKS[0]}"
+    browser.press("j")
+    assert browser.run(focused) == f"#group/1/{TASKS[1]}"
+    browser.press("k")
+    browser.enter()
+    at(browser, f"#group/1/{TASKS[0]}")
+    browser.press("ArrowRight")
+    at(browser, f"#group/1/{TASKS[1]}")
+    browser.press("ArrowLeft")
+    at(browser, f"#group/1/{TASKS[0]}")
+    browser.press("j")
+    assert browser.run(focused) == f"#rollout/1/{TASKS[0]}/0/c1"
+    browser.enter()
+    at(browser, f"#rollout/1/{TASKS[0]}/0/c1")
+    browser.press("j")
+    browser.press("j")
+    assert browser.run(focused) == f"#rollout/1/{TASKS[0]}/0/t2"
+    browser.press("ArrowRight")
+    at(browser, f"#rollout/1/{TASKS[0]}/1")
+    browser.press("/")
+    assert browser.run("document.activeElement.id") == "query"
+    # What is typed is text.
+    browser.press("j")
+    assert browser.run("document.getElementById('query').value") == "j"
+    browser.press("Escape")
+    browser.press("?")
+    assert browser.run("document.getElementById('keys').hidden") is False
+
+
+def test_evidence_leads_to_the_steps_it_names(browser: Browser, page: str) -> None:
+    place = f"#rollout/1/{TASKS[0]}/0/c1"
+    browser.goto(page + place)
+    at(browser, place)
+    assert texts(browser, "#why a.tostep") == ["2"]
+    browser.click("#why a.tostep")
+    at(browser, f"#rollout/1/{TASKS[0]}/0/t2")
+    assert browser.run("document.querySelector('.target').id") == "t2"
+    rollout = "{turns: [{step: 1}, {step: null}, {step: 2}, {step: 12}]}"
+    for words, links in (
+        ("Step 1 and step 12", ["t1", "t4"]),
+        ("steps 1, 2, and 7", ["t1", "t3"]),
+        ("Steps 1-2 (not 12)", ["t1", "t3"]),
+        ("footsteps 1, 12 steps", []),
+    ):
+        said = f"withSteps({json.dumps(words)}, {rollout}, (part) => part)"
+        assert browser.run(f"{said}.filter(n => n.href !== undefined).map(n => n.getAttribute('href'))") == links, words
+        assert browser.run(f"{said}.map(n => n.textContent ?? n).join('')") == words
+
+
+def test_groups_are_sorted_and_exported(browser: Browser, tmp_path: Path) -> None:
+    browser.click("nav a[data-view=groups]")
+    at(browser, "#groups")
+    rows = "[...document.querySelectorAll('.list tbody a.item')].map(n => n.getAttribute('href'))"
+    browser.click("th[data-column=task] button")
+    assert browser.run(rows) == [f"#group/{step}/{task}" for task in TASKS for step in (1, 2)]
+    browser.click("th[data-column=task] button")
+    assert browser.run(rows) == [f"#group/{step}/{task}" for task in TASKS[::-1] for step in (1, 2)]
+    assert browser.run("document.querySelector('th[data-column=task]').ariaSort") == "descending"
+    browser.downloads(tmp_path)
+    browser.click(f".list a[href='#group/1/{TASKS[0]}']")
+    at(browser, f"#group/1/{TASKS[0]}")
+    browser.click("#group .export")
+    path = tmp_path / f"{TASKS[0]}-1.json"
+    browser.wait_until(path.exists)
+    group = json.loads(path.read_text(encoding="utf-8"))
+    assert group["rollouts"][0]["turns"][0]["action"] == CODE
+    assert group["rollouts"][1]["verdicts"]["0"][0] == -1
+    assert group["calls"][0]["prompt"] == PROMPT
+
+
+def test_code_is_coloured_and_copied(browser: Browser, page: str) -> None:
+    browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/0")
+    at(browser, f"#rollout/1/{TASKS[0]}/0")
+    assert texts(browser, "#t1 pre.code .string") == ["'second line'"]
+    assert texts(browser, "#t1 pre.code .called") == ["print", "show_transactions", "print"]
+    assert texts(browser, "#t1 pre.code") == [CODE]
+    browser.click("#t1 .copied:has(pre.code) button.copy")
+    browser.wait("document.querySelector('#t1 .copied:has(pre.code) button.copy').textContent === 'copied'")
+    assert browser.run("navigator.clipboard.readText()") == CODE
+    for code in ("x = 'a", '"""b', "#", "f'{x}' # 'no'", "1_000.5e-3", "'\\\\'", "a\n\n"):
+        assert browser.run(f"colored({json.dumps(code)}).map(n => n.textContent ?? n).join('')") == code
+
+
+def test_any_steps_timeline_is_there(browser: Browser) -> None:
+    title = "document.querySelector('#timeline svg').getAttribute('aria-label')"
+    assert browser.run(title) == "Step 2: what ran when"
+    choose(browser, "#timeline-step", "1")
+    browser.wait(f"{title} === 'Step 1: what ran when'")
+
+
+def test_a_task_in_all_steps_and_two_rollouts_side_by_side(browser: Browser, page: str) -> None:
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/0")
+    at(browser, f"#rollout/1/{TASKS[0]}/0")
+    other = f"#beside/1/{TASKS[0]}/0/test%20after%20step%202/{TASKS[0]}/0"
+    offered = browser.run("[...document.getElementById('beside-with').options].map(o => o.value)")
+    assert offered == [
+        "",
+        f"#beside/1/{TASKS[0]}/0/1/{TASKS[0]}/1",
+        *(f"#beside/1/{TASKS[0]}/0/2/{TASKS[0]}/{rollout}" for rollout in (0, 1)),
+        other,
+    ]
+    choose(browser, "#beside-with", f"#beside/1/{TASKS[0]}/0/2/{TASKS[0]}/1")
+    at(browser, f"#beside/1/{TASKS[0]}/0/2/{TASKS[0]}/1")
+    assert texts(browser, "#both tbody a.verdict") == ["✓", "✗", "✓", "✗", "✓", "–"]
+    assert len(texts(browser, ".side article")) == 6
+    assert browser.run("document.querySelectorAll('#both tr.differs').length") == 3
+    browser.goto(page + other)
+    at(browser, other)
+    assert "solvedyes" in texts(browser, ".side:nth-child(2) .facts")[0]
+    browser.goto(f"{page}#task/{TASKS[0]}")
+    at(browser, f"#task/{TASKS[0]}")
+    assert texts(browser, "#task a.item") == ["step 1", "step 2", "test after step 2"]
+    assert texts(browser, "#task table.matrix tbody tr:first-child td") == ["1 of 2", "1 of 2"]
+
+
+def test_held_out_rollouts_are_listed_and_opened(browser: Browser) -> None:
+    browser.click("nav a[data-view=groups]")
+    at(browser, "#groups")
+    choose(browser, "#filter-of", "evaluated")
+    assert texts(browser, ".list tbody .chip") == ["✓", "✗"]
+    browser.click(".list tbody .chip.minus")
+    place = f"#rollout/test%20after%20step%202/{TASKS[1]}/0"
+    at(browser, place)
+    assert "Not solved: 1 of 2 tests passed." in texts(browser, "#rollout .panel")[0]
+    assert len(texts(browser, "#rollout article")) == 3
+
+
+PLACES = (
+    "#overview",
+    "#groups",
+    f"#group/1/{TASKS[0]}",
+    f"#rollout/1/{TASKS[0]}/0/c1",
+    f"#rollout/test%20after%20step%202/{TASKS[0]}/0",
+    f"#task/{TASKS[0]}",
+    f"#beside/1/{TASKS[0]}/0/2/{TASKS[0]}/1",
+    "#labels",
+    "#found/show/agent/trained",
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser: Browser, page: str, scheme: str) -> None:
+    browser.look(scheme=scheme)
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+    browser.run(f"{axe}; 0")
+    for place in PLACES:
+        browser.goto(page + place)
+        at(browser, place)
+        violations = browser.run("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
+        told = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in violations]
+        assert told == [], (place, told)
+    browser.look()
+
+
+@pytest.mark.parametrize(("width", "media"), [(400, "screen"), (800, "screen"), (718, "print")])
+def test_a_group_of_six_is_readable(started_browser: Browser, tmp_path: Path, width: int, media: str) -> None:
+    path = tmp_path / "report.html"
+    write_report(small_run(tmp_path / "run", steps=1, size=6), path)
+    started_browser.look(width=width, media=media)
+    for place in (*PLACES[:4], f"#rollout/1/{TASKS[0]}/5", f"#beside/1/{TASKS[0]}/0/1/{TASKS[0]}/5"):
+        started_browser.goto("about:blank")
+        started_browser.goto(path.as_uri() + place)
+        at(started_browser, place)
+        wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert started_browser.run(wide), place
+        if place.startswith("#group/"):
+            # The names of the criteria and the sixth rollout's verdicts, without scrolling.
+            for cell in (
+                "#matrix tbody td:first-child summary",
+                "#matrix tbody td:last-child a, #matrix tbody td:last-child",
+            ):
+                box = started_browser.run(f"document.querySelector('{cell}').getBoundingClientRect().toJSON()")
+                assert 0 <= box["left"] < box["right"] <= width, (cell, box)
+                assert box["right"] - box["left"] >= 20, (cell, box)
+    started_browser.look()
 
 
 def test_labels_of_verdicts_are_kept_and_exported(browser: Browser, page: str, tmp_path: Path) -> None:

@@ -118,6 +118,19 @@ class Browser:
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")
         self.call("Input.insertText", text=text)
 
+    def look(self, *, width: int = 1400, media: str = "screen", scheme: str = "light") -> None:
+        """See the page at a width in pixels, on a screen or on paper, in a light or a dark scheme."""
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", media=media, features=features)
+
+    def press(self, key: str) -> None:
+        """Press a key by its name, e.g. ``j`` or ``ArrowRight``."""
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
     def enter(self) -> None:
         """Press the enter key."""
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}

@@ -1,7 +1,11 @@
-"""A small run directory with known numbers: two steps, two tasks, two rollouts each, hostile text everywhere."""
+"""A small run directory with known numbers: two steps, two tasks, two rollouts each, hostile text everywhere.
+
+After the last step both tasks are evaluated, a rollout each; the first is solved.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,8 +104,8 @@ def rubric(task: str) -> list[Criterion]:
     return [criterion(f"Only {task}"), criterion("Closes the task"), criterion("Never <i>fails</i>")]
 
 
-def advantages(step: int, task: str) -> GroupAdvantages:
-    """Rollout 0 wins, all of it on step 2 (cited by passes); rollout 1 loses, inert."""
+def advantages(step: int, task: str, size: int = 2) -> GroupAdvantages:
+    """Rollout 0 wins, all of it on step 2 (cited by passes); the others lose, inert."""
     return GroupAdvantages(
         group=f"step{step}/{task}",
         surviving_K=np.array([True, True, False]),
@@ -116,31 +120,35 @@ def advantages(step: int, task: str) -> GroupAdvantages:
                 fallback=CreditFallback.NONE,
                 inert=False,
             ),
-            RolloutAdvantage(
-                rollout=1,
-                reward=-1.0,
-                advantage=-0.7,
-                quality_M=np.array([0.0, 0.0]),
-                step_advantage_M=np.array([-1.05, -0.525]),
-                cited_M=np.array([False, True]),
-                fallback=CreditFallback.NONE,
-                inert=True,
+            *(
+                RolloutAdvantage(
+                    rollout=rollout,
+                    reward=-1.0,
+                    advantage=-0.7,
+                    quality_M=np.array([0.0, 0.0]),
+                    step_advantage_M=np.array([-1.05, -0.525]),
+                    cited_M=np.array([False, True]),
+                    fallback=CreditFallback.NONE,
+                    inert=True,
+                )
+                for rollout in range(1, size)
             ),
         ),
     )
 
 
-def write_group(store: RunStore, step: int, task: str) -> None:
+def write_group(store: RunStore, step: int, task: str, size: int = 2) -> None:
     """All rows of one credited group."""
-    share = advantages(step, task)
+    share = advantages(step, task, size)
     store.write("criteria", step, task, rows.criterion_rows(step, task, rubric(task), share))
     store.write("proposals", step, task, rows.proposal_rows(step, task, rubric(task)))
-    store.write("advantages", step, task, rows.advantage_rows(step, task, share, {0: [2, 4], 1: [2, 4]}))
-    group = {"state": "credited", "rollouts": 2, "lost": 0, "unscored": 0, "credit_failures": 0, "reason": None}
+    tokens = {rollout: [2, 4] for rollout in range(size)}
+    store.write("advantages", step, task, rows.advantage_rows(step, task, share, tokens))
+    group = {"state": "credited", "rollouts": size, "lost": 0, "unscored": 0, "credit_failures": 0, "reason": None}
     store.write("groups", step, task, [{"training_step": step, "task_id": task, **group}])
     calls = [a_call("stage1", step, task, None), a_call("union", step, task, None)]
     spans = []
-    for rollout in range(2):
+    for rollout in range(size):
         trajectory = a_trajectory(step, task, rollout)
         key = f"{task}-{rollout}"
         verdicts = [
@@ -173,12 +181,12 @@ def write_group(store: RunStore, step: int, task: str) -> None:
     )
 
 
-def small_run(path: Path, steps: int = 2) -> RunDirectory:
+def small_run(path: Path, steps: int = 2, size: int = 2) -> RunDirectory:
     """The run; every step has the same numbers, so that they can be said in a test."""
     store = RunStore(RunDirectory.create(path, CONFIG))
     for step in range(1, steps + 1):
         for task in TASKS:
-            write_group(store, step, task)
+            write_group(store, step, task, size)
         begin = 100.0 * step
         learning = {"training_step": step, "stage": "learning", "started_at": begin + 12, "ended_at": begin + 17}
         store.write("spans", step, "policy", [learning])
@@ -196,6 +204,10 @@ def small_run(path: Path, steps: int = 2) -> RunDirectory:
                 for task in TASKS
             ]
             store.write("evaluations", step, "test", rows.evaluation_rows(step, "test", evaluations))
+            for task in TASKS:
+                played = replace(a_trajectory(step, task, 0), policy_version=step)
+                store.write("evaluation_trajectories", step, task, rows.trajectory_rows(step, played))
+                store.write("evaluation_steps", step, task, rows.step_rows(step, played))
         line = {"step": step, "reward": 0.0, "kl": 0.001 * step, "rollouts": 4, "judge_dollars": 0.24, "seconds": 20.0}
         store.finish_step(step, {**line, "seconds_learning": 5.0, "seconds_sync": 1.0})
     return store.directory

@@ -182,9 +182,35 @@ def test_seconds_add_up_to_the_step_and_show_the_overlap(run: RunDirectory) -> N
         "generation": 8.0,
         "generation and judging": 2.0,
         "judging": 2.0,
+        "learning beside others": 0.0,
         "learning": 5.0,
         "weight sync": 1.0,
+        "checkpoint": 0.0,
         "other": 2.0,
+    }
+
+
+def test_learning_beside_judging_is_counted_once(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "overlapping", "seed: 0\n"))
+    # 100-110 s; a rollout of this step was begun in the one before.
+    named = [
+        ("rollout", 96, 104),
+        ("rollout", 101, 105),
+        ("score", 103, 107),
+        ("learning", 104, 108),
+        ("sync", 108, 110),
+    ]
+    spans = [{"training_step": 1, "stage": stage, "started_at": start, "ended_at": end} for stage, start, end in named]
+    store.write("spans", 1, "all", spans)
+    store.finish_step(1, {"step": 1, "seconds": 10.0, "seconds_learning": 4.0, "seconds_sync": 2.0})
+    seconds = {row["stage"]: row["seconds"] for row in stage_seconds(store.directory).to_pylist()}
+    assert sum(seconds.values()) == pytest.approx(10.0)
+    assert {stage: value for stage, value in seconds.items() if value} == {
+        "generation": 3.0,
+        "generation and judging": 1.0,
+        "learning beside others": 3.0,
+        "learning": 1.0,
+        "weight sync": 2.0,
     }
 
 

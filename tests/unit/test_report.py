@@ -10,11 +10,14 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.commands.report import write
 from draco_ray.errors import ConfigError
-from draco_ray.lab.report.groups import pack, packed_groups, unpack
-from draco_ray.lab.report.page import write_report
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.lab.evaluation.trajectories import keep_trajectory
+from draco_ray.lab.report.groups import pack, packed_evaluations, packed_groups, unpack
+from draco_ray.lab.report.page import KINDS, ceiling, write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from tests.support.evaluations import a_result
 from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_trajectory, small_run
 
 
@@ -36,10 +39,62 @@ def text(data: dict, numbers: list[int]) -> str:
 
 def test_the_page_holds_every_group_and_an_index(page: str) -> None:
     packed = re.findall(r'<script type="text/plain" id="(\w+)">([\w+/=]*)</script>', page)
-    assert [name for name, _ in packed] == ["g0", "g1", "g2", "g3", "index"]
+    assert [name for name, _ in packed] == ["w1", "w2", *(f"g{place}" for place in range(6)), "index"]
     index = unpack(packed[-1][1])
-    assert [(group["step"], group["task"]) for group in index["groups"]] == [(s, t) for s in (1, 2) for t in TASKS]
-    assert unpack(packed[2][1])["rollouts"][1]["share"]["reward"] == -1.0
+    trained = [(step, task) for step in (1, 2) for task in TASKS]
+    assert [(group["step"], group["task"]) for group in index["groups"]] == [*trained, *((2, task) for task in TASKS)]
+    assert unpack(packed[4][1])["rollouts"][1]["share"]["reward"] == -1.0
+
+
+def test_evaluated_rollouts_are_groups_of_their_measurement(run: RunDirectory) -> None:
+    solved, failed = packed_evaluations(run)
+    assert (solved.summary["key"], solved.summary["split"], solved.summary["task"]) == (
+        "test after step 2",
+        "test",
+        TASKS[0],
+    )
+    assert solved.summary["rollouts"] == [[0, "finished", None, None, None, None, True]]
+    data = unpack(failed.data)
+    assert data["rollouts"][0]["outcome"] == {"success": False, "tests": [1, 2], "failures": []}
+    assert text(data, data["rollouts"][0]["turns"][0]["action"]) == CODE
+
+
+def test_evaluations_of_a_finished_run_are_in_the_page(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "small", steps=1)
+    plan = Plan(
+        benchmark="appworld",
+        split="dev",
+        label="l",
+        policy="p",
+        runs=1,
+        measurements=("step00001",),
+        tasks={TASKS[0]: 1},
+    )
+    directory = EvaluationDirectory.begin(run.path / "evaluations" / "last", plan)
+    directory.add("step00001", a_result(TASKS[0], 0, True))
+    keep_trajectory(directory, "step00001", a_trajectory(1, TASKS[0], 0))
+    *_, last = packed_evaluations(run)
+    assert (last.summary["key"], last.summary["step"], last.summary["split"]) == ("last step00001", 1, "dev")
+    assert last.summary["rollouts"][0][6] is True
+    # One that another program wrote is no reason not to show the run.
+    (run.path / "evaluations" / "last" / "evaluation.json").write_text("{}")
+    assert [group.summary["split"] for group in packed_evaluations(run)] == ["test", "test"]
+
+
+def test_every_step_has_its_timeline_in_the_same_colours(run: RunDirectory, page: str) -> None:
+    drawings = [unpack(found) for found in re.findall(r'id="w\d">([\w+/=]*)<', page)]
+    assert all(f"Step {step}: what ran when" in drawing for step, drawing in enumerate(drawings, 1))
+    colors = [set(re.findall(r"#[0-9a-f]{6}", drawing)) for drawing in drawings]
+    assert colors == [{KINDS["rollout"], KINDS["score"], KINDS["learning"]}] * 2
+    assert len(set(KINDS.values())) == len(KINDS)
+
+
+def test_the_ceiling_of_a_pass_rate_is_said_where_there_is_one(run: RunDirectory, page: str, tmp_path: Path) -> None:
+    # Of the default group size.
+    assert page.count("5 of 6 at most, so 83% is the ceiling") == 2
+    other = RunDirectory.create(tmp_path / "other", "algorithm: {rule: no_dropout}\n")
+    assert ceiling(other) == ""
+    assert "3 of 4" in ceiling(RunDirectory.create(tmp_path / "four", "algorithm: {group_size: 4}\n"))
 
 
 def test_nothing_in_the_page_is_loaded_from_elsewhere(page: str) -> None:
@@ -48,8 +103,8 @@ def test_nothing_in_the_page_is_loaded_from_elsewhere(page: str) -> None:
 
 
 def test_hostile_text_never_becomes_markup(page: str) -> None:
-    # Four groups, the index and the page's own script.
-    assert page.lower().count("</script") == page.lower().count("<script") == 6
+    # Two timelines, six groups, the index and the page's own script.
+    assert page.lower().count("</script") == page.lower().count("<script") == 10
     assert "<img" not in page
     assert "<i>" not in page
     assert "Never &lt;i&gt;fails&lt;/i&gt;" in page

@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageColor
 
-from draco_ray.lab.report.charts import Series, compact, heat, heat_map, line_chart, percent, stacked_bars, timeline
-from draco_ray.lab.report.drawing import Box, Dot, Drawing, Line, Text, palette
+from draco_ray.lab.report.charts import (
+    SOLVED,
+    Series,
+    compact,
+    heat,
+    heat_map,
+    line_chart,
+    percent,
+    stacked_bars,
+    timeline,
+)
+from draco_ray.lab.report.drawing import OTHER, Box, Dot, Drawing, Line, Text, palette
 from draco_ray.lab.report.figures import write_figure
 from draco_ray.lab.report.svg import shortened, text_width, to_svg
 
@@ -81,17 +91,37 @@ def test_no_data_is_said() -> None:
         stacked_bars("t", ["1"], {"a": [0.0]}),
         stacked_bars("t", [], {}),
         heat_map("t", [], [], []),
-        timeline("t", {}),
+        timeline("t", {}, colors={}),
     ):
         assert "nothing recorded" in words(drawing)
 
 
 def test_overlapping_work_gets_tracks_of_its_own() -> None:
-    drawing = timeline("t", {"rollout": [(0, 4), (1, 3), (4, 5)]})
+    drawing = timeline("t", {"rollout": [(0, 4), (1, 3), (4, 5)]}, colors={})
     first, second, third = [shape for shape in drawing.shapes if isinstance(shape, Box)]
     assert first.y != second.y
     assert first.y == third.y
     assert first.width == pytest.approx(2 * second.width)
+
+
+def test_a_kind_has_one_colour_wherever_it_stands() -> None:
+    colors = {"learning": "#123456", "rollout": "#654321"}
+    for lanes in (
+        {"rollout": [(0.0, 1.0)], "learning": [(1.0, 2.0)]},
+        {"learning": [(1.0, 2.0)], "other": [(0.0, 1.0)]},
+    ):
+        drawing = timeline("t", lanes, colors=colors)
+        found = [shape.color for shape in drawing.shapes if isinstance(shape, Box)]
+        assert found == [colors.get(name, OTHER) for name in lanes]
+    stacked = stacked_bars("t", ["1"], {"learning": [1.0], "rollout": [2.0]}, colors=colors)
+    assert [bar.color for bar in bars(stacked)] == ["#123456", "#654321"]
+
+
+def test_what_is_solved_is_marked_and_what_was_never_asked_stays_blank() -> None:
+    drawing = heat_map("t", ["a", "b"], ["1", "2"], [[0.5, None], [None, None]], marks={(0, 1): "solved"})
+    assert [bar.hint for bar in bars(drawing)] == ["a, training step 1: 50%", "a, training step 2: solved"]
+    assert words(drawing).count("✓") == 1
+    assert [bar.color for bar in bars(drawing)][1] == SOLVED
 
 
 def test_colours_and_numbers() -> None:

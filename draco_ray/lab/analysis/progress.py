@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.runs.rows import Row
-from draco_ray.training.overlap import busy_seconds, hidden_seconds, merged
+from draco_ray.training.overlap import seconds_together
 
 TERMINATIONS = pa.schema(
     [
@@ -139,29 +140,68 @@ def success(run: RunDirectory) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SUCCESS)
 
 
-def stage_seconds(run: RunDirectory) -> pa.Table:
-    """Where the wall time of each finished step went: rows that add up to the step.
+STAGES = (
+    "generation",
+    "generation and judging",
+    "judging",
+    "learning beside others",
+    "learning",
+    "weight sync",
+    "checkpoint",
+    "other",
+)
+"""Of `stage_seconds`, in order; two that run at the same time are a stage of their own."""
 
-    Stages: ``generation`` alone, ``generation and judging`` at the same time, ``judging`` alone, ``learning``,
-    ``weight sync``, and ``other`` for what is left. Learning that ran beside judging leaves less for ``other``.
+
+def stage_seconds(run: RunDirectory) -> pa.Table:
+    """Where the wall time of each finished step went: rows that add up to the step, no second twice.
+
+    Args:
+        run: of older ones a stage may be timed in the metrics only: it then has what the others leave, up to its time.
+
+    Returns: a row a step and stage of `STAGES`. Work of a step that was done ahead, before the step began, counts for
+        the step it was done in as ``other``.
     """
     rows = []
     for line in run.metrics():
         step = int(line["step"])
         spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
-        generation = [(span["started_at"], span["ended_at"]) for span in spans if span["stage"] == "rollout"]
-        judging = merged((span["started_at"], span["ended_at"]) for span in spans if span["stage"] in PHASES)
-        both = hidden_seconds(judging, behind=generation)
-        seconds = {
-            "generation": busy_seconds(generation) - both,
-            "generation and judging": both,
-            "judging": busy_seconds(judging) - both,
-            "learning": line.get("seconds_learning") or 0.0,
-            "weight sync": line.get("seconds_sync") or 0.0,
-        }
-        seconds["other"] = max(0.0, (line.get("seconds") or 0.0) - sum(seconds.values()))
+        seconds = _of_step(spans, line)
         rows += [
-            {"run": run.path.name, "training_step": step, "stage": stage, "seconds": value}
-            for stage, value in seconds.items()
+            {"run": run.path.name, "training_step": step, "stage": stage, "seconds": seconds[stage]} for stage in STAGES
         ]
     return pa.Table.from_pylist(rows, schema=SECONDS)
+
+
+def _of_step(spans: Sequence[Row], line: Row) -> dict[str, float]:
+    total = line.get("seconds")
+    ends = max((span["ended_at"] for span in spans), default=0.0)
+    begins = min((span["started_at"] for span in spans), default=0.0) if total is None else ends - total
+    lanes: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for span in spans:
+        kind = "judging" if span["stage"] in PHASES else _KINDS.get(span["stage"])
+        start, end = max(span["started_at"], begins), span["ended_at"]
+        if kind is not None and end > start:
+            lanes[kind].append((start, end))
+    seconds = dict.fromkeys(STAGES, 0.0)
+    for together, value in seconds_together(lanes).items():
+        seconds[_stage(together)] += value
+    left = math.inf if total is None else max(0.0, total - sum(seconds.values()))
+    for kind, column in (("learning", "seconds_learning"), ("weight sync", "seconds_sync")):
+        if kind not in lanes:
+            seconds[kind] = min(left, line.get(column) or 0.0)
+            left -= seconds[kind]
+    seconds["other"] = 0.0 if total is None else left
+    return seconds
+
+
+_KINDS = {"rollout": "generation", "learning": "learning", "sync": "weight sync", "checkpoint": "checkpoint"}
+
+
+def _stage(together: frozenset[str]) -> str:
+    """The stage for what runs at the same time."""
+    if together == {"generation", "judging"}:
+        return "generation and judging"
+    if "learning" in together and len(together) > 1:
+        return "learning beside others"
+    return next(kind for kind in ("weight sync", "checkpoint", "learning", "judging", "generation") if kind in together)

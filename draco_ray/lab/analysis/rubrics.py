@@ -137,6 +137,21 @@ def criterion_pass_rates(run: RunDirectory) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=CRITERION_PASS_RATES)
 
 
+def left_out(run: RunDirectory) -> set[tuple[int, str]]:
+    """(training step, `title_key`) of what was proposed in a step and stands in no rubric of it.
+
+    The union leaves out what no rollout of a group fails: a criterion that is solved has no verdicts any more.
+    """
+    kept, proposed = (
+        {
+            (row["training_step"], title_key(row["title"]))
+            for row in run.table(name, columns=["training_step", "title"]).to_pylist()
+        }
+        for name in ("criteria", "proposals")
+    )
+    return proposed - kept
+
+
 def criteria_census(run: RunDirectory) -> pa.Table:
     """One row per criterion of the run, most judged first.
 

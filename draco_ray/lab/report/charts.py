@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draco_ray.lab.report.drawing import GRID, INK, MUTED, Box, Dot, Drawing, Line, Text, palette
+from draco_ray.lab.report.drawing import GRID, INK, MUTED, OTHER, Box, Dot, Drawing, Line, Text, palette
 from draco_ray.lab.report.svg import shortened, text_width
 
 WIDTH, HEIGHT = 320.0, 190.0
@@ -14,7 +14,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 10.0, 24.0, 30.0
 _MOST_DOTS = 60
 _LEGEND_LINE, _LABEL_LINE = 11.0, 8.5
 _MOST_LABEL_LINES = 4
-_HEAT = ((201, 72, 91), (236, 196, 110), (47, 158, 119))
+_HEAT = ((226, 128, 142), (236, 196, 110), (88, 180, 145))
+SOLVED = "#dcefe7"
+"""Behind the mark of a row that has nothing more to say in a column of a heat map."""
 
 Number = Callable[[float], str]
 
@@ -130,6 +132,7 @@ def stacked_bars(
     whole: float | None = None,
     axis: str = "training step",
     all_labels: bool = False,
+    colors: Mapping[str, str] | None = None,
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Drawing:
@@ -139,6 +142,7 @@ def stacked_bars(
         labels: one per bar.
         parts: name of a part -> its value in every bar, >= 0.
         whole: the top of the y axis; None takes the tallest bar.
+        colors: of the parts by name; None takes the palette in order.
         all_labels: show every label, in several lines where they are too wide for one; otherwise every second, third...
     """
     drawing = _titled(title, width, height)
@@ -146,7 +150,8 @@ def stacked_bars(
     if not tallest:
         return _empty(drawing)
     low, high, ticks = _axis(0.0, whole or tallest)
-    frame = _Frame(drawing, 0, len(labels), low, high, _legend(drawing, list(parts)))
+    color = [palette(index) if colors is None else colors.get(name, OTHER) for index, name in enumerate(parts)]
+    frame = _Frame(drawing, 0, len(labels), low, high, _legend(drawing, list(parts), color))
     frame.y_axis(ticks, number)
     slot = (frame.right - frame.left) / len(labels)
     bar = min(slot * 0.8, 46.0) if len(labels) <= _MOST_DOTS else slot
@@ -160,7 +165,7 @@ def stacked_bars(
             if tall > 0:
                 floor -= tall
                 hint = f"{name}, {label}: {number(values[place])}"
-                drawing.add(Box(middle - bar / 2, floor, bar, tall, palette(index), hint))
+                drawing.add(Box(middle - bar / 2, floor, bar, tall, color[index], hint))
         if all_labels or place % every == 0:
             shown = shortened(label, 7, slot * (lines if all_labels else every))
             half = text_width(shown, 7) / 2
@@ -176,10 +181,19 @@ def heat_map(
     columns: Sequence[str],
     values: Sequence[Sequence[float | None]],
     *,
+    marks: Mapping[tuple[int, int], str] | None = None,
     axis: str = "training step",
     width: float = 2 * WIDTH,
 ) -> Drawing:
-    """Shares in [0, 1] as colours, red over amber to green; ``values[row][column]``, None stays blank."""
+    """Shares in [0, 1] as colours, red over amber to green.
+
+    Args:
+        rows: their names.
+        columns: theirs.
+        values: ``values[row][column]``; None is no colour.
+        marks: (row, column) without a value -> what its check mark means; blank without either.
+        axis: what a column is.
+    """
     names, line = 190.0, 14.0
     drawing = _titled(title, width, _TOP + len(rows) * line + _BOTTOM)
     if not rows or not columns:
@@ -189,13 +203,15 @@ def heat_map(
         y = _TOP + place * line
         drawing.add(Text(names - 6, y + 9.5, shortened(name, 8, names - 12), 8, "end"))
         for column, share in enumerate(shares):
-            if share is None:
+            mark = (marks or {}).get((place, column))
+            if share is None and mark is None:
                 continue
             x = names + column * cell
-            hint = f"{name}, {axis} {columns[column]}: {percent(share)}"
-            drawing.add(Box(x, y, max(cell - 1, 0.6), line - 1.5, heat(share), hint))
-            if cell >= 24:
-                drawing.add(Text(x + (cell - 1) / 2, y + 9, percent(share), 7, "middle", "#1a1d21"))
+            said, color = (mark, SOLVED) if share is None else (percent(share), heat(share))
+            drawing.add(Box(x, y, max(cell - 1, 0.6), line - 1.5, color, f"{name}, {axis} {columns[column]}: {said}"))
+            if cell >= (8 if share is None else 24):
+                shown = "✓" if share is None else percent(share)
+                drawing.add(Text(x + (cell - 1) / 2, y + 9, shown, 7, "middle", "#1a1d21"))
     every = math.ceil(len(columns) * (text_width(columns[-1], 7) + 8) / (cell * len(columns)))
     floor = _TOP + len(rows) * line
     for column in range(0, len(columns), every):
@@ -205,9 +221,17 @@ def heat_map(
 
 
 def timeline(
-    title: str, lanes: Mapping[str, Sequence[tuple[float, float]]], *, width: float = 2 * WIDTH, line: float = 20.0
+    title: str,
+    lanes: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    colors: Mapping[str, str],
+    width: float = 2 * WIDTH,
+    line: float = 20.0,
 ) -> Drawing:
-    """When each kind of work ran: a lane each, its (start, end) intervals in seconds; overlapping ones share a lane."""
+    """When each kind of work ran: a lane each, its (start, end) intervals in seconds; overlapping ones share a lane.
+
+    ``colors`` is by lane, so that a kind has the same on every timeline; grey for others.
+    """
     drawing = _titled(title, width, _TOP + len(lanes) * line + _BOTTOM)
     ends = [end for intervals in lanes.values() for _, end in intervals]
     if not ends:
@@ -232,7 +256,11 @@ def timeline(
         tall = (line - 4) / max(1, len(tracks))
         for start, end, track in placed:
             span = Box(
-                left + start * scale, y + 2 + track * tall, max((end - start) * scale, 0.8), tall * 0.9, palette(place)
+                left + start * scale,
+                y + 2 + track * tall,
+                max((end - start) * scale, 0.8),
+                tall * 0.9,
+                colors.get(name, OTHER),
             )
             drawing.add(span)
     drawing.add(Text((left + width - _RIGHT) / 2, floor + 21, "seconds", 7, "middle", MUTED))
@@ -299,7 +327,7 @@ def _empty(drawing: Drawing) -> Drawing:
     return drawing
 
 
-def _legend(drawing: Drawing, names: Sequence[str]) -> float:
+def _legend(drawing: Drawing, names: Sequence[str], colors: Sequence[str] | None = None) -> float:
     """Draw it under the title; returns the height it takes. A second line and more make the drawing taller."""
     x, y = _LEFT, _TOP
     for index, name in enumerate(names):
@@ -308,7 +336,8 @@ def _legend(drawing: Drawing, names: Sequence[str]) -> float:
         wide = 12 + 1.15 * text_width(name, 7.5) + 10
         if x + wide > drawing.width and x > _LEFT:
             x, y = _LEFT, y + _LEGEND_LINE
-        drawing.add(Box(x, y - 5, 8, 6, palette(index)), Text(x + 11, y, name, 7.5))
+        color = palette(index) if colors is None else colors[index]
+        drawing.add(Box(x, y - 5, 8, 6, color), Text(x + 11, y, name, 7.5))
         x += wide
     drawing.height += y - _TOP
     return y - _TOP + 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from matplotlib.patches import Circle, Rectangle
 
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.analysis.rescoring import RUN
+from draco_ray.lab.analysis.rubrics import left_out, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
 from draco_ray.lab.report.drawing import ON_PAPER, Box, Dot, Drawing, Line, Text
@@ -42,7 +43,7 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
         label = f": {run.path.name}" if len(runs) > 1 else ""
         drawings[f"terminations{suffix}"] = terminations(tidy("terminations", [run]).to_pylist(), label)
         by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
-        drawings[f"pass_rate_by_criterion{suffix}"] = pass_rate_by_criterion(by_criterion, label)
+        drawings[f"pass_rate_by_criterion{suffix}"] = pass_rate_by_criterion(by_criterion, left_out(run), label)
     drawings["pass_rate"] = pass_rate(runs)
     credit = tidy("credit_by_step", runs).to_pylist()
     drawings["inert_share"] = line_chart(
@@ -127,8 +128,13 @@ def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
     return stacked_bars(f"How rollouts ended{label}", [str(step) for step in steps], parts, number=percent, whole=1.0)
 
 
-def pass_rate_by_criterion(rows: Sequence[Row], label: str = "", width: float = 2 * WIDTH) -> Drawing:
-    """Pass rate of each criterion and training step, the most judged criteria first."""
+def pass_rate_by_criterion(
+    rows: Sequence[Row], solved: Collection[tuple[int, str]], label: str = "", width: float = 2 * WIDTH
+) -> Drawing:
+    """Pass rate of each criterion and training step, the most judged criteria first.
+
+    ``solved`` are `left_out` of the run: marked where a criterion has no verdicts.
+    """
     judgments: dict[str, int] = {}
     for row in rows:
         judgments[row["title"]] = judgments.get(row["title"], 0) + row["judgments"]
@@ -141,6 +147,12 @@ def pass_rate_by_criterion(rows: Sequence[Row], label: str = "", width: float = 
         titles,
         [str(step) for step in steps],
         [[rates.get((title, step)) for step in steps] for title in titles],
+        marks={
+            (place, column): "proposed, and in no rubric: no rollout failed it, or another one covers it"
+            for place, title in enumerate(titles)
+            for column, step in enumerate(steps)
+            if (step, title_key(title)) in solved
+        },
         width=width,
     )
 

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.evaluation.trajectories import read_trajectories
+from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
+
+TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
 
 _TRAJECTORY = [
     *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
@@ -51,6 +59,29 @@ def packed_groups(run: RunDirectory) -> Iterator[PackedGroup]:
             yield _group(step, task, {name: table.get(task, []) for name, table in rows.items()})
 
 
+def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
+    """The evaluated rollouts of a run, a group a measurement and task: training's own, and `draco evaluate --run`'s.
+
+    Those whose trajectories were not kept (of older runs) are left out.
+    """
+    for (step, split), found in read_evaluations(run).items():
+        rows = [run.table(name, step).to_pylist() for name in (TRAJECTORIES, STEPS)]
+        when = f"after step {step}" if step else "before training"
+        yield from _evaluated(f"{split} {when}", step, split, found, *rows)
+    for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
+        try:
+            directory = EvaluationDirectory.open(file.parent)
+        except ConfigError:
+            # An evaluation of another version of this program is no reason not to show the run.
+            continue
+        for name in directory.plan.measurements:
+            played = [result.evaluation for result in directory.results(name)]
+            rows = [read_trajectories(directory, name, table).to_pylist() for table in (TRAJECTORIES, STEPS)]
+            number = re.fullmatch(r"step(\d+)", name)
+            key = f"{file.parent.name} {name}"
+            yield from _evaluated(key, int(number[1]) if number else None, directory.plan.split, played, *rows)
+
+
 def pack(value: object) -> str:
     """JSON, compressed, as text without a character that means anything in HTML."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
@@ -69,6 +100,39 @@ def unpack(text: str) -> Any:
 _TABLES = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
 
 
+def _evaluated(
+    key: str,
+    step: int | None,
+    split: str,
+    evaluations: Sequence[Evaluation],
+    trajectories: list[Row],
+    steps: list[Row],
+) -> Iterator[PackedGroup]:
+    """The groups of one measurement, a task each."""
+    known = {(each.task_id, each.run): each for each in evaluations}
+    of_task = {name: _by_task(rows) for name, rows in (("trajectories", trajectories), ("steps", steps))}
+    for task in sorted(of_task["trajectories"].keys() & {each.task_id for each in evaluations}):
+        rows: dict[str, list[Row]] = {name: [] for name in _TABLES} | {
+            name: table.get(task, []) for name, table in of_task.items()
+        }
+        # Of a rollout that was played again the last try is the one that was judged.
+        last = {row["rollout"]: row["attempt"] for row in sorted(rows["trajectories"], key=lambda row: row["attempt"])}
+        rows["trajectories"] = [row for row in rows["trajectories"] if row["attempt"] == last[row["rollout"]]]
+        data, summary = _content(step, task, rows)
+        for shown, (number, *_) in zip(data["rollouts"], summary["rollouts"], strict=True):
+            judged = known.get((task, number))
+            shown["outcome"] = judged and {
+                "success": judged.success,
+                "tests": [judged.passed_tests, judged.total_tests],
+                "failures": list(judged.failures),
+            }
+        summary["rollouts"] = [
+            [*rollout, shown["outcome"] and shown["outcome"]["success"]]
+            for rollout, shown in zip(summary["rollouts"], data["rollouts"], strict=True)
+        ]
+        yield PackedGroup(summary | {"key": key, "split": split, "state": "evaluated"}, pack(data))
+
+
 class _Lines:
     """Lines of text, each kept once."""
 
@@ -85,6 +149,12 @@ class _Lines:
 
 
 def _group(step: int, task: str, rows: dict[str, list[Row]]) -> PackedGroup:
+    data, summary = _content(step, task, rows)
+    return PackedGroup(summary, pack(data))
+
+
+def _content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
+    """What is packed of a group, and its summary."""
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}
     trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])
@@ -118,10 +188,10 @@ def _group(step: int, task: str, rows: dict[str, list[Row]]) -> PackedGroup:
         ],
     }
     data["lines"] = lines.all()
-    return PackedGroup(_summary(step, task, rows, data), pack(data))
+    return data, _summary(step, task, rows, data)
 
 
-def _summary(step: int, task: str, rows: dict[str, list[Row]], data: Row) -> Row:
+def _summary(step: int | None, task: str, rows: dict[str, list[Row]], data: Row) -> Row:
     messages = rows["trajectories"][0]["prompt"] if rows["trajectories"] else []
     rewards = {rollout["share"]["reward"] for rollout in data["rollouts"] if rollout["share"]}
     return {

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -19,12 +21,14 @@ import pyarrow.compute as pc
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from draco_ray.judging.phases import PHASES
+from draco_ray.lab.analysis.rubrics import left_out
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.files import whole_file
 from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
-from draco_ray.lab.report.drawing import Drawing
-from draco_ray.lab.report.groups import pack, packed_groups
+from draco_ray.lab.report.drawing import PALETTE, Drawing
+from draco_ray.lab.report.groups import pack, packed_evaluations, packed_groups
 from draco_ray.lab.report.svg import to_svg, visible
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import judged_rates, read_judged
@@ -32,7 +36,7 @@ from draco_ray.runs.judged import judged_rates, read_judged
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
 
-SCRIPTS = ("report.js", "labels.js", "search.js", "route.js")
+SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "route.js")
 """Parts of the page's one script, in order: the last begins."""
 
 Row = dict[str, Any]
@@ -50,16 +54,20 @@ def write_report(run: RunDirectory, path: Path) -> None:
         trim_blocks=True,
     )
     summaries: list[Row] = []
+    steps = [int(line["step"]) for line in run.metrics()]
 
     def groups() -> Iterator[str]:
-        for group in packed_groups(run):
+        for group in itertools.chain(packed_groups(run), packed_evaluations(run)):
             summaries.append(group.summary)
             yield group.data
 
     page = environment.get_template("page.html.j2").stream(
         title=run.path.name,
         facts=_facts(run),
-        charts=[(wide, to_svg(drawing)) for wide, drawing in overview(run)],
+        charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
+        timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),
+        steps=steps,
+        last_timeline=to_svg(when_it_ran(run, steps[-1])) if steps else "",
         windows=tidy("inert_windows", [run]).to_pylist(),
         census=tidy("census_summary", [run]).to_pylist(),
         rubrics=[row for row in tidy("rubric_rates", [run]).to_pylist() if row["training_step"] is None],
@@ -82,8 +90,19 @@ def run_id(run: RunDirectory) -> str:
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
-def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:
-    """The charts of the first page, each with whether it takes the page's whole width."""
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart of the first page."""
+
+    drawing: Drawing
+    wide: bool = False
+    """Whether it takes the page's whole width."""
+    note: str = ""
+    """What has to be known to read it."""
+
+
+def overview(run: RunDirectory) -> list[Chart]:
+    """The charts of the first page."""
     metrics = run.metrics()
     names = [run.path.name]
     steps = [line["step"] for line in metrics]
@@ -91,30 +110,56 @@ def overview(run: RunDirectory) -> list[tuple[bool, Drawing]]:
     credit = tidy("credit_by_step", [run]).to_pylist()
     inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread_active"))
     evaluated = tidy("success", [run]).to_pylist()
-    charts = [
-        (False, line_chart("Reward", reward, bounds=(-1.0, 1.0))),
-        (False, figures.pass_rate([run])),
-        (False, figures.terminations(tidy("terminations", [run]).to_pylist())),
-        *([(False, figures.success(evaluated))] if evaluated else []),
-        (False, figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
-        (False, line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent)),
-        (False, line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5))),
-        (False, line_chart("KL to the base model", kl)),
-        (False, stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
-        (True, figures.pass_rate_by_criterion(tidy("criterion_pass_rates", [run]).to_pylist(), width=PAGE_WIDTH)),
+    by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
+    return [
+        Chart(line_chart("Reward", reward, bounds=(-1.0, 1.0))),
+        Chart(figures.pass_rate([run]), note=ceiling(run)),
+        Chart(figures.terminations(tidy("terminations", [run]).to_pylist())),
+        *([Chart(figures.success(evaluated))] if evaluated else []),
+        Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
+        Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent)),
+        Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5))),
+        Chart(line_chart("KL to the base model", kl)),
+        Chart(stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
+        Chart(
+            figures.pass_rate_by_criterion(by_criterion, left_out(run), width=PAGE_WIDTH),
+            wide=True,
+            note=f"✓: proposed in that step, and no longer in a rubric. {ceiling(run)}".strip(),
+        ),
     ]
-    if metrics:
-        charts.append((True, when_it_ran(run, int(metrics[-1]["step"]))))
-    return charts
+
+
+def ceiling(run: RunDirectory) -> str:
+    """What bounds a pass rate, of a run whose rule drops what no member fails; empty for others."""
+    size = int(run.setting("algorithm.group_size"))
+    if run.setting("algorithm.reward") != "rubric" or run.setting("algorithm.rule") == "no_dropout":
+        return ""
+    return (
+        f"A criterion that all rollouts of a group pass is dropped: one that counts is passed by {size - 1} of {size} "
+        f"at most, so {percent((size - 1) / size)} is the ceiling and not 100%."
+    )
+
+
+KINDS = dict(zip(("rollout", *PHASES, "learning", "sync", "checkpoint"), PALETTE, strict=False))
+"""Colour of each kind of work, on the timeline of every step."""
+STAGE_COLORS = {
+    "generation": KINDS["rollout"],
+    "generation and judging": "#7f7fd0",
+    "judging": KINDS["score"],
+    "learning beside others": "#a9bf6a",
+    "learning": KINDS["learning"],
+    "weight sync": KINDS["sync"],
+    "checkpoint": KINDS["checkpoint"],
+}
 
 
 def stage_seconds(rows: list[Row]) -> Drawing:
-    """Where the wall time of each step went; judging that ran beside generation is a part of its own."""
+    """Where the wall time of each step went; stages that ran at the same time are one of their own."""
     steps = sorted({row["training_step"] for row in rows})
     seconds = {(row["stage"], row["training_step"]): row["seconds"] for row in rows}
-    stages = dict.fromkeys(row["stage"] for row in rows)
+    stages = [stage for stage in dict.fromkeys(row["stage"] for row in rows) if any(seconds[stage, s] for s in steps)]
     parts = {stage: [seconds[stage, step] for step in steps] for stage in stages}
-    return stacked_bars("Seconds per stage", [str(step) for step in steps], parts)
+    return stacked_bars("Seconds per stage", [str(step) for step in steps], parts, colors=STAGE_COLORS)
 
 
 def when_it_ran(run: RunDirectory, step: int) -> Drawing:
@@ -122,9 +167,10 @@ def when_it_ran(run: RunDirectory, step: int) -> Drawing:
     spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
     begin = min((span["started_at"] for span in spans), default=0.0)
     lanes: dict[str, list[tuple[float, float]]] = {}
-    for span in sorted(spans, key=lambda span: span["started_at"]):
+    for span in spans:
         lanes.setdefault(span["stage"], []).append((span["started_at"] - begin, span["ended_at"] - begin))
-    return timeline(f"Step {step}: what ran when", lanes, width=PAGE_WIDTH)
+    known = {stage: lanes.pop(stage) for stage in KINDS if stage in lanes}
+    return timeline(f"Step {step}: what ran when", known | lanes, colors=KINDS, width=PAGE_WIDTH)
 
 
 def _facts(run: RunDirectory) -> list[tuple[str, str]]:

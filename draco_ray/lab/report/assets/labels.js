@@ -67,13 +67,14 @@ function labelForm(group, data, rollout, at) {
   function fill() {
     const label = now();
     const focused = document.activeElement && form.contains(document.activeElement) ? document.activeElement.dataset.label : null;
-    form.replaceChildren(
+    const parts = [
       el("h4", {}, "Is the verdict right?"),
       el("p", {}, [judged, 1, -1, 0].filter((value, place, all) => all.indexOf(value) === place).map((value) => choice("verdict", value, value === judged ? "right" : "wrong: " + WORD[value]))),
       credit && credit.steps.length ? [el("h4", {}, "Are these the steps?"), el("p", {}, choice("citation", true, "right"), choice("citation", false, "wrong"))] : null,
       label.citation === false ? el("label", {}, "The right steps, if you know ", el("input", { id: "label-steps", size: 10, placeholder: "2, 5", value: (label.steps || []).join(", "),
         onchange: (event) => { const steps = (event.target.value.match(/\d+/g) || []).map(Number).filter((step) => rollout.turns.some((turn) => turn.step === step)); change({ steps: steps.length ? [...new Set(steps)].sort((a, b) => a - b) : null }); } })) : null,
-      labels.kept.has(key) ? el("label", {}, "Why ", el("input", { id: "label-note", size: 28, placeholder: "shown to a judge as an example", value: label.note, onchange: (event) => change({ note: event.target.value }) })) : null);
+      labels.kept.has(key) ? el("label", {}, "Why ", el("input", { id: "label-note", size: 28, placeholder: "shown to a judge as an example", value: label.note, onchange: (event) => change({ note: event.target.value }) })) : null];
+    form.replaceChildren(...parts.flat().filter(Boolean));
     if (focused) (form.querySelector(`[data-label="${focused}"]`) || form).focus();
   }
   fill();

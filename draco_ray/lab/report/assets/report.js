@@ -55,20 +55,70 @@ const words = (name) => (name || "").replaceAll("_", " ");
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 // An advantage that is written as 0.00 is neither: a mean in floating point misses by 1e-17.
 const sign = (value) => (value === null || value === undefined || Math.abs(value) < 0.005 ? "zero" : value > 0 ? "plus" : "minus");
-const groupLink = (group) => `#group/${group.step}/${encodeURIComponent(group.task)}`;
-const rolloutLink = (group, rollout, rest) => `#rollout/${group.step}/${encodeURIComponent(group.task)}/${rollout}${rest ? "/" + rest : ""}`;
+// A measurement has a name, a training step its number.
+const keyOf = (group) => (group.key === undefined ? String(group.step) : group.key);
+const whereOf = (group) => (group.key === undefined ? `step ${group.step}` : group.key);
+const address = (group) => `${encodeURIComponent(keyOf(group))}/${encodeURIComponent(group.task)}`;
+const groupLink = (group) => `#group/${address(group)}`;
+const rolloutLink = (group, rollout, rest) => `#rollout/${address(group)}/${rollout}${rest ? "/" + rest : ""}`;
+const taskLink = (task) => `#task/${encodeURIComponent(task)}`;
+const besideLink = (group, rollout, other, its) => `#beside/${address(group)}/${rollout}/${address(other)}/${its}`;
+const findGroup = (key, task) => index.groups.findIndex((group) => keyOf(group) === key && group.task === task);
 
 function folded(summary, text, options = {}) {
-  const body = el("pre", {}, text);
-  return el("details.fold" + (options.kind ? "." + options.kind : ""), { open: options.open, id: options.id }, el("summary", {}, summary), body);
+  return el("details.fold" + (options.kind ? "." + options.kind : ""), { open: options.open, id: options.id }, el("summary", {}, summary), copied(block(text), text),
+    options.link ? el("a.linkto", { href: options.link }, "Link to this message") : null);
 }
 
-// The messages before the first turn; each summary carries a link of its own.
+// Long ones scroll, so they can be reached by keyboard.
+const block = (...children) => el("pre", { tabindex: "0" }, ...children);
+
+function copied(node, text) {
+  const button = el("button.copy", { type: "button", title: "Copy this text", onclick: async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "not allowed";
+    }
+    setTimeout(() => { button.textContent = "copy"; }, 2000);
+  } }, "copy");
+  return el("div.copied", {}, node, button);
+}
+
+// ---- colour for code: strings, comments, numbers, words of the language, what is called
+
+const CODE = /(?<comment>#[^\n]*)|(?<string>(?:\b[rRbBfFuU]{1,2})?(?:"""[^]*?(?:"""|$)|\'\'\'[^]*?(?:\'\'\'|$)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?))|(?<number>\b\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?\b)|(?<word>\b(?:and|as|assert|async|await|break|case|class|continue|def|del|elif|else|except|False|finally|for|from|global|if|import|in|is|lambda|match|None|nonlocal|not|or|pass|raise|return|True|try|while|with|yield|true|false|null|function|const|let|var)\b)|(?<called>\b[A-Za-z_]\w*(?=\())/g;
+
+function colored(code) {
+  const parts = [];
+  let done = 0;
+  for (const found of code.matchAll(CODE)) {
+    const kind = Object.keys(found.groups).find((name) => found.groups[name] !== undefined);
+    parts.push(code.slice(done, found.index), el("span." + kind, {}, found[0]));
+    done = found.index + found[0].length;
+  }
+  return [...parts, code.slice(done)];
+}
+
+// Steps that a text names, as links to them; `here` makes an address of a part of the rollout.
+function withSteps(text, rollout, here) {
+  const parts = [];
+  let done = 0;
+  for (const found of (text || "").matchAll(/\b[Ss]teps?\s+#?\d+(?:\s*(?:,|and|or|to|through|[-–&\/])\s*(?:and\s+)?(?:[Ss]teps?\s+)?\d+)*/g))
+    for (const number of found[0].matchAll(/\d+/g)) {
+      const place = rollout.turns.findIndex((turn) => turn.step === Number(number[0]));
+      if (place < 0) continue;
+      const start = found.index + number.index;
+      parts.push(text.slice(done, start), el("a.tostep", { href: here("t" + (place + 1)) }, number[0]));
+      done = start + number[0].length;
+    }
+  return [...parts, (text || "").slice(done)];
+}
+
+// The messages before the first turn; each carries a link of its own.
 function promptFolds(data, text, here) {
-  return el("div.prompt", {}, data.prompt.map((message, order) => {
-    const link = el("a", { href: here("p" + (order + 1)), title: "Link to this message" }, "#");
-    return folded(el("span", {}, message.role + " ", link), text(message.text), { open: message.role === "user", id: "p" + (order + 1) });
-  }));
+  return el("div.prompt", {}, data.prompt.map((message, order) => folded(message.role, text(message.text), { open: message.role === "user", id: "p" + (order + 1), link: here("p" + (order + 1)) })));
 }
 
 // ---- judge calls
@@ -86,7 +136,7 @@ function callCard(call, text, link, number) {
   // The texts are the bulk of a page: they are put in when asked for.
   card.addEventListener("toggle", () => {
     if (card.open && card.children.length === 1) {
-      card.append(el("h3", {}, "Prompt"), el("pre", {}, text(call.prompt)), el("h3", {}, "Reply"), el("pre", {}, text(call.reply)), el("p", {}, el("a", { href: link }, "Link to this call"), el("span.muted", {}, " " + call.id)));
+      card.append(el("h3", {}, "Prompt"), copied(block(text(call.prompt)), text(call.prompt)), el("h3", {}, "Reply"), copied(block(colored(text(call.reply))), text(call.reply)), el("p", {}, el("a", { href: link }, "Link to this call"), el("span.muted", {}, " " + call.id)));
     }
   });
   return card;
@@ -94,64 +144,92 @@ function callCard(call, text, link, number) {
 
 // ---- list of groups
 
-const filters = { text: "", step: "", ended: "", kind: "" };
+const filters = { text: "", step: "", ended: "", kind: "", of: "trained" };
+const sorting = { by: "", down: false };
+const COLUMNS = {
+  step: (group) => group.step === null ? -1 : group.step,
+  task: (group) => group.task,
+  asked: (group) => group.asked,
+  criteria: (group) => group.titles.length - group.dropped.length,
+  "rollouts by advantage": (group) => (group.split ? group.rollouts.filter((rollout) => rollout[6]).length / group.rollouts.length : Math.max(...group.rollouts.map((rollout) => rollout[2] === null ? -2 : rollout[2]))),
+  judge: (group) => group.dollars,
+};
 
 function groupsView() {
-  const steps = [...new Set(index.groups.map((group) => group.step))];
+  const steps = [...new Set(index.groups.filter((group) => !group.split).map((group) => group.step))];
+  const measured = [...new Set(index.groups.filter((group) => group.split).map(keyOf))];
   const ends = [...new Set(index.groups.flatMap((group) => group.rollouts.map((rollout) => rollout[1])))].sort();
   const body = el("tbody");
-  const count = el("span.muted", { id: "count" });
+  const count = el("span.muted", { id: "count", role: "status" });
   const more = el("button", { type: "button", id: "more" }, "Show more");
   let shown = PAGE;
-  const choose = (name, label, options) =>
+  const choose = (name, label, options, all = "all") =>
     el("label", {}, label + " ", el("select", { id: "filter-" + name, onchange: (event) => { filters[name] = event.target.value; shown = PAGE; fill(); } },
-      el("option", { value: "" }, "all"), options.map(([value, text]) => el("option", { value, selected: filters[name] === String(value) }, text))));
+      all ? el("option", { value: "" }, all) : null, options.map(([value, text]) => el("option", { value, selected: filters[name] === String(value) }, text))));
 
   function fill() {
     const wanted = filters.text.toLocaleLowerCase().trim();
     const hits = index.groups.filter((group) => passes(group, wanted));
+    const key = COLUMNS[sorting.by];
+    if (key) hits.sort((a, b) => { const one = key(a), other = key(b); return (one < other ? -1 : one > other ? 1 : 0) * (sorting.down ? -1 : 1); });
     count.textContent = hits.length === index.groups.length ? plural(hits.length, "group") : `${hits.length} of ${plural(index.groups.length, "group")}`;
     body.replaceChildren(...hits.slice(0, shown).map(groupRow));
     more.hidden = hits.length <= shown;
+    for (const head of heads) head.setAttribute("aria-sort", head.dataset.column === sorting.by ? (sorting.down ? "descending" : "ascending") : "none");
   }
+  const heads = Object.keys(COLUMNS).map((name) => el("th", { scope: "col", "data-column": name }, el("button.sort", { type: "button", onclick: () => {
+    sorting.down = sorting.by === name && !sorting.down;
+    sorting.by = name;
+    fill();
+  } }, name)));
   more.addEventListener("click", () => { shown += PAGE; fill(); });
   const bar = el("div.bar", {},
     el("input", { type: "search", id: "filter-text", placeholder: "Task, instruction or criterion", "aria-label": "Task, instruction or criterion", value: filters.text, oninput: (event) => { filters.text = event.target.value; shown = PAGE; fill(); } }),
+    measured.length ? choose("of", "rollouts", [["trained", "trained on"], ["evaluated", "held out and evaluated"], ...measured.map((key) => [key, key])]) : null,
     choose("step", "step", steps.map((step) => [step, step])),
     choose("ended", "ended", ends.map((end) => [end, words(end)])),
-    choose("kind", "show", [["signal", "with signal"], ["nosignal", "without signal"], ["active", "credit active"], ["dropped", "with dropped criteria"], ["problem", "with errors"]]),
-    count);
+    choose("kind", "show", [["signal", "with signal"], ["nosignal", "without signal"], ["active", "credit active"], ["dropped", "with dropped criteria"], ["problem", "with errors"], ["failed", "with failed rollouts"]]),
+    count, el("span.spring"), exportButton(() => [`${index.run}-groups.json`, index.groups.filter((group) => passes(group, filters.text.toLocaleLowerCase().trim()))]));
   fill();
-  return [el("h1", {}, "Groups"), bar,
-    el("div.scroll", {}, el("table.list", {}, el("thead", {}, el("tr", {}, ["step", "task", "asked", "criteria", "rollouts by advantage", "judge"].map((name) => el("th", {}, name)))), body)), more];
+  return [el("h1", {}, "Groups"), bar, el("div.scroll", {}, el("table.list", {}, el("thead", {}, el("tr", {}, heads)), body)), more];
 }
 
+const exportButton = (made) => el("button.export", { type: "button", title: "Download what is shown as JSON", onclick: () => { const [name, value] = made(); save(name, JSON.stringify(value, null, 1), "application/json"); } }, "JSON");
+
 function passes(group, wanted) {
+  if (filters.of && ((filters.of === "trained") === Boolean(group.split) || (!["trained", "evaluated"].includes(filters.of) && keyOf(group) !== filters.of))) return false;
+  if (filters.kind === "failed" && !group.rollouts.some((rollout) => rollout[6] === false)) return false;
   if (filters.step && String(group.step) !== filters.step) return false;
   if (filters.ended && !group.rollouts.some((rollout) => rollout[1] === filters.ended)) return false;
   if (filters.kind === "signal" && !group.signal) return false;
   if (filters.kind === "nosignal" && group.signal) return false;
   if (filters.kind === "active" && !group.rollouts.some((rollout) => rollout[4] === false)) return false;
   if (filters.kind === "dropped" && !group.dropped.length) return false;
-  if (filters.kind === "problem" && !group.failed_calls && group.state !== "failed" && !group.rollouts.some((rollout) => ["crashed", "server_error"].includes(rollout[1]) || rollout[2] === null)) return false;
+  if (filters.kind === "problem" && !group.failed_calls && group.state !== "failed" && !group.rollouts.some((rollout) => ["crashed", "server_error"].includes(rollout[1]) || (rollout[2] === null && !group.split))) return false;
   return !wanted || [group.task, group.asked, ...group.titles].some((text) => text.toLocaleLowerCase().includes(wanted));
 }
 
+// A rollout as a chip: its advantage, or whether the environment's tests passed.
+function chip(group, [rollout, ended, reward, advantage, , , success], extra = "") {
+  const said = success === undefined || success === null ? `R ${signed(reward)}, A ${signed(advantage)}` : success ? "solved" : "not solved";
+  const kind = success === undefined || success === null ? sign(advantage) : success ? "plus" : "minus";
+  const text = success === undefined ? signed(advantage) : success === null ? "–" : success ? "✓" : "✗";
+  return el("a.chip." + kind + extra, { href: rolloutLink(group, rollout), title: `rollout ${rollout}: ${said}, ${words(ended)}` }, text);
+}
+
 function groupRow(group) {
-  const chips = group.rollouts.map(([rollout, ended, reward, advantage]) =>
-    el("a.chip." + sign(advantage), { href: rolloutLink(group, rollout), title: `rollout ${rollout}: R ${signed(reward)}, A ${signed(advantage)}, ${words(ended)}` }, signed(advantage)));
   const kept = group.titles.length - group.dropped.length;
   return el("tr", {},
-    el("td.n", {}, group.step), el("td", {}, el("a", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null),
-    el("td.asked", {}, group.asked), el("td.n", {}, group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
-    el("td.chips", {}, chips), el("td.n", {}, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
+    el("td.n", {}, group.split ? keyOf(group) : group.step), el("td", {}, el("a.item", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null),
+    el("td.asked", {}, group.asked), el("td.n", {}, group.split ? "–" : group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
+    el("td.chips", {}, group.rollouts.map((rollout) => chip(group, rollout))), el("td.n", {}, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
 }
 
 // ---- one group
 
 function neighbours(place, link) {
-  const step = (to, text) => (index.groups[to] ? el("a", { href: groupLink(index.groups[to]) }, text) : el("span.muted", {}, text));
-  return el("nav.crumbs", {}, el("a", { href: "#groups" }, "Groups"), link, el("span.spring"), step(place - 1, "← previous"), step(place + 1, "next →"));
+  const step = (to, text, rel) => (index.groups[to] ? el("a", { href: groupLink(index.groups[to]), rel }, text) : el("span.muted", {}, text));
+  return el("nav.crumbs", { "aria-label": "Place" }, el("a", { href: "#groups" }, "Groups"), link, el("span.spring"), el("a", { href: taskLink(index.groups[place].task) }, "this task in all steps"), step(place - 1, "← previous", "prev"), step(place + 1, "next →", "next"));
 }
 
 async function groupView(place) {
@@ -159,12 +237,15 @@ async function groupView(place) {
   const data = await open(place);
   const text = reader(data);
   const rollouts = data.rollouts;
+  const line = (name, cells) => el("tr.sub", {}, el("th", { scope: "row" }, name), cells);
   const head = el("thead", {},
-    el("tr", {}, el("th", {}, "criterion"), rollouts.map((rollout) => el("th.c", {}, el("a", { href: rolloutLink(group, rollout.rollout) }, "rollout " + rollout.rollout)))),
-    el("tr.sub", {}, el("td", {}, "reward R"), rollouts.map((rollout) => el("td.c", {}, rollout.share ? signed(rollout.share.reward) : "unscored"))),
-    el("tr.sub", {}, el("td", {}, "advantage A"), rollouts.map((rollout) => el("td.c." + sign(rollout.share && rollout.share.advantage), {}, rollout.share ? signed(rollout.share.advantage) : "–"))),
-    el("tr.sub", {}, el("td", {}, "credit"), rollouts.map((rollout) => el("td.c", {}, creditWord(rollout.share)))),
-    el("tr.sub", {}, el("td", {}, "ended"), rollouts.map((rollout) => el("td.c", {}, words(rollout.ended)))));
+    el("tr", {}, el("th", { scope: "col" }, group.split ? "" : "criterion"), rollouts.map((rollout) => el("th.c", { scope: "col" }, el("a", { href: rolloutLink(group, rollout.rollout), "aria-label": "rollout " + rollout.rollout }, el("span.wideonly", {}, "rollout "), rollout.rollout)))),
+    group.split ? [line("solved", rollouts.map((rollout) => el("td.c." + (rollout.outcome && rollout.outcome.success ? "plus" : "minus"), {}, !rollout.outcome ? "–" : rollout.outcome.success ? "yes" : "no"))),
+      line("tests passed", rollouts.map((rollout) => el("td.c", {}, rollout.outcome ? rollout.outcome.tests.join(" of ") : "–")))]
+    : [line("reward R", rollouts.map((rollout) => el("td.c", {}, rollout.share ? signed(rollout.share.reward) : "unscored"))),
+      line("advantage A", rollouts.map((rollout) => el("td.c." + sign(rollout.share && rollout.share.advantage), {}, rollout.share ? signed(rollout.share.advantage) : "–"))),
+      line("credit", rollouts.map((rollout) => el("td.c", {}, creditWord(rollout.share))))],
+    line("ended", rollouts.map((rollout) => el("td.c", {}, words(rollout.ended)))));
   const rows = data.criteria.map((criterion, number) => el("tr" + (criterion.survived === false ? ".dropped" : ""), {},
     el("td", {}, criterionFold(criterion, number)),
     rollouts.map((rollout) => {
@@ -177,12 +258,22 @@ async function groupView(place) {
     ? el("details.card", {}, el("summary", {}, plural(data.proposals.length, "proposal") + " before the union"),
         el("ul", {}, data.proposals.map((proposal) => el("li", {}, el("b", {}, proposal.title), el("span.muted", {}, ` ${proposal.source} `), el("br"), proposal.description))))
     : null;
-  return [neighbours(place, null), el("h1", {}, group.task, el("span.muted", {}, ` step ${group.step} · ${group.state}`)),
+  return [neighbours(place, null), el("h1", {}, group.task, el("span.muted", {}, ` ${whereOf(group)} · ${group.state}`), " ", exportButton(() => [`${group.task}-${keyOf(group)}.json`, whole(group, data)])),
     data.state.reason ? el("p.bad", {}, data.state.reason) : null,
     promptFolds(data, text, (part) => `${groupLink(group)}/${part}`),
-    el("section.card", {}, el("h2", {}, "Verdicts"), el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
+    el("section.card", {}, el("h2", {}, group.split ? "Rollouts" : "Verdicts"), group.split ? null : el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
       el("div.scroll", {}, el("table.matrix", { id: "matrix" }, head, el("tbody", {}, rows)))),
     proposals, callList(data.calls, text, groupLink(group))];
+}
+
+// A group with its texts in place of the numbers of their lines.
+function whole(group, data) {
+  const text = reader(data);
+  const written = (entry, names) => ({ ...entry, ...Object.fromEntries(names.filter((name) => entry[name] !== null).map((name) => [name, text(entry[name])])) });
+  const calls = (list) => list.map((call) => written(call, ["prompt", "reply"]));
+  const { lines, ...rest } = data;
+  return { run: index.run, step: group.step, task: group.task, ...(group.split ? { evaluation: group.key, split: group.split } : {}), ...rest, prompt: data.prompt.map((message) => written(message, ["text"])), calls: calls(data.calls),
+    rollouts: data.rollouts.map((rollout) => ({ ...rollout, turns: rollout.turns.map((turn) => written(turn, ["before", "action", "after", "observation"])), calls: calls(rollout.calls) })) };
 }
 
 function creditWord(share) {
@@ -206,18 +297,26 @@ async function rolloutView(place, number, rest) {
   if (!rollout) return [el("p", {}, "No such rollout.")];
   const here = (part) => rolloutLink(group, number, part);
   const share = rollout.share;
-  const others = el("span.chips", {}, data.rollouts.map((one) => el("a.chip." + sign(one.share && one.share.advantage) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout) }, one.rollout)));
-  const facts = [
-    ["reward R", share ? signed(share.reward) : "unscored"], ["advantage A", share ? signed(share.advantage) : "–"], ["credit", creditWord(share)],
-    ["ended", words(rollout.ended)], ["steps", rollout.turns.filter((turn) => turn.step !== null).length],
-    ["sampled tokens", rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0)], ["seconds", fixed(rollout.seconds, 1)], ["policy version", rollout.policy_version]];
+  const others = el("span.chips", {}, data.rollouts.map((one) => el("a.chip." + (one.outcome ? (one.outcome.success ? "plus" : "minus") : sign(one.share && one.share.advantage)) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout), "aria-label": "rollout " + one.rollout, "aria-current": one === rollout ? "page" : null, rel: one.rollout === number + 1 ? "next" : one.rollout === number - 1 ? "prev" : null }, one.rollout)));
   const turns = el("div.turns", {}, rollout.turns.map((turn, order) => turnCard(turn, order, text, here, share)));
-  const panel = el("aside.panel", {}, el("h2", {}, "Verdicts"), el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" }));
-  return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, step ${group.step}`), " › ", others]),
-    el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null),
-    el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+  const failures = rollout.outcome && rollout.outcome.failures.length ? [el("h3", {}, "Tests that failed"), el("ul", {}, rollout.outcome.failures.map((one) => el("li", {}, one)))] : null;
+  const panel = el("aside.panel", { "aria-label": "Verdicts" }, group.split ? [el("h2", {}, "Evaluated"), el("p", {}, !rollout.outcome ? "No result." : `${rollout.outcome.success ? "Solved" : "Not solved"}: ${rollout.outcome.tests.join(" of ")} tests passed.`), failures]
+    : [el("h2", {}, "Verdicts"), el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" })]);
+  return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, ${whereOf(group)}`), " › ", others]),
+    el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null, " ", besideChoice(group, number), " ", exportButton(() => [`${group.task}-${keyOf(group)}-${number}.json`, { ...whole(group, { ...data, rollouts: [rollout], calls: [] }) }])),
+    rolloutFacts(rollout),
     pushStrip(rollout, here, share),
     el("div.columns", {}, el("div", {}, promptFolds(data, text, here), turns, callList(rollout.calls, text, here(""))), panel)];
+}
+
+function rolloutFacts(rollout) {
+  const share = rollout.share;
+  const judged = rollout.outcome !== undefined ? [["solved", !rollout.outcome ? "–" : rollout.outcome.success ? "yes" : "no"]]
+    : [["reward R", share ? signed(share.reward) : "unscored"], ["advantage A", share ? signed(share.advantage) : "–"], ["credit", creditWord(share)]];
+  const facts = [...judged,
+    ["ended", words(rollout.ended)], ["steps", rollout.turns.filter((turn) => turn.step !== null).length],
+    ["sampled tokens", rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0)], ["seconds", fixed(rollout.seconds, 1)], ["policy version", rollout.policy_version]];
+  return el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
 // Each step's share of the trajectory's push, in order; gaps and uncited steps in grey.
@@ -232,14 +331,14 @@ function pushStrip(rollout, here, share) {
     const bar = el("i." + barKind(turn));
     bar.style.height = Math.max(tall, 2) + "px";
     const title = gap ? (turn.role === "assistant" ? "a turn without a step" : turn.role) : `step ${turn.step}: ${percent(turn.push)} of the push, Q ${fixed(turn.quality)}, ${turn.tokens} tokens${turn.cited ? "" : ", not cited"}`;
-    return el("a.column", { href: here("t" + (order + 1)), title, role: "listitem", "data-step": turn.step }, bar, el("span", {}, gap ? "·" : turn.step));
+    return el("a.column", { href: here("t" + (order + 1)), title, "aria-label": title, "data-step": turn.step }, bar, el("span", {}, gap ? "·" : turn.step));
   });
-  return el("figure.push", {}, legend, el("div.strip", { role: "list", "aria-label": "share of the push by step" }, columns));
+  return el("figure.push", {}, legend, el("div.strip", { role: "group", "aria-label": "share of the push by step" }, columns));
 }
 
 const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advantage) === "zero" ? "gap" : sign(turn.advantage) + (turn.cited ? "" : ".uncited"));
 
-function turnCard(turn, order, text, here, share) {
+function turnCard(turn, order, text, here, share, prefix = "t") {
   const gap = turn.step === null;
   const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? (turn.role === "assistant" ? `Turn ${order + 1}` : turn.role) : `Step ${turn.step}`));
   if (gap) head.append(el("span.muted", {}, " no action: in no step"));
@@ -251,9 +350,9 @@ function turnCard(turn, order, text, here, share) {
   }
   head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s + ${fixed(turn.executing)} s`));
   const before = text(turn.before), after = text(turn.after), output = text(turn.observation);
-  return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: "t" + (order + 1), "data-step": turn.step }, head,
+  return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: prefix + (order + 1), "data-step": turn.step }, head,
     before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
-    turn.action ? el("pre.code", {}, text(turn.action)) : null,
+    turn.action ? copied(el("pre.code", { tabindex: "0" }, colored(text(turn.action))), text(turn.action)) : null,
     after ? folded("After the action", after, { kind: "reasoning" }) : null,
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
 }
@@ -277,16 +376,17 @@ function choose(at, group, data, number, scroll) {
   const view = document.getElementById("rollout");
   for (const node of view.querySelectorAll(".lit, .chosen")) node.classList.remove("lit", "chosen");
   const why = document.getElementById("why");
-  if (!criterion) return why.replaceChildren();
+  if (!criterion) return why && why.replaceChildren();
   document.getElementById("c" + (at + 1)).classList.add("chosen");
   const verdict = rollout.verdicts[at];
   const credit = rollout.credit[at];
+  const here = (part) => rolloutLink(group, number, part);
   const steps = new Set((credit ? credit.steps : []).map(String));
   const cited = [...view.querySelectorAll("[data-step]")].filter((node) => steps.has(node.dataset.step));
   for (const node of cited) node.classList.add("lit", verdict ? KIND[verdict[0]] : "na");
   why.replaceChildren(el("section.why", {}, el("h3", {}, criterion.title), el("p", {}, criterion.description),
-    verdict ? [el("h4", {}, "Verdict: " + WORD[verdict[0]]), el("p", {}, verdict[2]), el("h4", {}, "Evidence"), el("p", {}, verdict[1] || "–")] : el("p", {}, "Not scored."),
-    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? (credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", ") : "none cited"), el("p", {}, credit.explanation)] : el("p.muted", {}, "The credit call said nothing about it."),
+    verdict ? [el("h4", {}, "Verdict: " + WORD[verdict[0]]), el("p", {}, withSteps(verdict[2], rollout, here)), el("h4", {}, "Evidence"), el("p", {}, verdict[1] ? withSteps(verdict[1], rollout, here) : "–")] : el("p", {}, "Not scored."),
+    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? withSteps((credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", "), rollout, here) : "none cited"), el("p", {}, withSteps(credit.explanation, rollout, here))] : el("p.muted", {}, "The credit call said nothing about it."),
     verdict ? labelForm(group, data, rollout, at) : null,
     el("details", {}, el("summary", {}, "How it is to be judged"), el("p", {}, criterion.evaluator_instruction))));
   const card = cited.find((node) => node.classList.contains("turn"));

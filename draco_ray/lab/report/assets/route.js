@@ -1,6 +1,8 @@
 // ---- where we are
 
 let standing = "";
+const VIEWS = ["groups", "group", "rollout", "task", "beside", "found", "labels"];
+const NO_GROUP = "No such group in this report.";
 
 function decoded(part) {
   try {
@@ -12,28 +14,38 @@ function decoded(part) {
 
 async function route() {
   const mine = ++ticket;
-  const [view, step, task, ...rest] = location.hash.slice(1).split("/").map(decoded);
-  const name = ["groups", "group", "rollout", "found", "labels"].includes(view) ? view : "overview";
-  let place = -1;
-  if (name === "group" || name === "rollout") place = index.groups.findIndex((group) => String(group.step) === step && group.task === task);
-  const key = name === "rollout" ? `${name}/${step}/${task}/${rest[0]}` : name === "overview" ? name : location.hash.replace(/\/(call|p)\d+$/, "");
+  const [view, key, task, ...rest] = location.hash.slice(1).split("/").map(decoded);
+  const name = VIEWS.includes(view) ? view : "overview";
+  const place = name === "group" || name === "rollout" ? findGroup(key, task) : -1;
   const part = name === "rollout" ? rest[1] : rest[0];
-  if (standing !== key) {
+  const shown = name === "rollout" ? [name, key, task, rest[0]].join("/") : name === "overview" ? name : location.hash.replace(/\/(call|p)\d+$/, "");
+  if (standing !== shown) {
     const box = document.getElementById(name);
-    if (name === "groups") box.replaceChildren(...groupsView());
-    else if (name === "labels") box.replaceChildren(...labelsView());
-    else if (name === "found") foundView(step || "", mine);
-    else if (name !== "overview") {
-      const content = place < 0 ? [el("p", {}, "No such group in this report.")] : name === "group" ? await groupView(place) : await rolloutView(place, Number(rest[0]), rest[1]);
+    const made = {
+      groups: groupsView,
+      labels: labelsView,
+      group: () => (place < 0 ? [el("p", {}, NO_GROUP)] : groupView(place)),
+      rollout: () => (place < 0 ? [el("p", {}, NO_GROUP)] : rolloutView(place, Number(rest[0]), rest[1])),
+      task: () => taskView(key || ""),
+      beside: () => besideView([[key, task, rest[0]], rest.slice(1, 4)]),
+    }[name];
+    if (name === "found") foundView(key || "", task || "", rest[0] || "", mine);
+    else if (made) {
+      const content = await made();
       if (mine !== ticket) return;
       box.replaceChildren(...content.filter(Boolean));
     }
     for (const section of document.querySelectorAll(".view")) section.hidden = section.id !== name;
-    for (const link of document.querySelectorAll("header nav a")) link.classList.toggle("here", link.dataset.view === (["overview", "labels"].includes(name) ? name : "groups"));
-    standing = key;
+    for (const link of document.querySelectorAll("header nav a")) {
+      const here = link.dataset.view === (["overview", "labels"].includes(name) ? name : "groups");
+      link.classList.toggle("here", here);
+      if (here) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    standing = shown;
     window.scrollTo(0, 0);
   }
-  if (name === "rollout" && place >= 0) choose(part && part[0] === "c" && part.slice(0, 4) !== "call" ? Number(part.slice(1)) - 1 : -1, index.groups[place], await open(place), Number(rest[0]), true);
+  if (name === "rollout" && place >= 0) choose(/^c\d+$/.test(part || "") ? Number(part.slice(1)) - 1 : -1, index.groups[place], await open(place), Number(rest[0]), true);
   if (part && /^(t|p|call)\d+$/.test(part)) {
     const target = document.querySelector(`#${name} [id="${part}"]`);
     if (target) {
@@ -55,8 +67,10 @@ async function start() {
     event.preventDefault();
     // Half of a character, of a careless paste, cannot be part of an address.
     const wanted = query.value.trim().replace(/\p{Cs}/gu, "\ufffd");
-    if (wanted) location.hash = "found/" + encodeURIComponent(wanted);
+    if (wanted) location.hash = foundLink(wanted, "", "");
   });
+  const timeline = document.getElementById("timeline-step");
+  if (timeline) timeline.addEventListener("change", () => showTimeline(timeline.value));
   window.addEventListener("hashchange", route);
   await route();
 }
