@@ -356,9 +356,20 @@ def report(
             help="The file, or the folder of figures and tables; unless told, inside the (first) run directory."
         ),
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page on this machine instead; it follows a run that goes on.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 8321,
 ) -> None:
     """Write one HTML file to look at a run: what the judge said and where the credit went."""
-    from draco_ray.commands.report import write
+    from draco_ray.commands.report import serve_page, write
+    from draco_ray.errors import ConfigError
+
+    if serve:
+        if len(directories) > 1 or figures or tables or out is not None:
+            raise ConfigError("--serve: the page of one run; expected one DIR, and no --figures, --tables or --out")
+        serve_page(directories[0], port, typer.echo)
+        return
 
     for path in write(directories, figures=figures, tables=tables, out=out):
         typer.echo(path)

@@ -36,14 +36,20 @@ from draco_ray.runs.judged import judged_rates, read_judged
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
 
-SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "route.js")
+SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.js", "route.js")
 """Parts of the page's one script, in order: the last begins."""
 
 Row = dict[str, Any]
 
 
-def write_report(run: RunDirectory, path: Path) -> None:
-    """Write the page; it grows a group at a time, so the run need not fit in memory."""
+def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
+    """Write the page; it grows a group at a time, so the run need not fit in memory.
+
+    Args:
+        run: with rows.
+        path: of the page.
+        live: the run's state, of a page that is served and asks for a newer one; empty: it asks for nothing.
+    """
     assets = files("draco_ray.lab.report") / "assets"
     script = "".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     environment = Environment(
@@ -63,6 +69,7 @@ def write_report(run: RunDirectory, path: Path) -> None:
 
     page = environment.get_template("page.html.j2").stream(
         title=run.path.name,
+        live=live,
         facts=_facts(run),
         charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
         timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),

@@ -72,7 +72,10 @@ async function start() {
   const timeline = document.getElementById("timeline-step");
   if (timeline) timeline.addEventListener("change", () => showTimeline(timeline.value));
   window.addEventListener("hashchange", route);
+  const y = takeStanding();
   await route();
+  if (y) window.scrollTo(0, y);
+  if (document.body.dataset.live) watch();
 }
 
 start().catch((error) => {
