@@ -619,6 +619,9 @@ def attribution_bench(
     api_key_env: Annotated[
         str | None, typer.Option(help="The variable that holds the judge's key, else <PROVIDER>_API_KEY.")
     ] = None,
+    wrong_step: Annotated[
+        float, typer.Option(min=0, max=1, help="With --judge rules: share of citations that name another step.")
+    ] = 0.0,
     processes: Annotated[int, typer.Option(min=1, help="AppWorld processes.")] = 2,
     out: Annotated[
         Path, typer.Option(help="Folder of the tables; executed rollouts that are there are used again.")
@@ -640,6 +643,7 @@ def attribution_bench(
         config=config,
         out=out,
         console=Console(highlight=False, soft_wrap=True, width=120),
+        wrong_step=wrong_step,
         trust=trust,
     )
     for path in written:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
@@ -13,15 +14,18 @@ from rich.console import Console
 from draco_ray.commands.printing import print_table
 from draco_ray.commands.replay import judges_own_config, open_run
 from draco_ray.config.load import load_config
-from draco_ray.errors import WorldError
+from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.judge import Judge, prompts_of
 from draco_ray.lab.analysis.attribution.bench import judge_groups
-from draco_ray.lab.analysis.attribution.measure import measures, rollout_rows
+from draco_ray.lab.analysis.attribution.measure import RULES, STEP_MEASURES, measures, rollout_rows
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout, planted_groups
 from draco_ray.lab.analysis.attribution.plant_recorded import recorded_groups
-from draco_ray.lab.analysis.judges import NamedJudge, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.judges import RULES as RULE_JUDGE
+from draco_ray.lab.analysis.judges import NamedJudge, RuleComplete, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
+from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.noise import Noise
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
@@ -76,7 +80,14 @@ class Solutions:
 
 
 def attribution_bench(
-    solutions: Solutions, *, judge: NamedJudge, config: str | None, out: Path, console: Console, trust: bool = False
+    solutions: Solutions,
+    *,
+    judge: NamedJudge,
+    config: str | None,
+    out: Path,
+    console: Console,
+    wrong_step: float = 0.0,
+    trust: bool = False,
 ) -> list[Path]:
     """Plant faults in solutions, let a judge find them, print how well it and credit do.
 
@@ -86,6 +97,7 @@ def attribution_bench(
         config: for the judge; None is the run's own, else the defaults.
         out: folder of the tables.
         console: where figures are printed.
+        wrong_step: share of its citations in which the offline judge names another step, 0 for any other judge.
         trust: as of `draco_ray.config.load.load_config`.
 
     Raises:
@@ -93,6 +105,10 @@ def attribution_bench(
         WorldError: no sandbox, no successful rollout, or AppWorld fails.
         JudgeUnavailable: the judge does not answer.
     """
+    if wrong_step and judge.model != RULE_JUDGE:
+        raise ConfigError(
+            f"--wrong-step {wrong_step:g}: only the offline judge is wrong as told; with --judge {RULE_JUDGE}"
+        )
     recorded = None if solutions.run is None else open_run(solutions.run, solutions.steps)
     check_folder(out)
     source = config if config is not None or recorded is None else str(recorded.path)
@@ -103,24 +119,43 @@ def attribution_bench(
     console.print(
         f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; judge {judge.model}"
     )
-    judged = asyncio.run(judge_groups(Judge(open_complete(settings), prompts, settings), groups, world))
-    found = measures(judged, judge.model)
+    name = f"{judge.model}, {wrong_step:.0%} of steps wrong" if wrong_step else judge.model
+    complete = RuleComplete(Noise(wrong_step=wrong_step).blur(answer)) if wrong_step else open_complete(settings)
+    judged = asyncio.run(judge_groups(Judge(complete, prompts, settings), groups, world))
+    found = measures(judged, name)
     _print(console, found)
-    tables = out / folder_name(judge.model)
-    return [
-        *write_table(found, tables, "measures"),
-        *write_table(rollout_rows(judged, judge.model), tables, "rollouts"),
-    ]
+    tables = out / folder_name(name)
+    return [*write_table(found, tables, "measures"), *write_table(rollout_rows(judged, name), tables, "rollouts")]
 
 
 def _print(console: Console, found: pa.Table) -> None:
     rows = found.to_pylist()
-    heads = ("observations", "value", "low", "high", "chance", "last_step")
-    overall = {row["measure"]: [row[head] for head in heads] for row in rows if row["scope"] == "all"}
-    print_table(console, "all planted faults", ["", *heads], overall)
+    heads = ("observations", "value", "low", "high", *RULES)
+    whole = [row for row in rows if row["scope"] == "all"]
+    print_table(
+        console,
+        "all planted faults",
+        ["", *heads],
+        {row["measure"]: [row[head] for head in heads] for row in whole},
+    )
+    print_table(
+        console,
+        "more than a rule without a judge, 95 % intervals over tasks",
+        ["", *RULES],
+        {
+            row["measure"]: [_difference(row, rule) for rule in RULES]
+            for row in whole
+            if row["measure"] in STEP_MEASURES
+        },
+    )
     cells: dict[str, list[object]] = {}
     for row in rows:
         if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all":
             of_fault = cells.setdefault(row["scope"], [None] * len(SHOWN_BY_FAULT))
             of_fault[SHOWN_BY_FAULT.index(row["measure"])] = row["value"]
     print_table(console, "by fault", ["", *SHOWN_BY_FAULT], cells)
+
+
+def _difference(row: dict[str, Any], rule: str) -> str | None:
+    low, high = row[f"over_{rule}_low"], row[f"over_{rule}_high"]
+    return None if low is None else f"{row['value'] - row[rule]:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -32,6 +32,8 @@ from draco_ray.lab.analysis.attribution.plant import (
 from draco_ray.lab.analysis.attribution.rubric import faults_of, known_rubric
 from draco_ray.lab.analysis.judges import RuleComplete
 from draco_ray.sandbox.judge_server import JudgeServer
+from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.noise import Noise
 from draco_ray.sandbox.world.scripts import FATAL, Fault, families
 from tests.support.rule_judge_runs import REFUSED, instruction, output_of
 
@@ -204,6 +206,39 @@ async def test_a_judge_that_blames_the_last_step_is_as_good_as_that_rule(world: 
     assert found["false_fail"]["value"] == found["false_blame"]["value"] == 1.0
     for name in ("citation_precision", "citation_recall", "first_error"):
         assert found[name]["value"] == pytest.approx(found[name]["last_step"]), name
+
+
+async def test_rules_without_a_judge_stand_beside_it(world: Path) -> None:
+    rollouts = await judged(RuleComplete(), world)
+    faulty = [rollout for rollout in rollouts if rollout.planted.fault is not None and rollout.planted.planted]
+    hits = {"last_step": [], "first_failed": []}
+    for rollout in faulty:
+        errors = [
+            step for step, output in enumerate(rollout.planted.outputs, 1) if output.startswith("Execution failed")
+        ]
+        hits["last_step"].append(rollout.steps in rollout.planted.planted)
+        hits["first_failed"].append(min(errors, default=rollout.steps) in rollout.planted.planted)
+    assert hits["last_step"] != hits["first_failed"]
+    found = values(rollouts)
+    for rule, each in hits.items():
+        for measure in ("hit_at_1", "citation_precision", "push_share"):
+            # Every fault is found, so that all of them are observed.
+            row = found[measure]
+            if row["observations"] == len(faulty):
+                assert row[rule] == pytest.approx(np.mean(each)), (measure, rule)
+            assert row[f"over_{rule}_low"] <= row["value"] - row[rule] <= row[f"over_{rule}_high"]
+    assert found["hit_at_1"]["observations"] == len(faulty)
+    assert found["pushed_away"]["first_failed"] is None
+
+
+async def test_step_credit_is_worth_less_the_more_citations_are_wrong(world: Path) -> None:
+    shares = []
+    for wrong in (0.0, 0.5, 1.0):
+        found = values(await judged(RuleComplete(Noise(wrong_step=wrong).blur(answer)), world))
+        shares.append(found["push_share"]["value"])
+        assert found["kappa"]["value"] == 1.0
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.9 > 0.5 > shares[2]
 
 
 async def test_a_judge_that_cannot_answer_counts_as_wrong_not_as_absent(world: Path) -> None:

@@ -5,19 +5,23 @@ Verdicts (a judgment is one criterion of one rollout, violated or not; not appli
 
 Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault):
 
-==================== ================================================================ ==================== ============
-measure              is the mean of                                                   ``chance``           ``last_step``
-==================== ================================================================ ==================== ============
-citation_precision   planted steps among those that failed criteria cite              a random step        the last one
-citation_recall      of the planted steps, the share cited by failed criteria         as many random steps the last one
-hit_at_1             whether the step of least Q is planted; ties share               a random step        the last one
-first_error          whether the first step cited by a fail is the first planted      a random step        the last one
-blame_auroc          a planted step's 1 - Q above another's                           0.5                  the last one
-loser_auroc          the same; losers only (A < 0)                                    0.5                  the last one
-push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)    a random step        the last one
-grpo_share           the same without step credit: the planted steps' share of tokens a random step        the last one
-pushed_away          of the planted steps, the share with a_j < 0; losers only        the other steps      -
-==================== ================================================================ ==================== ============
+==================== ===============================================================================
+measure              is the mean of
+==================== ===============================================================================
+citation_precision   planted steps among those that failed criteria cite
+citation_recall      of the planted steps, the share cited by failed criteria
+hit_at_1             whether the step of least Q is planted; ties share
+first_error          whether the first step cited by a fail is the first planted
+blame_auroc          a planted step's 1 - Q above another's
+loser_auroc          the same; losers only (A < 0)
+push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)
+grpo_share           the same without step credit: the planted steps' share of tokens
+pushed_away          of the planted steps, the share with a_j < 0; losers only
+==================== ===============================================================================
+
+Beside each stands what three rules without a judge reach on the same rollouts, and an interval of the difference:
+``chance`` blames a random step (of ``citation_recall`` as many as the judge cites; of ``pushed_away`` it is the other
+steps), ``last_step`` the last one, ``first_failed`` the first one whose output is an error, the last one where none is.
 
 ``reward_auroc`` is the chance that a rollout that passes the task's tests has a higher R than one of its group that
 fails them, a mean over tasks; ``false_blame`` the share of faultless rollouts with a failed criterion. A rollout whose
@@ -28,7 +32,7 @@ chance.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,11 +48,14 @@ from draco_ray.lab.analysis.agreement import (
 )
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.plant import BENIGN, REFERENCE
-from draco_ray.lab.analysis.attribution.rubric import UNKNOWN
+from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.sandbox.world.scripts import Fault
 
+RULES = ("chance", "last_step", "first_failed")
+"""What blames without a judge."""
 MEASURES = pa.schema(
     [
         ("judge", pa.string()),
@@ -58,8 +65,7 @@ MEASURES = pa.schema(
         ("value", pa.float64()),
         ("low", pa.float64()),
         ("high", pa.float64()),
-        ("chance", pa.float64()),
-        ("last_step", pa.float64()),
+        *((name, pa.float64()) for rule in RULES for name in (rule, f"over_{rule}_low", f"over_{rule}_high")),
     ]
 )
 ROLLOUTS = pa.schema(
@@ -83,8 +89,8 @@ ROLLOUTS = pa.schema(
     ]
 )
 
-Observation = tuple[float, float, float]
-"""Value, chance, the last-step rule; NaN where there is none."""
+Observation = tuple[float, float, float, float]
+"""Value, and what each of `RULES` reaches; NaN where there is none."""
 _NONE = float("nan")
 
 
@@ -137,34 +143,38 @@ def cited(rollout: JudgedRollout) -> set[int]:
     }
 
 
+def blamed_by_rule(rollout: JudgedRollout) -> tuple[int, int]:
+    """The steps, from 0, that ``last_step`` and ``first_failed`` blame."""
+    last = rollout.steps - 1
+    return last, next((step for step, output in enumerate(rollout.planted.outputs) if failed(output)), last)
+
+
 def citation_precision(rollout: JudgedRollout) -> Observation | None:
     """The share of cited steps that were planted; None where nothing is cited."""
     named = cited(rollout)
     if not named:
         return None
-    return (
-        len(named & set(rollout.planted.planted)) / len(named),
-        _planted(rollout).mean(),
-        float(_planted(rollout)[-1]),
-    )
+    return (len(named & set(rollout.planted.planted)) / len(named), *_hits(rollout))
 
 
 def citation_recall(rollout: JudgedRollout) -> Observation:
     """The share of planted steps that are cited."""
     named, planted = cited(rollout), set(rollout.planted.planted)
-    return len(named & planted) / len(planted), len(named) / rollout.steps, (rollout.steps in planted) / len(planted)
+    last, first = ((step + 1 in planted) / len(planted) for step in blamed_by_rule(rollout))
+    return len(named & planted) / len(planted), len(named) / rollout.steps, last, first
 
 
 def hit_at_1(rollout: JudgedRollout) -> Observation:
     """Whether the step of least quality is planted; of several, the share that is."""
     planted_M, blame_M = _planted(rollout), _blame(rollout)
-    return float(planted_M[blame_M == blame_M.max()].mean()), float(planted_M.mean()), float(planted_M[-1])
+    return (float(planted_M[blame_M == blame_M.max()].mean()), *_hits(rollout))
 
 
 def first_error(rollout: JudgedRollout) -> Observation:
     """Whether the first step cited by a fail is the first planted one."""
-    first = min(rollout.planted.planted)
-    return float(min(cited(rollout), default=0) == first), 1 / rollout.steps, float(rollout.steps == first)
+    planted = min(rollout.planted.planted)
+    last, first = (float(step + 1 == planted) for step in blamed_by_rule(rollout))
+    return float(min(cited(rollout), default=0) == planted), 1 / rollout.steps, last, first
 
 
 def blame_auroc(rollout: JudgedRollout) -> Observation | None:
@@ -172,12 +182,11 @@ def blame_auroc(rollout: JudgedRollout) -> Observation | None:
     planted_M, blame_M = _planted(rollout), _blame(rollout)
     if planted_M.all():
         return None
-    last_M = np.arange(rollout.steps) == rollout.steps - 1
-    return (
-        auroc(blame_M[planted_M], blame_M[~planted_M]),
-        0.5,
-        auroc(last_M[planted_M].astype(float), last_M[~planted_M].astype(float)),
+    last, first = (
+        auroc(one_M[planted_M].astype(float), one_M[~planted_M].astype(float))
+        for one_M in (np.arange(rollout.steps) == step for step in blamed_by_rule(rollout))
     )
+    return auroc(blame_M[planted_M], blame_M[~planted_M]), 0.5, last, first
 
 
 def loser_auroc(rollout: JudgedRollout) -> Observation | None:
@@ -189,19 +198,18 @@ def loser_auroc(rollout: JudgedRollout) -> Observation | None:
 
 def push_share(rollout: JudgedRollout) -> Observation | None:
     """The share of the push that lands on planted steps; None where the rollout is not pushed away."""
-    share, planted_M = rollout.share, _planted(rollout)
+    share = rollout.share
     if share is None or share.advantage >= 0:
         return None
     pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
-    return float(pushes[planted_M].sum()), float(planted_M.mean()), float(planted_M[-1])
+    return (float(pushes[_planted(rollout)].sum()), *_hits(rollout))
 
 
 def grpo_share(rollout: JudgedRollout) -> Observation | None:
     """What `push_share` would be with the same advantage on every token; None where that is."""
-    planted_M, tokens_M = _planted(rollout), rollout.tokens_M
     if rollout.share is None or rollout.share.advantage >= 0:
         return None
-    return float(tokens_M[planted_M].sum() / tokens_M.sum()), float(planted_M.mean()), float(planted_M[-1])
+    return (float(rollout.tokens_M[_planted(rollout)].sum() / rollout.tokens_M.sum()), *_hits(rollout))
 
 
 def pushed_away(rollout: JudgedRollout) -> Observation | None:
@@ -210,7 +218,14 @@ def pushed_away(rollout: JudgedRollout) -> Observation | None:
     if share is None or share.advantage >= 0 or planted_M.all():
         return None
     away_M = share.step_advantage_M < 0
-    return float(away_M[planted_M].mean()), float(away_M[~planted_M].mean()), _NONE
+    return float(away_M[planted_M].mean()), float(away_M[~planted_M].mean()), _NONE, _NONE
+
+
+def _hits(rollout: JudgedRollout) -> tuple[float, float, float]:
+    """Whether the one step that each of `RULES` blames is planted."""
+    planted_M = _planted(rollout)
+    last, first = (float(planted_M[step]) for step in blamed_by_rule(rollout))
+    return float(planted_M.mean()), last, first
 
 
 STEP_MEASURES: dict[str, Callable[[JudgedRollout], Observation | None]] = {
@@ -267,7 +282,7 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
         "unanswered": ("unanswered", None),
     }
     return [
-        _row(scope, measure, found.judgments, getattr(found, name), *bounds[name], by_chance, None)
+        _row(scope, measure, found.judgments, getattr(found, name), *bounds[name], {"chance": by_chance})
         for measure, (name, by_chance) in wanted.items()
     ]
 
@@ -292,7 +307,7 @@ def _reward_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
         success = np.array([rollout.planted.success for rollout in mine], dtype=np.bool_)
         value = auroc(reward[success], reward[~success])
         if not np.isnan(value):
-            clusters[task_id] = [(value, 0.5, _NONE)]
+            clusters[task_id] = [(value, 0.5, _NONE, _NONE)]
     return _mean_row("all", "reward_auroc", clusters) if clusters else None
 
 
@@ -302,16 +317,26 @@ def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
         if rollout.planted.kind in (REFERENCE, BENIGN) and rollout.verdict_K is not None:
             # What a criterion that is left open says is neither right nor wrong.
             blamed = float(((rollout.verdict_K == Verdict.FAIL) & (rollout.truth_K == 1)).any())
-            clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE))
+            clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE, _NONE))
     return _mean_row("all", "false_blame", clusters) if clusters else None
 
 
 def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> dict[str, Any]:
-    observations = np.array([observation for found in clusters.values() for observation in found])
-    values = {task_id: [value for value, _, _ in found] for task_id, found in clusters.items()}
+    values = {task_id: [observation[0] for observation in found] for task_id, found in clusters.items()}
     interval = clustered_interval(values, lambda items: float(np.mean(items)))
-    _, chance, last = observations.mean(axis=0)
-    return _row(scope, measure, len(observations), interval.mean, interval.low, interval.high, chance, last)
+    rules: dict[str, float | None] = {}
+    for place, rule in enumerate(RULES, 1):
+        theirs = {task_id: [observation[place] for observation in found] for task_id, found in clusters.items()}
+        if not np.isnan(np.concatenate([*theirs.values()])).any():
+            difference = rate_difference(_over_tasks(values), _over_tasks(theirs))
+            rules[rule] = interval.mean - difference.mean
+            rules |= {f"over_{rule}_low": difference.low, f"over_{rule}_high": difference.high}
+    return _row(scope, measure, sum(map(len, clusters.values())), interval.mean, interval.low, interval.high, rules)
+
+
+def _over_tasks(values: dict[str, list[float]]) -> ClusteredMean:
+    by_key = {f"{place}\n{task}": value for task, found in values.items() for place, value in enumerate(found)}
+    return clustered_mean([by_key], lambda key: key.partition("\n")[2])
 
 
 def _row(
@@ -321,9 +346,8 @@ def _row(
     value: float,
     low: float,
     high: float,
-    chance: float | None,
-    last_step: float | None,
+    rules: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    numbers = {"value": value, "low": low, "high": high, "chance": chance, "last_step": last_step}
+    numbers = {"value": value, "low": low, "high": high, **rules}
     finite = {name: None if number is None or not np.isfinite(number) else number for name, number in numbers.items()}
     return {"scope": scope, "measure": measure, "observations": observations, **finite}
