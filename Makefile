@@ -17,7 +17,7 @@ export DRACO_VERIFIERS_PYTHON := $(CURDIR)/$(VERIFIERS_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -130,6 +130,16 @@ example-shop: setup
 	$(VENV)/bin/python examples/shop/demonstrations.py .cache/shop
 	$(DRACO) sft examples/shop/environment.yaml .cache/shop/demonstrations.jsonl --new --epochs 8 --out .cache/shop/policy
 	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy
+
+# Train the shop's agent for four steps, and from that run write docs/sample/report.html and what the notebook shows.
+sample: setup
+	rm -rf .cache/sample && mkdir -p .cache/sample
+	$(VENV)/bin/python examples/shop/demonstrations.py .cache/sample
+	$(DRACO) sft examples/shop/environment.yaml .cache/sample/demonstrations.jsonl --new --epochs 6 --out .cache/sample/policy
+	$(DRACO) train examples/shop/environment.yaml model.path=.cache/sample/policy train.steps=4 train.prompts_per_step=4 \
+		learner.minibatch_prompts=4 data.eval_tasks=8 run.root=.cache/sample/runs run.name=shop
+	$(VENV)/bin/python jobs/sample_page.py .cache/sample/runs/shop
+	$(VENV)/bin/python jobs/notebook.py .cache/sample/runs/shop
 
 # Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): a policy from its own episodes, then DRACO.
 example-desk: setup

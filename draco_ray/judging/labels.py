@@ -72,7 +72,7 @@ class Label(BaseModel):
 
     @property
     def group(self) -> tuple[str, str, int, str]:
-        """Of whose rollouts the verdict is one: labels of a group rise and fall together."""
+        """The group of rollouts that the verdict is about: labels of one rise and fall together."""
         return (self.run, self.run_id, self.training_step, self.task_id)
 
     @property

@@ -46,6 +46,7 @@ def started_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browse
 @pytest.fixture
 def browser(started_browser: Browser, page: str) -> Iterator[Browser]:
     """The report, opened afresh; afterwards nothing was complained about, loaded or run."""
+    started_browser.look()
     started_browser.goto("about:blank")
     started_browser.console.clear()
     started_browser.requests.clear()
@@ -61,7 +62,7 @@ def browser(started_browser: Browser, page: str) -> Iterator[Browser]:
 
 
 def at(browser: Browser, place: str) -> None:
-    browser.wait(f"document.body.dataset.ready === {json.dumps(place)}")
+    browser.wait(f"document.body?.dataset.ready === {json.dumps(place)}")
 
 
 def shown(browser: Browser) -> list[str]:
@@ -393,7 +394,6 @@ def test_axe_finds_nothing(browser: Browser, page: str, scheme: str) -> None:
         violations = browser.run("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
         told = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in violations]
         assert told == [], (place, told)
-    browser.look()
 
 
 @pytest.mark.parametrize(("width", "media"), [(400, "screen"), (800, "screen"), (718, "print")])
@@ -416,7 +416,6 @@ def test_a_group_of_six_is_readable(started_browser: Browser, tmp_path: Path, wi
                 box = started_browser.run(f"document.querySelector('{cell}').getBoundingClientRect().toJSON()")
                 assert 0 <= box["left"] < box["right"] <= width, (cell, box)
                 assert box["right"] - box["left"] >= 20, (cell, box)
-    started_browser.look()
 
 
 def test_labels_of_verdicts_are_kept_and_exported(browser: Browser, page: str, tmp_path: Path) -> None:
@@ -494,6 +493,7 @@ def test_whatever_a_title_or_a_message_holds_is_shown_as_text(
     monkeypatch.setattr(small_run_module, "CODE", text)
     path = tmp_path / "report.html"
     write_report(small_run(tmp_path / "run"), path)
+    started_browser.look()
     started_browser.console.clear()
     started_browser.goto("about:blank")
     started_browser.goto(path.as_uri())

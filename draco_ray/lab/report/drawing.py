@@ -76,6 +76,12 @@ class Drawing:
         """Draw on top of what is there."""
         self.shapes.extend(shapes)
 
+    def _repr_svg_(self) -> str:
+        # What a notebook shows.
+        from draco_ray.lab.report.svg import to_image
+
+        return to_image(self)
+
 
 def palette(index: int) -> str:
     """The colour of series ``index``."""

@@ -6,7 +6,7 @@ import re
 
 from markupsafe import Markup, escape
 
-from draco_ray.lab.report.drawing import ON_PAPER, Box, Dot, Drawing, Line, Shape, Text
+from draco_ray.lab.report.drawing import ON_PAPER, PAPER, Box, Dot, Drawing, Line, Shape, Text
 
 # Advance widths of Helvetica's printable ASCII, in thousandths of the size; it places centred and right-aligned text.
 _WIDTHS = [
@@ -31,11 +31,22 @@ def visible(text: str) -> str:
 
 
 def to_svg(drawing: Drawing) -> Markup:
-    """An ``<svg>`` element; colours by role are CSS variables of the page, so that it follows light and dark."""
+    """An ``<svg>`` element; colours by role are CSS variables of the page, so that it follows light and dark.
+
+    Where there is no such page, they are those on paper.
+    """
     title = escape(visible(drawing.title))
     parts = [f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">']
     parts += [_svg_shape(shape) for shape in drawing.shapes]
     return Markup("".join(parts) + "</svg>")
+
+
+def to_image(drawing: Drawing) -> Markup:
+    """`to_svg` as an image of its own, on white."""
+    about = f'xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}"'
+    head, _, rest = str(to_svg(drawing)).partition(">")
+    paper = f'<rect width="100%" height="100%" fill="{ON_PAPER[PAPER]}"/>'
+    return Markup(f'{head} {about} font-family="Helvetica, Arial, sans-serif">{paper}{rest}')
 
 
 def text_width(string: str, size: float) -> float:
@@ -82,4 +93,4 @@ def _svg_hint(hint: str, element: str) -> str:
 
 
 def _svg(color: str) -> str:
-    return f"var(--{color})" if color in ON_PAPER else color
+    return f"var(--{color}, {ON_PAPER[color]})" if color in ON_PAPER else color
