@@ -42,10 +42,11 @@ def run_cells(notebook: dict[str, Any]) -> dict[str, Any]:
 
 def _outputs(source: str, number: int, names: dict[str, Any]) -> list[dict[str, Any]]:
     tree = ast.parse(source)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = ast.Expression(end.value) if tree.body and isinstance(end := tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(tree, f"cell {number}", "exec"), names)
-        value = None if last is None else eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names)
+        before = ast.Module(tree.body if last is None else tree.body[:-1], type_ignores=[])
+        exec(compile(before, f"cell {number}", "exec"), names)
+        value = None if last is None else eval(compile(last, f"cell {number}", "eval"), names)
     found: list[dict[str, Any]] = []
     if printed.getvalue():
         found.append({"output_type": "stream", "name": "stdout", "text": _lines(printed.getvalue())})

@@ -5,6 +5,7 @@ After the last step both tasks are evaluated, a rollout each; the first is solve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def write_group(store: RunStore, step: int, task: str, size: int = 2) -> None:
     share = advantages(step, task, size)
     store.write("criteria", step, task, rows.criterion_rows(step, task, rubric(task), share))
     store.write("proposals", step, task, rows.proposal_rows(step, task, rubric(task)))
-    tokens = {rollout: [2, 4] for rollout in range(size)}
+    tokens: dict[int, Sequence[int]] = {rollout: [2, 4] for rollout in range(size)}
     store.write("advantages", step, task, rows.advantage_rows(step, task, share, tokens))
     group = {"state": "credited", "rollouts": size, "lost": 0, "unscored": 0, "credit_failures": 0, "reason": None}
     store.write("groups", step, task, [{"training_step": step, "task_id": task, **group}])

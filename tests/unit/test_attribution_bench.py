@@ -211,7 +211,7 @@ async def test_a_judge_that_blames_the_last_step_is_as_good_as_that_rule(world: 
 async def test_rules_without_a_judge_stand_beside_it(world: Path) -> None:
     rollouts = await judged(RuleComplete(), world)
     faulty = [rollout for rollout in rollouts if rollout.planted.fault is not None and rollout.planted.planted]
-    hits = {"last_step": [], "first_failed": []}
+    hits: dict[str, list[bool]] = {"last_step": [], "first_failed": []}
     for rollout in faulty:
         errors = [
             step for step, output in enumerate(rollout.planted.outputs, 1) if output.startswith("Execution failed")
