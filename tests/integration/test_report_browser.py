@@ -452,7 +452,7 @@ def test_labels_of_verdicts_are_kept_and_exported(browser: Browser, page: str, t
     assert (second.verdict, second.citation, second.steps) == (None, True, None)
     browser.click("#label-draw")
     browser.wait("location.hash.startsWith('#rollout/')")
-    browser.wait("document.querySelector('[data-label^=verdict]')")
+    browser.wait("document.querySelector('[data-label^=verdict]') !== null")
     browser.click("[data-label^=verdict]")
     assert [label.drawn for label in parsed(browser.run("labelLines()"), tmp_path)] == [False, False, True]
     browser.run("localStorage.clear()")
