@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import PROMPTS, arguments
+from tests.integration.test_judge_local_servers import SERVED
 from tests.support.command import draco
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, build_scripted_policy
@@ -74,3 +76,18 @@ def test_self_judge(sandbox_root: Path, scripted_policy: Path, tmp_path: Path, s
         for row in run.table("verdicts").to_pylist()
     }
     assert recorded == voted(run, votes)
+
+
+def test_a_judge_that_is_served_on_the_cluster(sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
+    served = ("judge.rule_judge.start=false", f"judge.model=hosted_vllm/{scripted_policy}", "judge.local.enabled=true")
+    # One server: that they come with the calls is seen in tests/integration.
+    alone = [*(key for key in SERVED if "max_replicas" not in key), "judge.local.max_replicas=1"]
+    words = (*SHORT, *served, *alone, "judge.max_tokens=256", "algorithm.group_size=4")
+    run = one_step(sandbox_root, scripted_policy, tmp_path, "draco", *words)
+    assert len(check_rubric_run(run, credit=True)) == PROMPTS
+    calls = run.table("judge_calls").to_pylist()
+    assert {call["model"] for call in calls} == {f"hosted_vllm/{scripted_policy}"}
+    assert {call["phase"] for call in calls} >= {"stage1", "stage2", "union", "score"}
+    assert (run.path / "logs" / "judge-server-0.log").is_file()
+    running = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    assert not any(f"--model {scripted_policy}" in words for words in running)
