@@ -27,6 +27,9 @@ def free_port(host: str, wanted: int | None = None) -> int:
 def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:
     """The part of the command line that says on what the model runs."""
     words = ["--tensor-parallel-size", str(engine.tensor_parallel), "--max-num-seqs", str(engine.max_num_seqs)]
+    # Its core outlives a server that is killed, unless it is tied to it.
+    executor = "AttachedExecutor" if engine.tensor_parallel == 1 else "AttachedMultiprocExecutor"
+    words += ["--distributed-executor-backend", f"draco_ray.engine.executor.{executor}"]
     if engine.gpus_per_engine == 0:
         # As the training engine on CPU: see VllmEngine.
         return [

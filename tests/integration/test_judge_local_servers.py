@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -120,10 +119,14 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
     killed = next(iter(first.values()))
     asking = asyncio.create_task(ask(range(10, 18)))
     await until(lambda: busy(killed))
-    os.killpg(killed.pid, signal.SIGKILL)
+    below = killed.children(recursive=True)
+    assert below
+    # The server alone: what it started must not outlive it.
+    killed.kill()
     replies = await asking
     assert [reply.error for reply in replies] == [None] * 8
     assert any(reply.requests > 1 for reply in replies)
+    await until(lambda: all(map(ended, below)))
 
     # Replaced by itself; the other one hangs now.
     await until(lambda: len(serving(judge)) == 2 and not ray.get(handle.pending.remote()))
@@ -155,6 +158,14 @@ def test_traces_are_judged_by_servers_that_are_there_for_as_long_as_that_takes(t
     # Eight groups ask at once, and a server takes two calls.
     assert len([*(out / "logs").glob("judge-server-*.log")]) == 2
     assert not any(str(model) in " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or only waits to be reaped."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def busy(server: psutil.Process) -> bool:
