@@ -210,9 +210,7 @@ def ray_head(root: Path) -> Iterator[Head]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        # How long Ray waits for a head that is gone: a minute, unless it is told.
-        gone = {"RAY_gcs_rpc_server_reconnect_timeout_s": "15"}
-        environment = {**os.environ, **gone, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         environment.pop("RAY_ADDRESS", None)
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
