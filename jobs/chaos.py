@@ -102,8 +102,8 @@ class Outcome:
     last: str
 
 
-def strike(fault: str, root: Path, world: Path, model: Path, *words: str) -> Outcome:
-    """One run with one fault in its last step, continued if it ended; ``words`` are more of the command's."""
+def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
+    """One run with one fault in its last step, continued if it ended."""
     name = fault.replace(" ", "-")
     run = root / name
     began = time.monotonic()
@@ -131,7 +131,6 @@ def strike(fault: str, root: Path, world: Path, model: Path, *words: str) -> Out
                 f"algorithm.group_size={GROUP}",
                 "learner.minibatch_prompts=1",
                 "ray.dashboard=false",
-                *words,
             ],
             head,
         )

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.runs.directory import RunDirectory
 from tests.support.jobs import load_job
-from tests.support.rewards import check_rubric_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -19,15 +17,9 @@ def test_a_run_outlives_the_node_it_ran_on(
     chaos = load_job("chaos")
     monkeypatch.setattr(chaos, "STEPS", 1)
     monkeypatch.setattr(chaos, "GROUP", 2)
-    outcome = chaos.strike(chaos.NODE, tmp_path, sandbox_root, starter_model, "--setting", "static")
+    outcome = chaos.strike(chaos.NODE, tmp_path, sandbox_root, starter_model)
     assert outcome.survived == "resumed"
     assert (outcome.steps, outcome.rollouts, outcome.lost) == (1, chaos.PROMPTS * 2, 0)
     # What had been answered before the node died was not asked again.
     assert outcome.repeated == 0
     assert outcome.last.startswith("draco: ")
-    # The run is also that of the setting with a static rubric and no credit (the others: test_settings.py).
-    run = RunDirectory.open(tmp_path / chaos.NODE)
-    rewards = check_rubric_run(run, credit=False)
-    assert len(rewards) == chaos.PROMPTS
-    assert any(any(group) for group in rewards.values())
-    assert {call["phase"] for call in run.table("judge_calls").to_pylist()} == {"score"}

@@ -1,7 +1,7 @@
 """A step of training in every setting: its rewards are what its recorded verdicts, AppWorld's tests or its noise say.
 
-The settings `draco` and `no-credit` are trained in test_training.py, `outcome` in test_ray_job.py, `static` in
-test_node_fault.py, `static-credit` in tests/integration/test_wheel.py.
+The settings `draco` and `no-credit` are trained in test_training.py, `outcome` in test_ray_job.py,
+`static-credit` in tests/integration/test_wheel.py.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ def one_step(world: Path, model: Path, root: Path, setting: str, *words: str) ->
     result = draco(*arguments(world, model, root, setting), *words, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDirectory.open(root / setting)
+
+
+def test_static_rubric_without_credit(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    run = one_step(sandbox_root, starter_model, tmp_path, "static")
+    rewards = check_rubric_run(run, credit=False)
+    assert len(rewards) == PROMPTS
+    assert any(any(group) for group in rewards.values())
+    assert {call["phase"] for call in run.table("judge_calls").to_pylist()} == {"score"}
 
 
 def test_random(sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
