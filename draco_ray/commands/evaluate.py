@@ -71,7 +71,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     check_options(options)
     policy, config = find_policy_and_config(options, starter)
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
-    out = (options.out or _default_out(options, policy, split)).resolve()
+    out = (options.out or _default_out(options, policy, config.environment.use, split)).resolve()
     if not make_environment(config.environment, config.data).evaluates:
         cache = None if options.run is None else RunDirectory.open(options.run.resolve()).judge_cache
         rates = judge_policy(policy, config, split=split, runs=options.runs, out=out, cache=cache)
@@ -258,8 +258,9 @@ def _steps_per_epoch(config: DracoConfig) -> int:
     return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch
 
 
-def _default_out(options: EvaluateOptions, policy: EvaluatedPolicy, split: str) -> Path:
+def _default_out(options: EvaluateOptions, policy: EvaluatedPolicy, environment: str, split: str) -> Path:
+    world = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(environment).name)
     if options.run is not None:
         kind = "train-curve" if options.train_curve else f"last{options.last_epochs or 3}"
-        return options.run / "evaluations" / f"appworld-{split}-{kind}"
-    return Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-appworld-{split}"
+        return options.run / "evaluations" / f"{world}-{split}-{kind}"
+    return Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-{world}-{split}"

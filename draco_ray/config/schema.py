@@ -66,10 +66,9 @@ class AgentConfig(Tree):
     """The agent's loop and its limits."""
 
     use: Part = "code"
-    """code (AppWorld's Simplified ReAct Code Agent), tool_calling (tools in the model's own chat template), command (a
-    program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), verifiers (its own harnesses, with
-    environment.use=verifiers), or one of your own,
-    package.module:Class or folder/file.py:Class."""
+    """code (our loop after AppWorld's ReAct code agent), tool_calling (tools in the model's own chat template),
+    command (a program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), verifiers (its own
+    harnesses, with environment.use=verifiers), or one of your own, package.module:Class or folder/file.py:Class."""
     command: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Of agent.use=command: what plays one episode, in the words of a command line; no shell reads it, and a bare
     python is the one that runs draco."""

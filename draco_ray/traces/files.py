@@ -9,6 +9,7 @@ import gzip
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,10 @@ class Found:
     problem: str | None = None
 
 
-def trace_files(paths: Sequence[Path]) -> list[Path]:
+def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> list[Path]:
     """The files and run directories that the paths stand for, in the order of their names.
+
+    ``other`` counts, by their endings, the files in folders that are of no kind that is read.
 
     Raises:
         TraceError: a path does not exist.
@@ -43,7 +46,7 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise TraceError(f"{path}: no such file or folder")
-        found += [path] if is_run(path) or not path.is_dir() else _below(path)
+        found += [path] if is_run(path) or not path.is_dir() else _below(path, Counter() if other is None else other)
     # A link to another of them (latest.jsonl) adds nothing.
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
@@ -53,7 +56,7 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (path / "config.yaml").is_file() and (path / "tables").is_dir()
 
 
-def _below(folder: Path) -> list[Path]:
+def _below(folder: Path, other: Counter[str]) -> list[Path]:
     if is_run(folder):
         # What an earlier judging has left beside the traces is no further trace, unless it is named.
         return [] if (folder / INDEX).is_file() else [folder]
@@ -64,10 +67,12 @@ def _below(folder: Path) -> list[Path]:
         if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):
             continue
         if path.is_dir():
-            found += [] if tau2 and path.name == "simulations" else _below(path)
+            found += [] if tau2 and path.name == "simulations" else _below(path, other)
         # A pipe in a folder would be waited for without end; one that is named on purpose is read.
         elif path.is_file() and suffix(path) in (*LINES, *DOCUMENTS, *INSPECT):
             found.append(path)
+        elif path.is_file():
+            other[path.suffix or path.name] += 1
     return found
 
 

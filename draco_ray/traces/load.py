@@ -11,6 +11,7 @@ import logging
 import re
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -306,7 +307,11 @@ def load_traces(
         mapped_format(mapped) if mapped is not None else FORMATS.get(format),
         alone=group_by == NO_GROUPS,
     )
-    files = trace_files(paths)
+    other: Counter[str] = Counter()
+    files = trace_files(paths, other)
+    if other:
+        counted = ", ".join(f"{count} of {ending}" for ending, count in sorted(other.items()))
+        log.warning("files that are of no kind of traces are not read: %s", counted)
     for file in files:
         if is_run(file):
             for trace in run_traces(file):

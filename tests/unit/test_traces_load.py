@@ -423,6 +423,16 @@ def test_a_link_is_read_and_one_to_another_trace_adds_nothing(tmp_path: Path) ->
     assert sorted(each.trace_id for group in groups for each in group.summaries) == ["kept", "run"]
 
 
+def test_files_of_no_kind_that_is_read_are_counted_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copy(FILES / "openai_chat.jsonl", tmp_path)
+    (tmp_path / "more").mkdir()
+    for name in ("a.csv", "more/b.csv", "more/c.parquet", "more/d.jsonl.zst", ".hidden.csv", "README"):
+        (tmp_path / name).write_text("x")
+    load_traces(tmp_path)
+    (line,) = (record.getMessage() for record in caplog.records if "not read" in record.getMessage())
+    assert line.endswith("not read: 2 of .csv, 1 of .parquet, 1 of .zst, 1 of README")
+
+
 def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "traces.jsonl").write_bytes((FILES / "openai_chat.jsonl").read_bytes())
     os.mkfifo(tmp_path / "pipe.jsonl")

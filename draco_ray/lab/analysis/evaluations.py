@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -141,15 +142,20 @@ def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
     }
 
 
+def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
+    """What `draco evaluate --run` has left in a run, in the order of the names.
+
+    One of another version of this program is no reason not to show the run, and is left out.
+    """
+    for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
+        with contextlib.suppress(ConfigError):
+            yield EvaluationDirectory.open(file.parent)
+
+
 def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
     for (step, split), in_training in read_evaluations(run).items():
         yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=in_training)
-    for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
-        try:
-            directory = EvaluationDirectory.open(file.parent)
-        except ConfigError:
-            # An evaluation of another version of this program is no reason not to show the run.
-            continue
+    for directory in evaluation_directories(run):
         for name in directory.plan.measurements:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
@@ -157,7 +163,7 @@ def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
             priced = [usage.dollars for usage in usages if usage.dollars is not None]
             number = re.fullmatch(r"step(\d+)", name)
             yield _Measurement(
-                evaluation=file.parent.name,
+                evaluation=directory.path.name,
                 split=directory.plan.split,
                 step=int(number[1]) if number else None,
                 evaluations=[result.evaluation for result in results],

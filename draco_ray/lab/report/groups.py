@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.analysis.evaluations import evaluation_directories
 from draco_ray.lab.evaluation.trajectories import read_trajectories
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
@@ -68,17 +67,12 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
         rows = [run.table(name, step).to_pylist() for name in (TRAJECTORIES, STEPS)]
         when = f"after step {step}" if step else "before training"
         yield from _evaluated(f"{split} {when}", step, split, found, *rows)
-    for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
-        try:
-            directory = EvaluationDirectory.open(file.parent)
-        except ConfigError:
-            # An evaluation of another version of this program is no reason not to show the run.
-            continue
+    for directory in evaluation_directories(run):
         for name in directory.plan.measurements:
             played = [result.evaluation for result in directory.results(name)]
             rows = [read_trajectories(directory, name, table).to_pylist() for table in (TRAJECTORIES, STEPS)]
             number = re.fullmatch(r"step(\d+)", name)
-            key = f"{file.parent.name} {name}"
+            key = f"{directory.path.name} {name}"
             yield from _evaluated(key, int(number[1]) if number else None, directory.plan.split, played, *rows)
 
 
