@@ -104,6 +104,12 @@ lock-gpu: .venv-tools/bin/uv
 		--python-platform x86_64-manylinux_2_35 $$(sed 's/==.*//; s/^/--no-emit-package /' requirements/.cpu.txt) -o requirements/torch-default.lock
 	rm requirements/.cpu.txt requirements/.torch.in
 
+# Ask a resolver whether requirements/gpu.lock, which nothing here installs, still resolves (seconds; no download).
+.PHONY: lock-check
+lock-check:
+	-@test -x .venv-tools/bin/uv || $(MAKE) --no-print-directory .venv-tools/bin/uv
+	requirements/lock_check.sh .venv-tools/bin/uv
+
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
 	for lock in cpu appworld verifiers bench mutate docs; do \
@@ -180,6 +186,11 @@ bench-intervals: setup
 .PHONY: bench-limiter
 bench-limiter: setup
 	$(VENV)/bin/python jobs/bench_limiter.py $(ARGS)
+
+# Carry out the image's last stage in a Debian of debootstrap's making, and Ray's launcher's commands in it (root; two minutes).
+.PHONY: image-check
+image-check: setup
+	$(VENV)/bin/python jobs/image_check.py $(ARGS)
 
 # Layers of the paper's models at real size on one GPU: agreement, speed, memory; says so where there is none.
 gpu-check:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
+import ray._private.services
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
@@ -18,7 +22,9 @@ FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_
 
 LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
-START_ATTEMPTS = 3
+START_ATTEMPTS = 2
+START_SECONDS = 180.0
+"""For a node to come up, where Ray gives it 30."""
 LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
 
@@ -64,7 +70,35 @@ def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
 
 
 def _start(config: DracoConfig) -> None:
-    """A Ray on this machine; it gives its node 30 s to come up, which a busy machine may miss, so it is asked again."""
+    """A Ray on this machine; where a busy one misses even the longer time, it is asked once more."""
+    with _patient_start():
+        _try_to_start(config)
+
+
+@contextlib.contextmanager
+def _patient_start(seconds: float = START_SECONDS, every: float = 0.5) -> Iterator[None]:
+    """Let a node take so long to register: Ray's limit is a number in its code, asked for between two calls of this."""
+    services = ray._private.services
+    once = services.get_node
+
+    def get_node(*arguments: Any) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return once(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(every)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = once
+
+
+def _try_to_start(config: DracoConfig) -> None:
     for attempt in range(START_ATTEMPTS):
         try:
             ray.init(

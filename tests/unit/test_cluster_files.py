@@ -11,13 +11,17 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
 import pytest
 import yaml
+from image_check import ENVIRONMENTS, environment, instructions, last_stage, login
 from pydantic import BaseModel, ConfigDict
+from ray.autoscaler._private.aws.config import DEFAULT_AMI, _check_ami
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from draco_ray.config.load import load_config
@@ -91,6 +95,16 @@ def test_aws_starts_ray_with_token_and_secrets_from_the_platform() -> None:
             assert re.search(rf'{variable}="\$\(python /app/cluster/aws_secret\.py [\w/-]+\)" &&', start)
         # What ray itself is started with is visible to every user of the machine.
         assert not re.search(r"(?i)token|key|secret|\$\(", start.split("ray start")[1])
+
+
+def test_aws_names_an_image_of_today_for_every_node() -> None:
+    prepared = prepare_config(loaded("aws.yaml"))
+    _check_ami(prepared)
+    images = {kind["node_config"]["ImageId"] for kind in prepared["available_node_types"].values()}
+    assert not images & set(DEFAULT_AMI.values()), "Ray's default of 2022"
+    (image,) = images
+    # EC2 looks it up where a node is started.
+    assert re.fullmatch(r"resolve:ssm:/aws/service/deeplearning/ami/x86_64/[\w.-]+/latest/ami-id", image)
 
 
 # Kubernetes, through KubeRay.
@@ -275,35 +289,71 @@ def _refuse_unknown_fields(schema: Any) -> None:
 # The image.
 
 
-def instructions() -> list[tuple[str, str]]:
-    text = (CLUSTER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+DOCKERFILE = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
+"""`make image-check` carries out its last stage."""
 
 
 def test_image_runs_as_an_ordinary_user() -> None:
-    assert [argument for name, argument in instructions() if name == "USER"] == ["draco"]
-    assert instructions()[-1][0] == "USER"
+    assert [argument for name, argument in instructions(DOCKERFILE) if name == "USER"] == ["draco"]
+    assert instructions(DOCKERFILE)[-1][0] == "USER"
 
 
 def test_image_is_pinned_by_the_lock_files() -> None:
     installs = [
-        part for name, text in instructions() if name == "RUN" for part in text.split("&&") if "pip install" in part
+        part
+        for name, text in instructions(DOCKERFILE)
+        if name == "RUN"
+        for part in text.split("&&")
+        if "pip install" in part
     ]
     assert all("--no-deps" in install for install in installs)
     assert sum("-r requirements/appworld.lock" in install for install in installs) == 1
     assert sum("-r ${LOCK}" in install for install in installs) == 1
-    assert ("ARG", "LOCK=requirements/cpu.lock") in instructions()
+    assert ("ARG", "LOCK=requirements/cpu.lock") in instructions(DOCKERFILE)
 
 
 def test_image_holds_no_secret_and_nothing_that_is_not_asked_for() -> None:
-    named = [text for name, text in instructions() if name in ("ARG", "ENV")]
+    named = [text for name, text in instructions(DOCKERFILE) if name in ("ARG", "ENV")]
     assert not any(re.search(r"(?i)\w*(key|secret|password|auth_token)\w*=", text) for text in named)
     ignored = (CLUSTER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     patterns = [line for line in ignored if line and not line.startswith("#")]
     assert patterns[0] == "*"
     allowed = {pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")}
-    copied = [text.split() for name, text in instructions() if name == "COPY" and "--from" not in text]
+    copied = [text.split() for name, text in instructions(DOCKERFILE) if name == "COPY" and "--from" not in text]
     sources = {source.rstrip("/") for words in copied for source in words[:-1]}
     assert sources == allowed
     assert all((REPOSITORY / source).exists() for source in sources)
+
+
+def test_image_has_its_programs_on_the_path_of_a_login_shell(tmp_path: Path) -> None:
+    """Ray's launcher gives every command through one, and Debian's ``/etc/profile`` sets PATH anew."""
+    copied = [text.split() for name, text in last_stage(DOCKERFILE) if name == "COPY" and "--from" not in text]
+    (profile,) = [source for source, target in copied if re.fullmatch(r"/etc/profile\.d/\w+\.sh", target)]
+    text = (
+        (REPOSITORY / profile).read_text(encoding="utf-8").replace("/opt/draco/bin", str(Path(sys.executable).parent))
+    )
+    (tmp_path / ".bashrc").touch()
+    asked = "python -c 'import sys; print(sys.executable)'; command -v ray draco"
+
+    def said(profile: str) -> list[str]:
+        # In the place of /etc/profile.d: read by the same shell, right after /etc/profile.
+        (tmp_path / ".profile").write_text(profile, encoding="utf-8")
+        variables = {"HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+        done = subprocess.run(
+            login(asked), env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        return done.stdout.split()
+
+    assert said(text) == [str(Path(sys.executable).with_name(name)) for name in ("python", "ray", "draco")]
+    assert said("PATH=/usr/bin:/bin") != said(text)
+
+
+def test_image_has_what_rays_launcher_calls_and_where_the_code_looks() -> None:
+    stage = last_stage(DOCKERFILE)
+    installed = " ".join(text for name, text in stage if name == "RUN" and "apt-get install" in text).split()
+    assert {"openssh-client", "rsync", "wget", "bubblewrap"} <= set(installed)
+    variables = environment(stage, "/usr/bin")
+    assert variables["PATH"] == "/opt/draco/bin:/usr/bin"
+    brought = {text.split()[-1] for name, text in stage if name == "COPY" and "--from=build" in text}
+    assert brought == set(ENVIRONMENTS)
+    assert variables["DRACO_APPWORLD_PYTHON"] == "/opt/appworld/bin/python"

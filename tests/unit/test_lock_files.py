@@ -72,3 +72,29 @@ def test_make_takes_a_gpu_check_for_skipped_only_without_a_gpu(tmp_path: Path) -
     write(tmp_path / "bin" / "python", "echo checked")
     assert check("exit 9") == "gpu-check: skipped: nvidia-smi lists no GPU here\n"
     assert check("echo GPU 0: NVIDIA H200").splitlines() == ["made setup-gpu", "checked"]
+
+
+def test_a_resolver_that_refuses_the_lock_fails_ci_and_an_index_that_is_not_there_does_not(tmp_path: Path) -> None:
+    """``make lock-check``, with a stand-in for uv that says what uv says."""
+    uv, lock = tmp_path / "uv", tmp_path / "gpu.lock"
+    lock.write_text("ray==2 \\\n    --hash=sha256:0\n")
+
+    def check(script: str) -> tuple[int, str]:
+        uv.write_text(f"#!/bin/bash\n{script}\n")
+        uv.chmod(0o755)
+        command = [str(REQUIREMENTS / "lock_check.sh"), str(uv), str(lock)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert check('printf "ray==2\\n" > "${@: -1}"') == (0, f"lock-check: {lock} resolves, 1 packages\n")
+    status, said = check('printf "ray==2\\nclick==8\\n" > "${@: -1}"')
+    assert (status, "lacks what its packages ask for: click" in said) == (1, True)
+    status, said = check(
+        'echo "error: No solution found: because ray==2 depends on click>8 and you require click==7" >&2; exit 1'
+    )
+    assert (status, "click==7" in said) == (1, True)
+    for unanswered in ("Failed to fetch: https://x", "No solution found: because there is no version of ray==2"):
+        status, said = check(f'echo "error: {unanswered}" >&2; exit 1')
+        assert (status, "skipped" in said) == (0, True)
+    uv.unlink()
+    assert subprocess.run([str(REQUIREMENTS / "lock_check.sh"), str(uv)], check=True, capture_output=True).stdout
