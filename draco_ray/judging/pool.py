@@ -132,7 +132,7 @@ class JudgePool:
         found = await self._watched.call(send, rank=urgency(phase.name), preferred=preferred)
         if found is not None:
             return Judgement(judged=found[0], summary=found[1])
-        error = f"{phase.name} of {label}: {MOST_SENDS} judge workers fell silent under it, one after the other"
+        error = f"{phase.name} of {label}: {MOST_SENDS} judge workers were lost or fell silent under it, one by one"
         log.error("%s; it has no value", error)
         failed: Judged[Any] = Judged(value=None, error=error)
         return Judgement(judged=ray.put(failed), summary=phase_summary(phase.name, context, failed, started))
@@ -159,4 +159,8 @@ async def _up(worker: Any) -> None:
 
 
 async def _answer(summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary:
-    return await summary
+    """The answer to a call. Raises: `Away`, and what the call raises."""
+    try:
+        return await summary
+    except RayActorError as error:
+        raise Away(str(error)) from error

@@ -43,6 +43,7 @@ class Sent(Generic[HandleT, AnswerT]):
     handle: HandleT
     """What the caller keeps of it."""
     answer: Awaitable[AnswerT]
+    """Raises `Away` where the worker was lost under it, or out of reach."""
     cancel: Callable[[], object]
     """Tells the worker that nobody waits for the answer any longer."""
 
@@ -50,8 +51,9 @@ class Sent(Generic[HandleT, AnswerT]):
 class WatchedWorkers(Generic[WorkerT]):
     """`ElasticWorkers` that are asked again and again whether they are there.
 
-    A call goes to a worker that is up. Where that one stops answering while another answers, the call is made there,
-    `MOST_SENDS` times in all.
+    A call goes to a worker that is up. Where that one stops answering while another answers, the call is made there;
+    where it is lost under the call, or out of reach, at the next that is up. `MOST_SENDS` times in all, and a worker
+    that was lost counts as up only when it has answered again: no call is spent on a node that is gone.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class WatchedWorkers(Generic[WorkerT]):
             rank: as of `ElasticWorkers.acquire`.
             preferred: a place beside the workers that takes it while it is up, whatever else it does.
 
-        Returns: the call's handle and answer; None where `MOST_SENDS` workers fell silent under it.
+        Returns: the call's handle and answer; None where `MOST_SENDS` workers fell silent or were lost under it.
         Raises: what the call raises; as `ElasticWorkers.acquire`.
         """
         for _ in range(MOST_SENDS):
@@ -131,7 +133,7 @@ class WatchedWorkers(Generic[WorkerT]):
                 await asyncio.gather(*self._abandoned, return_exceptions=True)
 
     async def _finish(self, place: Place[WorkerT], sent: Sent[HandleT, AnswerT]) -> asyncio.Future[AnswerT] | None:
-        """Wait for a call's answer; None if its worker was given up on."""
+        """Wait for a call's answer; None if its worker was given up on, or out of reach."""
         answer = asyncio.ensure_future(sent.answer)
         given_up = asyncio.ensure_future(place.given_up.wait())
         try:
@@ -144,8 +146,12 @@ class WatchedWorkers(Generic[WorkerT]):
             raise
         finally:
             given_up.cancel()
+        error = answer.exception() if answer.done() and not answer.cancelled() else None
+        if isinstance(error, Away):
+            # Before its slot is free again, which would be given this very call.
+            self._down(place, error)
         self._release(place)
-        if answer.done():
+        if answer.done() and not isinstance(error, Away):
             return answer
         answer.cancel()
         sent.cancel()
@@ -196,6 +202,11 @@ class WatchedWorkers(Generic[WorkerT]):
             log.warning("worker %d has not answered for %g s and is started anew", place.number, self.silent_seconds)
             self._renew(place.worker)
 
+    def _down(self, place: Place[WorkerT], error: Away) -> None:
+        if place.up:
+            log.warning("worker %d cannot be asked: %s", place.number, " ".join(str(error).split())[:300])
+        self.workers.went_down(place)
+
     async def _watch(self, place: Place[WorkerT]) -> None:
         while True:
             answer = asyncio.ensure_future(self._up(place.worker))
@@ -213,9 +224,7 @@ class WatchedWorkers(Generic[WorkerT]):
                 self.workers.lost(place, cause)
                 return
             except Away as error:
-                if place.up:
-                    log.warning("worker %d cannot be asked: %s", place.number, " ".join(str(error).split())[:300])
-                self.workers.went_down(place)
+                self._down(place, error)
             else:
                 self.workers.came_up(place)
             finally:

@@ -104,7 +104,8 @@ def judge_starter(
             max_concurrency=4 * config.concurrency_per_worker,
             # A new process repeats the phase, and takes replies that had come already from the durable cache.
             max_restarts=-1,
-            max_task_retries=3,
+            # At the same worker, and in seconds where its node is gone: then the pool has the phase made elsewhere.
+            max_task_retries=1,
         ).remote(config, policy, leases, servers)
 
     return start

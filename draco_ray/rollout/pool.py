@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from draco_ray.records import EpisodeEnd, Usage
 from draco_ray.rollout.agent import RolloutRequest
@@ -21,6 +21,9 @@ from draco_ray.summaries import RolloutSummary
 log = logging.getLogger(__name__)
 
 WorkerT = TypeVar("WorkerT")
+
+LOOK_SECONDS = 5.0
+"""Between two questions whether a worker that was out of reach is there again."""
 
 
 class SlotQueue(Generic[WorkerT]):
@@ -32,6 +35,8 @@ class SlotQueue(Generic[WorkerT]):
         self._free = [worker for turn in range(most) for worker, slots in workers if turn < slots]
         self._waiting: list[tuple[int, int, asyncio.Future[WorkerT]]] = []
         self._arrivals = itertools.count()
+        self._kept: dict[int, list[WorkerT]] = {}
+        """Slots that are handed to nobody, by the identity of their worker."""
 
     async def acquire(self, priority: int) -> WorkerT:
         """Wait for a slot; equal priorities are served in order of arrival."""
@@ -43,12 +48,28 @@ class SlotQueue(Generic[WorkerT]):
 
     def release(self, worker: WorkerT) -> None:
         """Give a slot back."""
+        if (kept := self._kept.get(id(worker))) is not None:
+            kept.append(worker)
+            return
         while self._waiting:
             _, _, future = heapq.heappop(self._waiting)
             if not future.done():
                 future.set_result(worker)
                 return
         self._free.append(worker)
+
+    def keep_back(self, worker: WorkerT) -> bool:
+        """Hand a worker's slots to nobody until `give_out`; False where that is so already."""
+        if id(worker) in self._kept:
+            return False
+        self._kept[id(worker)] = [slot for slot in self._free if slot is worker]
+        self._free = [slot for slot in self._free if slot is not worker]
+        return True
+
+    def give_out(self, worker: WorkerT) -> None:
+        """Hand a worker's slots out again."""
+        for slot in self._kept.pop(id(worker)):
+            self.release(slot)
 
     @property
     def waiting(self) -> int:
@@ -83,16 +104,25 @@ class RolloutPool:
     """Rollout workers and the policies they sample from: the one path of training, evaluation and authoring.
 
     A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
-    retries are spent the group goes on without it.
+    retries are spent the group goes on without it. A worker that was out of reach gets no rollout until it answers, so
+    that no rollout spends its retries on a node that is gone.
     """
 
-    def __init__(self, workers: Sequence[tuple[Any, int]], policies: int, retries: int, seed: int) -> None:
+    def __init__(
+        self,
+        workers: Sequence[tuple[Any, int]],
+        policies: int,
+        retries: int,
+        seed: int,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
         """
         Args:
             workers: what `draco_ray.rollout.worker.start_rollout_workers` gives.
             policies: how many a worker samples from.
             retries: fresh environments that a rollout may use after a server error.
             seed: of the run; every rollout's own is drawn from it.
+            look_seconds: see `LOOK_SECONDS`.
         """
         self._slots: SlotQueue[Any] = SlotQueue(workers)
         self._load = [0] * policies
@@ -100,6 +130,8 @@ class RolloutPool:
         self._seed = seed
         self._recorded: dict[tuple[str, int], Member] = {}
         self.lost = 0
+        self._look_seconds = look_seconds
+        self._asking: set[asyncio.Task[None]] = set()
 
     def take_over(self, group: str, member: Member) -> None:
         """Take a rollout of ``group`` that an earlier process of this run has finished; it is not played again."""
@@ -147,9 +179,35 @@ class RolloutPool:
                 ray.cancel(summary)
                 raise
             return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=finished)
-        except RayActorError:
-            # Ray has replaced the worker and repeated the rollout as often as it may.
+        except RayActorError as error:
+            # Ray has repeated the rollout as often as it may: in seconds where a node is out of reach.
+            self._leave_alone(worker, error)
             return None
         finally:
             self._load[policy] -= 1
             self._slots.release(worker)
+
+    def _leave_alone(self, worker: Any, error: RayActorError) -> None:
+        if self._slots.keep_back(worker):
+            log.warning("a rollout worker cannot be asked: %s", " ".join(str(error).split())[:300])
+            asking = asyncio.create_task(self._until_it_answers(worker))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+
+    async def _until_it_answers(self, worker: Any) -> None:
+        try:
+            while not await _answers(worker):  # noqa: ASYNC110 (Ray tells nobody when an actor is there again)
+                await asyncio.sleep(self._look_seconds)
+        finally:
+            self._slots.give_out(worker)
+
+
+async def _answers(worker: Any) -> bool:
+    """Whether a worker is there; also where it never will be again, which rollouts have to learn."""
+    try:
+        await worker.up.remote()
+    except ActorUnavailableError:
+        return False
+    except RayActorError:
+        log.exception("a rollout worker is lost for good")
+    return True

@@ -102,6 +102,9 @@ class RolloutWorkerActor:
         # The trajectory knows when it was played; the slot was held from before its world opened until it was closed.
         return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluated
 
+    async def up(self) -> None:
+        """Say that this worker can be asked."""
+
     async def stop(self) -> None:
         """End what the slots have started."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))

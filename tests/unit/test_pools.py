@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
 from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, SlotQueue
@@ -48,6 +50,18 @@ async def test_a_slot_is_not_lost_to_a_waiter_that_gave_up() -> None:
     assert await patient == "a"
 
 
+class Up:
+    """In the place of a worker's method of that name."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    async def remote(self) -> None:
+        self.worker.looks += 1
+        if self.worker.answers is not None:
+            raise self.worker.answers
+
+
 class Worker:
     """In the place of a rollout worker's handle: notes the engine of each rollout, which ends when it is told."""
 
@@ -55,6 +69,13 @@ class Worker:
         self.engine: dict[int, int] = {}
         self.ends: dict[int, asyncio.Future[RolloutSummary]] = {}
         self.asked = asyncio.Semaphore(0)
+        self.looks = 0
+        self.answers: RayError | None = None
+        """What it answers when it is asked whether it is there."""
+
+    @property
+    def up(self) -> Up:
+        return Up(self)
 
     @property
     def rollout(self) -> Worker:
@@ -125,3 +146,49 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
         member = (await playing).member
         assert (member.summary.ended if member is not None else None) is expected
     assert pool.lost == 1
+
+
+async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers() -> None:
+    away, there = Worker(), Worker()
+    pool = RolloutPool([(away, 2), (there, 1)], policies=1, retries=1, seed=0, look_seconds=0.0)
+    away.answers = ActorUnavailableError("its node does not answer", b"0" * 16)
+    playing = [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=rollout)) for rollout in range(4)]
+    await away.asked.acquire()
+    await there.asked.acquire()
+    # Its first call fails; its second slot is taken, too, and fails a moment later.
+    for rollout in list(away.ends):
+        away.ends[rollout].set_exception(away.answers)
+    while away.looks < 5:  # noqa: ASYNC110 (the loop's own turns are what is waited for)
+        await asyncio.sleep(0)
+    # Both, and those that waited, are played at the other, one after the other.
+    for _ in range(3):
+        (current,) = (rollout for rollout, end in there.ends.items() if not end.done())
+        there.end(current)
+        await there.asked.acquire()
+    assert len(away.ends) == 2
+    away.answers = None
+    await asyncio.gather(*pool._asking)
+    (current,) = (rollout for rollout, end in there.ends.items() if not end.done())
+    there.end(current)
+    assert [played.member is not None for played in await asyncio.gather(*playing)] == [True] * 4
+    assert pool.lost == 0
+    # Both slots are handed out again.
+    again = [asyncio.create_task(pool.run("t", "h", rollout, step=0, priority=0)) for rollout in (7, 8, 9)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(away.ends) == 4
+    for rollout in (7, 8, 9):
+        (away if rollout in away.ends else there).end(rollout)
+    await asyncio.gather(*again)
+
+
+async def test_a_worker_that_is_lost_for_good_costs_its_rollouts_and_nobody_waits_for_it() -> None:
+    worker = Worker()
+    pool = RolloutPool([(worker, 1)], policies=1, retries=1, seed=0, look_seconds=0.0)
+    worker.answers = ActorDiedError()
+    playing = asyncio.create_task(pool.run("t", "g", 0, step=0, priority=0))
+    for _ in range(2):
+        await worker.asked.acquire()
+        worker.ends[0].set_exception(ActorDiedError())
+    played = await playing
+    assert (played.member, played.attempts, pool.lost) == (None, 2, 1)

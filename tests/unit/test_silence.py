@@ -158,6 +158,46 @@ async def test_one_that_cannot_be_asked_comes_back_and_one_that_is_lost_does_not
     assert gone.looks == looks
 
 
+async def test_calls_of_a_worker_out_of_reach_are_made_at_the_other_and_none_is_spent_on_it(two: Pool) -> None:
+    first, second = two.made
+    asked = two.ask()
+    await until(lambda: first.calls or second.calls)
+    lost, other = (first, second) if first.calls else (second, first)
+    lost.there.clear()
+    lost.calls[0].set_exception(Away("its node does not answer"))
+    await until(lambda: other.calls)
+    # The one slot that answers is taken: whoever asks now waits, and is not given to the one that does not.
+    more = [two.ask() for _ in range(MOST_SENDS)]
+    await until(lambda: two.workers.waiting == MOST_SENDS)
+    assert (len(lost.calls), two.workers.in_flight) == (1, 1)
+    for index, call in enumerate([asked, *more]):
+        await until(lambda index=index: len(other.calls) > index)
+        other.calls[index].set_result(index)
+        assert await call == (other.number, index)
+    assert len(lost.calls) == 1
+    lost.there.set()
+    await until(lambda: two.workers.up == 2)
+
+
+async def test_a_call_waits_where_every_worker_is_out_of_reach_and_fails_where_it_is_the_cause() -> None:
+    pool = Pool(1)
+    await pool.open()
+    (worker,) = pool.made
+    asked = pool.ask()
+    for sends in range(1, MOST_SENDS + 1):
+        await until(lambda sends=sends: len(worker.calls) == sends)
+        worker.there.clear()
+        worker.calls[-1].set_exception(Away("restarting"))
+        await until(lambda: not pool.workers.up)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(worker.calls) == sends
+        worker.there.set()
+    assert await asked is None
+    assert pool.workers.in_flight == 0
+    pool.watched.close()
+
+
 async def test_the_last_worker_lost_tells_its_cause_to_whoever_waits() -> None:
     pool = Pool(1)
     worker_there = asyncio.create_task(pool.watched.call(Worker.send))
