@@ -441,6 +441,10 @@ class AlgorithmConfig(Tree):
     reads another prompt than the paper's, which asks about all, and may answer otherwise."""
 
 
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+MaskLevel = Literal["token", "sequence", "geometric", "any_token"]
+
+
 class LearnerConfig(Tree):
     """What updates the weights: as it ships, GRPO on a LoRA adapter."""
 
@@ -481,6 +485,16 @@ class LearnerConfig(Tree):
     importance_cap: float | None = Field(None, ge=1)
     """Most that a token's importance weight may be, p(step's start) / p(at sampling), by which its policy loss is
     multiplied (decoupled PPO, truncated). null: 2 with train.staleness, no weight without."""
+    importance_level: ImportanceLevel = "token"
+    """What importance_cap bounds: a token's own ratio, the product of its sequence's ratios, or their geometric
+    mean."""
+    mask_low: float | None = Field(None, ge=0)
+    """Tokens whose ratio p(step's start) / p(at sampling) is lower are left out of the policy loss; null: none are."""
+    mask_high: float | None = Field(None, gt=0)
+    """The same for higher ratios."""
+    mask_level: MaskLevel = "token"
+    """Which ratio mask_low and mask_high bound: a token's own, its sequence's as in importance_level, or every token's
+    (any_token: one outside leaves its whole sequence out)."""
     kl_coefficient: float = Field(0.01, ge=0)
     """Of the k3 estimate against the base model, as a loss term."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -495,6 +509,16 @@ class LearnerConfig(Tree):
     """Compute activations again in the backward pass instead of keeping them."""
     max_failures: int = Field(3, ge=0)
     """Times dead workers are replaced, from the last checkpoint, before the run stops."""
+
+    @model_validator(mode="after")
+    def _mask(self) -> Self:
+        low, high = self.mask_low, self.mask_high
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"learner.mask_low={low:g} is above learner.mask_high={high:g}, which would leave every token out; "
+                "expected a range of ratios, such as 0.5 to 2"
+            )
+        return self
 
 
 class TrainConfig(Tree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
-from draco_ray.learner.loss import grpo_loss, importance_weights
+from draco_ray.learner.loss import grpo_loss
 from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.learner.mismatch import LOG_RATIO_BOUND, SPREAD_BINS, correction, k3_estimates, ratio_quantile, spread
 from draco_ray.learner.model import AdaptedModel
 from draco_ray.learner.packing import pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
@@ -40,6 +42,9 @@ SUMS = (
     "engine_gap",
     "importance",
     "truncated",
+    "masked",
+    "engine_k1",
+    "engine_k3",
 )
 """What `accumulate` adds up, over samples or over valid tokens."""
 
@@ -52,6 +57,8 @@ class Batch(NamedTuple):
     advantage_V: Tensor
     engine_logprob_V: Tensor
     old_logprob_V: Tensor | None
+    sample_V: Tensor
+    """The row that a token is of."""
 
 
 class LoraLearner:
@@ -100,7 +107,8 @@ class LoraLearner:
         )
         self.updates = 0
         """Optimizer updates applied since the untrained adapter."""
-        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._log_ratio_range = (0.0, 0.0)
+        self._forget_sums()
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         """Rows of `samples` per forward pass; a sample without a valid token is in none."""
@@ -138,12 +146,8 @@ class LoraLearner:
                 )
             logprob_V, entropy_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)
             old_V = logprob_V.detach() if batch.old_logprob_V is None else batch.old_logprob_V
-            cap, importance_V = self._config.importance_cap, None
-            if cap is not None:
-                importance_V = importance_weights(old_V, batch.engine_logprob_V, cap)
-                added["truncated"] += (importance_V >= cap).sum().item()
-            added["importance"] += float(len(old_V)) if importance_V is None else importance_V.sum().item()
-            loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config, importance_V)
+            weight_V, truncated, masked = correction(old_V, batch.engine_logprob_V, batch.sample_V, self._config)
+            loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config, weight_V)
             loss.total.backward()
             added["valid_tokens"] += len(old_V)
             added["padded_tokens"] += batch.token_ids_BT.numel()
@@ -152,7 +156,10 @@ class LoraLearner:
             added["entropy"] += entropy_V.detach().sum().item()
             added["clipped"] += loss.clipped.item()
             added["dual_clipped"] += loss.dual_clipped.item()
-            added["engine_gap"] += (old_V - batch.engine_logprob_V).abs().sum().item()
+            added["importance"] += float(len(old_V)) if weight_V is None else weight_V.sum().item()
+            added["truncated"] += truncated.item()
+            added["masked"] += masked.item()
+            self._measure_mismatch(old_V - batch.engine_logprob_V, added)
         for _ in range(len(batches), passes):
             if self._config.kl_coefficient > 0:
                 with torch.no_grad():
@@ -187,10 +194,12 @@ class LoraLearner:
         The weights stay as they are, and the metrics say why, when there was no valid token or the gradient norm is not
         finite. Either way what was accumulated is gone.
         """
-        flat = self._summed_over_workers()
-        sums = dict(zip(SUMS, flat[: len(SUMS)].tolist(), strict=True))
+        flat_sums, spread_B, flat = self._summed_over_workers().split_with_sizes(
+            [len(SUMS), SPREAD_BINS, sum(parameter.numel() for parameter in self._parameters)]
+        )
+        sums = dict(zip(SUMS, flat_sums.tolist(), strict=True))
         tokens = max(sums["valid_tokens"], 1.0)
-        gradients = flat[len(SUMS) :].to(torch.float32) / tokens
+        gradients = flat.to(torch.float32) / tokens
         norm = float(torch.linalg.vector_norm(gradients))
         skipped = None
         if sums["valid_tokens"] == 0:
@@ -205,7 +214,8 @@ class LoraLearner:
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        self._sums = dict.fromkeys(SUMS, 0.0)
+        lowest, highest = self._log_ratio_range
+        self._forget_sums()
         return UpdateMetrics(
             update=self.updates,
             skipped=skipped,
@@ -222,6 +232,14 @@ class LoraLearner:
             learning_rate=self._config.learning_rate,
             importance_weight=sums["importance"] / tokens,
             truncated_fraction=sums["truncated"] / tokens,
+            masked_fraction=sums["masked"] / tokens,
+            engine_k1=sums["engine_k1"] / tokens,
+            engine_k3=sums["engine_k3"] / tokens,
+            engine_ratio_p01=ratio_quantile(spread_B, 0.01),
+            engine_ratio_p50=ratio_quantile(spread_B, 0.5),
+            engine_ratio_p99=ratio_quantile(spread_B, 0.99),
+            engine_ratio_min=math.exp(lowest),
+            engine_ratio_max=math.exp(highest),
         )
 
     def release_memory(self) -> None:
@@ -286,7 +304,7 @@ class LoraLearner:
         state = self._optimizer_state(moments, directory)
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
         self._optimizer.zero_grad(set_to_none=True)
-        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._forget_sums()
         self.updates = updates
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -316,16 +334,31 @@ class LoraLearner:
         return state
 
     def _summed_over_workers(self) -> Tensor:
-        """The sums, then all gradients, as one vector: one collective an update."""
+        """The sums, the spread of ratios, then all gradients, as one vector: one collective an update."""
         gradients = [
             torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten()
             for parameter in self._parameters
         ]
         sums = torch.tensor([self._sums[name] for name in SUMS], dtype=torch.float32, device=self._device)
-        flat = torch.cat([sums, *gradients])
+        flat = torch.cat([sums, self._spread_B, *gradients])
         if self._reduce is not None:
             self._reduce(flat)
         return flat
+
+    def _measure_mismatch(self, log_ratio_V: Tensor, added: dict[str, float]) -> None:
+        """Count what engine and learner differ by, `log_ratio_V`, on tokens that are accumulated."""
+        added["engine_gap"] += log_ratio_V.abs().sum().item()
+        added["engine_k1"] -= log_ratio_V.sum().item()
+        added["engine_k3"] += k3_estimates(log_ratio_V).sum().item()
+        self._spread_B += spread(log_ratio_V)
+        bounded_V = log_ratio_V.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        lowest, highest = self._log_ratio_range
+        self._log_ratio_range = (min(lowest, bounded_V.min().item()), max(highest, bounded_V.max().item()))
+
+    def _forget_sums(self) -> None:
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._spread_B = torch.zeros(SPREAD_BINS, device=self._device)
+        self._log_ratio_range = (0.0, 0.0)
 
     def _empty_pass(self) -> Tensor:
         """A forward pass over two tokens that count for nothing: other workers need this one's part of the base."""
@@ -362,6 +395,7 @@ class LoraLearner:
             advantage_V=of_valid_tokens([samples[row].advantage_T for row in rows]),
             engine_logprob_V=of_valid_tokens([samples[row].logprob_T for row in rows]),
             old_logprob_V=old_V,
+            sample_V=torch.from_numpy(np.repeat(np.arange(len(rows)), [mask.sum() for mask in masks])).to(self._device),
         )
 
 

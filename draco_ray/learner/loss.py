@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from draco_ray.config.schema import LearnerConfig
+from draco_ray.learner.mismatch import LOG_RATIO_BOUND
 
-LOG_RATIO_BOUND = 20.0
-"""Clamp on differences of log-probs before they are exponentiated."""
 K3_BOUND = 10.0
 """Most that a token's KL estimate may be."""
 
@@ -53,7 +52,7 @@ def grpo_loss(
         advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
         entropy_V: nats; carries a gradient only where its coefficient is positive.
         config: clip ranges and coefficients.
-        importance_V: factor on each token's policy loss, see `importance_weights`; None is 1.
+        importance_V: factor on each token's policy loss, see `draco_ray.learner.mismatch.correction`; None is 1.
     """
     ratio_V = (logprob_V - old_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain_V = -advantage_V * ratio_V
@@ -75,16 +74,3 @@ def grpo_loss(
         clipped=(clipped_V > plain_V).sum(),
         dual_clipped=(losing_V & (outer_V > bound_V)).sum(),
     )
-
-
-def importance_weights(old_logprob_V: Tensor, sampled_logprob_V: Tensor, cap: float) -> Tensor:
-    """exp(log p_old - log p_sampled), at most ``cap``: corrects for tokens that an older policy sampled.
-
-    The clipped ratio bounds how far an update moves from the policy of the step's start; who sampled the tokens is a
-    question of its own, so the two are kept apart (decoupled PPO).
-
-    Args:
-        old_logprob_V: under the policy of the start of the training step.
-        sampled_logprob_V: under the policy that sampled the token, as the engine reported it.
-    """
-    return (old_logprob_V - sampled_logprob_V).clamp(min=-LOG_RATIO_BOUND).exp().clamp(max=cap)

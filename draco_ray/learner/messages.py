@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -37,6 +37,21 @@ class UpdateMetrics:
     """Mean truncated weight, p(weights of the step's start) / p(at sampling); 1 where there is none."""
     truncated_fraction: float = 0.0
     """Share of tokens whose weight was cut at `learner.importance_cap`."""
+    masked_fraction: float = 0.0
+    """Share of tokens that `learner.mask_low` and `learner.mask_high` left out of the policy loss."""
+    engine_k1: float = 0.0
+    """Mean of -log r, with r = p(weights of the step's start) / p(at sampling): an estimate, which may be negative, of
+    KL(who sampled || who learns), nats a token."""
+    engine_k3: float = 0.0
+    """Mean of r - 1 - log r: the same, never negative."""
+    engine_ratio_p01: float = 1.0
+    """Quantile of r over tokens, to half a percent within e^-2 to e^2."""
+    engine_ratio_p50: float = 1.0
+    engine_ratio_p99: float = 1.0
+    engine_ratio_min: float = 1.0
+    """Smallest r of a token, at most 1."""
+    engine_ratio_max: float = 1.0
+    """Largest r of a token, at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +95,14 @@ class Remember(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Command):
     """One optimizer step from the accumulated gradients. Answers UpdateMetrics."""
+
+    def combine(self, results: Sequence[UpdateMetrics]) -> UpdateMetrics:
+        """One worker's, which are over all workers, but for the extremes: these are each worker's own."""
+        return replace(
+            results[0],
+            engine_ratio_min=min(result.engine_ratio_min for result in results),
+            engine_ratio_max=max(result.engine_ratio_max for result in results),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,10 @@ STEP_GAUGES = {
     "dual_clip_fraction": Metric(
         "draco_dual_clip_fraction", Kind.GAUGE, "Share of tokens whose loss was bounded by the dual clip."
     ),
+    "masked_fraction": Metric(
+        "draco_masked_fraction", Kind.GAUGE, "Share of tokens left out because engine and learner are too far apart."
+    ),
+    "engine_k3": Metric("draco_engine_k3", Kind.GAUGE, "k3 estimate of KL(engine || learner), nats a token."),
     "policy_loss": Metric("draco_policy_loss", Kind.GAUGE, "Policy loss of the step."),
     "canary_gap": Metric("draco_canary_gap", Kind.GAUGE, "Mean engine - learner log-prob gap after the sync, nats."),
     "judge_hidden_share": Metric(

@@ -115,7 +115,15 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         "dual_clip_fraction": mean("dual_clip_fraction"),
         "importance_weight": mean("importance_weight"),
         "truncated_fraction": mean("truncated_fraction"),
+        "masked_fraction": mean("masked_fraction"),
         "engine_gap": mean("engine_gap"),
+        "engine_k1": mean("engine_k1"),
+        "engine_k3": mean("engine_k3"),
+        "engine_ratio_p01": mean("engine_ratio_p01"),
+        "engine_ratio_p50": mean("engine_ratio_p50"),
+        "engine_ratio_p99": mean("engine_ratio_p99"),
+        "engine_ratio_min": min((update.engine_ratio_min for update in updates), default=None),
+        "engine_ratio_max": max((update.engine_ratio_max for update in updates), default=None),
         "grad_norm": max((update.grad_norm for update in updates), default=None),
     }
 

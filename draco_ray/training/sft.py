@@ -37,9 +37,10 @@ def fine_tune(
     """
     from transformers import AutoTokenizer
 
-    plain = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0, "importance_cap": None}
+    plain = dict.fromkeys(("kl_coefficient", "entropy_coefficient"), 0.0)
+    uncorrected = dict.fromkeys(("importance_cap", "mask_low", "mask_high"))
     device = "cuda" if torch.cuda.is_available() and config.learner.gpus_per_worker > 0 else "cpu"
-    settings = config.learner.model_copy(update=plain)
+    settings = config.learner.model_copy(update=plain | uncorrected)
     learner = LoraLearner(config.model, settings, seed=config.seed, device=device)
     order = np.random.default_rng(config.seed)
     size = settings.minibatch_prompts

@@ -47,6 +47,8 @@ def test_every_metric_but_the_step_count_and_side_figures_has_a_panel() -> None:
         "draco_entropy",
         "draco_clip_fraction",
         "draco_dual_clip_fraction",
+        "draco_masked_fraction",
+        "draco_engine_k3",
         "draco_policy_loss",
     }
 

@@ -29,6 +29,7 @@ from draco_ray.learner.messages import (
     Update,
     UpdateMetrics,
 )
+from draco_ray.learner.mismatch import SPREAD_BINS
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import Adapter, TrainingSample
 
@@ -175,10 +176,10 @@ def test_one_by_eight_eight_by_one_and_two_workers_give_the_gradient_of_the_loop
         "two workers": flat_sums([slice(0, 3), slice(3, 8)]),
     }
     scale = float(expected.abs().max())
-    whole = ways["1x8"][len(SUMS) :] / tokens
+    whole = ways["1x8"][len(SUMS) + SPREAD_BINS :] / tokens
     for summed in ways.values():
         assert summed[SUMS.index("valid_tokens")] == tokens
-        gradient = summed[len(SUMS) :] / tokens
+        gradient = summed[len(SUMS) + SPREAD_BINS :] / tokens
         # Single against double precision, and single precision against itself in another order.
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * scale)
         torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-5 * scale)
@@ -580,7 +581,9 @@ def test_sharded_workers_make_equally_many_passes_and_few_empty_ones(model: Mode
     expected = gradients(alone)
     summed = torch.stack(vectors).sum(0)
     assert summed[SUMS.index("samples")] == 8
-    torch.testing.assert_close(summed[len(SUMS) :], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        summed[len(SUMS) + SPREAD_BINS :], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+    )
 
     later = [worker.execute(Accumulate(groups=(groups[3],)))["samples"] for worker in workers]
     for worker in workers:

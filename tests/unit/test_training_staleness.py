@@ -87,3 +87,46 @@ def test_without_a_cap_the_engines_logprobs_change_nothing(model: ModelConfig) -
     one.accumulate(sampled_at(samples, logprobs, 0.0))
     other.accumulate(sampled_at(samples, logprobs, 2.0))
     assert torch.equal(gradient(one), gradient(other))
+
+
+def test_every_step_says_how_far_engine_and_learner_are_apart(model: ModelConfig) -> None:
+    samples = make_samples()
+    learner = make_learner(model, None)
+    logprobs = learner.old_logprobs(samples)
+    random = np.random.default_rng(1)
+    apart = [random.normal(scale=0.2, size=len(logprob_V)).astype(np.float32) for logprob_V in logprobs]
+    told = [logprob_V - gap_V for logprob_V, gap_V in zip(logprobs, apart, strict=True)]
+    learner.accumulate(sampled_at(samples, told, 0.0))
+    metrics = learner.step()
+    log_ratio_V = np.concatenate(apart).astype(np.float64)
+    assert metrics.engine_k1 == pytest.approx(-log_ratio_V.mean(), abs=1e-5)
+    assert metrics.engine_k3 == pytest.approx((np.exp(log_ratio_V) - 1 - log_ratio_V).mean(), abs=1e-5)
+    assert metrics.engine_ratio_min == pytest.approx(np.exp(log_ratio_V.min()), rel=1e-4)
+    assert metrics.engine_ratio_max == pytest.approx(np.exp(log_ratio_V.max()), rel=1e-4)
+    assert metrics.engine_ratio_p01 < metrics.engine_ratio_p50 < metrics.engine_ratio_p99
+    learner.accumulate(sampled_at(samples, learner.old_logprobs(samples), 0.0))
+    assert learner.step().engine_ratio_max == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("level", "kept"), [("token", (10, 10, 9)), ("geometric", (10, 10, 10)), ("any_token", (10, 10, 0))]
+)
+def test_masked_tokens_push_nothing_and_still_count(model: ModelConfig, level: str, kept: tuple[int, ...]) -> None:
+    """The last token of the third sample is one that the engine found ten times as likely."""
+    config = CONFIG.model_copy(update={"mask_low": 0.5, "mask_high": 2.0, "mask_level": level})
+    samples = [replace(sample, loss_mask_T=np.arange(30) >= 20) for sample in make_samples()]
+    learner, plain = LoraLearner(model, config, seed=0), make_learner(model, None)
+    logprobs = plain.old_logprobs(samples)
+    logprobs[2][-1] += np.log(10.0)
+    told = sampled_at(samples, logprobs, 0.0)
+    learner.accumulate(told)
+    push = [
+        np.where(np.arange(30) < 20 + count, sample.advantage_T, 0.0) for sample, count in zip(told, kept, strict=True)
+    ]
+    plain.accumulate(
+        [replace(sample, advantage_T=push_T.astype(np.float32)) for sample, push_T in zip(told, push, strict=True)]
+    )
+    torch.testing.assert_close(gradient(learner), gradient(plain), rtol=1e-4, atol=1e-6)
+    metrics = learner.step()
+    assert metrics.masked_fraction == pytest.approx(1 - sum(kept) / 30)
+    assert metrics.valid_tokens == 30
