@@ -42,15 +42,17 @@ class RunStore:
         return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Gather the step's parts into one file a table and append its metrics line."""
+        """Append the step's metrics line and gather its parts into one file a table; killed, it can be repeated."""
+        self.write_metrics(step, metrics)
         for table in TABLES:
             parts = self.directory.part(table, step, "any").parent
             if not parts.is_dir():
                 continue
-            gathered = [read_table(path, table) for path in sorted(parts.glob("*.parquet"))]
-            write_parquet(parts.with_suffix(".parquet"), pa.concat_tables(gathered))
+            whole = parts.with_suffix(".parquet")
+            # Beside a table that is whole, parts are what is left of those it was made of: some are gone.
+            if not whole.exists() and (paths := sorted(parts.glob("*.parquet"))):
+                write_parquet(whole, pa.concat_tables([read_table(path, table) for path in paths]))
             shutil.rmtree(parts)
-        self.write_metrics(step, metrics)
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a step's metrics line, in place of one that is there."""

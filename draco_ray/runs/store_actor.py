@@ -160,6 +160,18 @@ class RunStoreActor:
         except OSError as error:
             self._fail(error)
 
+    def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keep what is known of a step before its checkpoint, which makes it a step that is done.
+
+        Raises:
+            StoreError: it, or anything asked for before, could not be written.
+        """
+        self.flush()
+        try:
+            self._store.write_metrics(step, metrics)
+        except OSError as error:
+            self._fail(error)
+
     def recorded(self, step: int, policy_version: int) -> list[tuple[str, int]]:
         """Task and rollout of the step's rollouts that an earlier process of this run recorded."""
         return recorded_rollouts(self._store.directory, step, policy_version)

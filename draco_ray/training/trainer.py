@@ -105,21 +105,17 @@ class Trainer:
         with self._pending.of("sync of the adapter to the engines"):
             gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
+        learning = {**played, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
+        metrics = {**learning, **_seconds(learned_at, started)}
+        # The checkpoint makes the step one that is done: what it has taught is on disk by then.
+        await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
+        await self._store.metrics.remote(step, metrics)
         if step % config.train.checkpoint_every == 0 or step == last:
             began = time.time()
             with self._pending.of("the learner's checkpoint"):
                 await self._learner.checkpoint(self._run.checkpoint(step))
-            rest["checkpoint"] = [(began, time.time())]
-
-        metrics = {
-            **played,
-            **learned,
-            "seconds_learning": busy_seconds(update.busy),
-            "canary_gap": gap,
-            "seconds_sync": time.time() - learned_at,
-            "seconds": time.time() - started,
-        }
-        await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
+            await self._store.spans.remote(step, "checkpoint", step_spans((), {"checkpoint": [(began, time.time())]}))
+            metrics = {**learning, **_seconds(learned_at, started)}
         self._observer.step(metrics)
         await self._store.finish_step.remote(step, metrics)
         return metrics
@@ -136,3 +132,9 @@ class Trainer:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED
         return update, probe
+
+
+def _seconds(learned_at: float, started: float) -> dict[str, float]:
+    """Seconds since the update, and since the step began."""
+    now = time.time()
+    return {"seconds_sync": now - learned_at, "seconds": now - started}

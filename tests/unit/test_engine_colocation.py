@@ -105,7 +105,10 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
         accumulate=accumulate, step=update, token_logprobs=logprobs, weights=weights, checkpoint=nothing
     )
     store: Any = SimpleNamespace(
-        spans=SimpleNamespace(remote=nothing), finish_step=SimpleNamespace(remote=nothing), recorded=None
+        spans=SimpleNamespace(remote=nothing),
+        metrics=SimpleNamespace(remote=nothing),
+        finish_step=SimpleNamespace(remote=nothing),
+        recorded=None,
     )
     observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
     pipeline: Any = SimpleNamespace(run=run)

@@ -34,7 +34,9 @@ from draco_ray.training.engines import WeightSync
 from draco_ray.training.observer import StepWatch
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress
+from draco_ray.training.resume import rewind
 from draco_ray.training.trainer import Trainer
+from tests.support.killed import Killed
 from tests.support.tiny_model import build_tiny_model
 
 PAGE = Path("docs/extending/learner.md")
@@ -135,7 +137,7 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
     )
     await learner.start()
     store = RunStoreActor(run.path)
-    handle = actor(spans=store.spans, finish_step=store.finish_step)
+    handle = actor(spans=store.spans, metrics=store.metrics, finish_step=store.finish_step)
     advantages = actor(probe=lambda group, most: [int(token) for token in group.value[0].token_ids_T[:most]])
 
     async def play(group: Group) -> Reference:
@@ -184,6 +186,27 @@ async def test_a_learner_from_a_file_trains_two_steps_and_the_engine_follows(
         assert line["dual_clip_fraction"] is not None
     assert engine.loaded == [1, 2]
     assert run.checkpoint_steps() == [1, 2]
+
+
+async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_taught(
+    config: DracoConfig, tmp_path: Path
+) -> None:
+    """The checkpoint makes the step one that is done: its metrics and spans are never written again."""
+    run = RunDirectory.create(tmp_path / "run", "")
+    trainer = await trainer_of(config, Engine(config), run)
+
+    def killed(*arguments: Any) -> None:
+        raise Killed
+
+    trainer._store.finish_step = SimpleNamespace(remote=killed)
+    with pytest.raises(Killed):
+        await trainer.train(1, 2)
+    assert run.checkpoint_steps() == [1]
+    assert rewind(run, reuse=True).step == 1
+    (line,) = run.metrics()
+    assert line["updates"] == 2
+    assert line["seconds"] > 0
+    assert {"learning", "sync", "checkpoint"} <= set(run.table("spans", 1).column("stage").to_pylist())
 
 
 async def test_an_engine_that_ignores_the_update_is_found_out(config: DracoConfig, tmp_path: Path) -> None:

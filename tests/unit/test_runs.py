@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import read_trajectory
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
+from tests.support.killed import Killed, killed_after
 
 
 def a_trajectory(rollout: int = 0) -> Trajectory:
@@ -198,3 +200,37 @@ def test_a_run_of_before_the_columns_were_renamed_is_read(tmp_path: Path) -> Non
     file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 1}))
     found = RunDirectory.open(run.path).table("steps", columns=["action", "observation"]).to_pylist()
     assert found == [{"action": "1", "observation": "one"}, {"action": None, "observation": None}]
+
+
+def _step_of(store: RunStore, rollouts: int) -> None:
+    for rollout in range(rollouts):
+        trajectory = a_trajectory(rollout)
+        store.write("trajectories", 1, f"a-{rollout}", rows.trajectory_rows(1, trajectory))
+        store.write("steps", 1, f"a-{rollout}", rows.step_rows(1, trajectory))
+        store.write("judge_calls", 1, f"a-score-{rollout}", rows.call_rows(1, [a_call(rollout=rollout)]))
+
+
+def test_a_writer_that_is_killed_at_any_write_loses_no_row_and_repeats_none(tmp_path: Path) -> None:
+    """Wherever it is killed, every finished row reads back once, then and after the writer that follows."""
+    tables, rollouts = ("trajectories", "steps", "judge_calls"), 12
+    whole = RunStore(RunDirectory.create(tmp_path / "whole", "seed: 0\n"))
+    _step_of(whole, rollouts)
+    expected = {name: whole.directory.table(name).num_rows for name in tables}
+    points = 0
+    for point in range(1000):
+        store = RunStore(RunDirectory.create(tmp_path / str(point), "seed: 0\n"))
+        _step_of(store, rollouts)
+        try:
+            with killed_after(point):
+                store.finish_step(1, {"step": 1})
+        except Killed:
+            points += 1
+        else:
+            break
+        after = RunDirectory.open(store.directory.path)
+        assert {name: after.table(name).num_rows for name in tables} == expected, point
+        RunStore(after).finish_step(1, {"step": 1})
+        assert {name: after.table(name).num_rows for name in tables} == expected, point
+        assert [line["step"] for line in after.metrics()] == [1]
+        shutil.rmtree(after.path)
+    assert points > 3 * rollouts

@@ -82,6 +82,7 @@ class Run:
         )
         store = SimpleNamespace(
             spans=remote(self._nothing),
+            metrics=remote(self._nothing),
             finish_step=remote(self._nothing),
             recorded=remote(self._recorded),
             trajectory_again=SimpleNamespace(remote=self._again),
