@@ -22,6 +22,7 @@ from draco_ray.extras import naming_extras
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
+from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -732,6 +733,68 @@ def evaluate(
     run_evaluation(options, STARTER_MODEL)
 
 
+@app.command(
+    name="eval-set",
+    epilog="Try:  draco eval-set evaluations.yaml --against Base      draco eval-set --setting Base=starter --setting "
+    "DRACO=runs/NAME --split dev --split test_normal --out evaluations/both",
+)
+def eval_set(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...", help="A YAML file (docs/evaluation.md), and configuration keys."
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LABEL=POLICY",
+            help="A row: a run directory (its last epochs; several of one label are its seeds), or what --policy of "
+            "draco evaluate takes. May be repeated.",
+        ),
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="A split of the environment, or tau-banking. May be repeated.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task [3].")] = None,
+    last_epochs: Annotated[
+        int | None, typer.Option(min=1, help="Of runs: the mean over the last so many epoch checkpoints [3].")
+    ] = None,
+    max_lost_share: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Stop when an evaluation lost more of its rollouts [0.05].")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the set; unless told, evaluations/ and FILE's name.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
+    form: Annotated[TableFormat, typer.Option("--format", help="Form of the table.")] = TableFormat.TEXT,
+    show: Annotated[Shown, typer.Option(help="What stands beside a mean.")] = Shown.INTERVAL,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Play again what was lost.")] = False,
+    trust: Trust = False,
+) -> None:
+    """Measure several settings on several splits and benchmarks, and print their table.
+
+    The same command again goes on where it was stopped, and another configuration is refused. Exit code: 0 all
+    finished, 1 an evaluation failed, 2 what was typed cannot be used, 3 too many rollouts were lost, 130 Ctrl-C."""
+    from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set
+
+    options = EvalSetOptions(
+        words=words or [],
+        settings=setting or [],
+        splits=split or [],
+        runs=runs,
+        last_epochs=last_epochs,
+        max_lost_share=max_lost_share,
+        out=out,
+        retry_errors=retry_errors,
+        trust=trust,
+        form=form,
+        shown=show,
+        against=against,
+    )
+    evaluate_set(options, STARTER_MODEL)
+
+
 @app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")
 def reevaluate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation directory.")],
@@ -772,7 +835,6 @@ def tables(
     """Print evaluated settings side by side as the paper's tables."""
     from draco_ray.commands.evaluate import print_tables
     from draco_ray.errors import ConfigError
-    from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
     for name, value, known in (("--format", form, TableFormat), ("--show", show, Shown)):
         if value not in set(known):
@@ -842,7 +904,7 @@ def _in_appworld(module: str, arguments: list[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: a known error is one line and exit code 1 (2 for what the user typed).
+    """Entry point: a known error is one line and exit code 1 (2 for what the user typed, 3 for `TooManyLost`).
 
     ``arguments`` are the words after ``draco``; None takes them from the command line.
     """
@@ -854,10 +916,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with naming_extras():
             app(arguments, prog_name="draco")
     except DracoError as error:
-        from draco_ray.errors import ConfigError
-
         print(f"draco: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@
     ├── TraceError           nothing in the files given is a trace that can be read
     ├── DamagedRun           a file of a run directory that is not what a run wrote; the message names it
     ├── RunStopped           a run that learns nothing or does not come to an end (resumable)
+    ├── TooManyLost          an evaluation that lost more rollouts than it may (resumable)
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
     └── TauBenchError        τ-bench cannot be run, or its results cannot be read
 
@@ -28,6 +29,9 @@ Every error takes exactly one argument, its message, so that it survives picklin
 class DracoError(Exception):
     """Base of every error this package raises on purpose."""
 
+    exit_code = 1
+    """Of a command that it ends."""
+
 
 class MissingExtra(DracoError, ImportError):
     """A package is needed that an extra brings; the message names the extra."""
@@ -35,6 +39,8 @@ class MissingExtra(DracoError, ImportError):
 
 class ConfigError(DracoError, ValueError):
     """The configuration cannot be used."""
+
+    exit_code = 2
 
 
 class WorldError(DracoError):
@@ -95,6 +101,12 @@ class DamagedRun(DracoError):
 
 class RunStopped(DracoError):
     """A run is ended by its own watch: it learns nothing, its judge fails, or a step does not end."""
+
+
+class TooManyLost(DracoError):
+    """An evaluation has lost a larger share of its rollouts than it was allowed to; what was played is kept."""
+
+    exit_code = 3
 
 
 class CanaryFailed(DracoError):

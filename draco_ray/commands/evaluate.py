@@ -142,8 +142,9 @@ def print_tables(
     shown: Shown,
     against: str | None,
     out: Path | None,
+    quiet: bool = False,
 ) -> None:
-    """Print settings side by side, or write each table to a file of ``out``.
+    """Print settings side by side, or write each table to a file of ``out`` and name these files unless ``quiet``.
 
     Raises:
         ConfigError: a directory is no finished evaluation, a table is unknown, or settings cannot be compared.
@@ -163,7 +164,8 @@ def print_tables(
         for each in TableFormat:
             path = out / f"{table.name}{SUFFIXES[each]}"
             path.write_text(render(table, each, shown), encoding="utf-8")
-            typer.echo(path)
+            if not quiet:
+                typer.echo(path)
 
 
 def curve_table(directory: EvaluationDirectory) -> Table:

@@ -13,6 +13,8 @@ from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
 if TYPE_CHECKING:
     from draco_ray.commands.evaluate import EvaluateOptions
+    from draco_ray.config.schema import DracoConfig
+    from draco_ray.lab.evaluation.policies import EvaluatedPolicy
 
 tau = typer.Typer(no_args_is_help=True, help="tau-bench banking, run by tau2-bench in an environment of its own.")
 
@@ -52,7 +54,7 @@ def run(
     from draco_ray.benchmarks.tau.policy import find_policy
     from draco_ray.config.load import load_config
 
-    _say_what_happens()
+    say_what_happens()
     resolved = load_config(config, overrides or [], trust=trust)
     policies = [find_policy(name, resolved) for name in policy]
     evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
@@ -99,24 +101,14 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     """
     from draco_ray.benchmarks.tau.evaluate import BENCHMARK, evaluate_tau
     from draco_ray.benchmarks.tau.policy import tau_policies
-    from draco_ray.commands.evaluate import check_options, find_policy_and_config
+    from draco_ray.commands.evaluate import check_options
     from draco_ray.errors import ConfigError
 
     check_options(options)
     if options.split is not None or options.train_curve:
         raise ConfigError(f"--benchmark {BENCHMARK}: has one split, never trained on; leave out --split, --train-curve")
-    _say_what_happens()
-    policy, config = find_policy_and_config(options, starter)
-    agent = config.tau_bench.agent
-    if policy.api_model is not None:
-        told = {
-            "api_base": options.api_base,
-            "api_key_env": options.api_key_env,
-            "temperature": options.api_temperature,
-        }
-        agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
-    tau_bench = config.tau_bench.model_copy(update={"trials": options.runs, "agent": agent})
-    config = config.model_copy(update={"tau_bench": tau_bench})
+    say_what_happens()
+    policy, config = policy_and_config(options, starter)
     if options.run is not None:
         out = options.run / "evaluations" / f"{BENCHMARK}-last{options.last_epochs or 3}"
     else:
@@ -132,6 +124,28 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     tables([str(out)], shown=Shown.INTERVAL)
 
 
-def _say_what_happens() -> None:
+def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
+    """What is to be measured, and under which configuration, its ``tau_bench`` as the options say.
+
+    Raises:
+        ConfigError: the options name nothing usable.
+    """
+    from draco_ray.commands.evaluate import find_policy_and_config
+
+    policy, config = find_policy_and_config(options, starter)
+    agent = config.tau_bench.agent
+    if policy.api_model is not None:
+        told = {
+            "api_base": options.api_base,
+            "api_key_env": options.api_key_env,
+            "temperature": options.api_temperature,
+        }
+        agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
+    tau_bench = config.tau_bench.model_copy(update={"trials": options.runs, "agent": agent})
+    return policy, config.model_copy(update={"tau_bench": tau_bench})
+
+
+def say_what_happens() -> None:
+    """Log what this package notes of its work."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("draco_ray").setLevel(logging.INFO)

@@ -75,6 +75,15 @@ def load_config(
     return config
 
 
+def read_tree(path: Path) -> dict[str, Any]:
+    """A YAML file's mapping, in which ``./`` is the file's own folder.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no mapping.
+    """
+    return _from_folder(_parse(_read_text(path), path), path.parent.resolve())
+
+
 def preset_names() -> list[str]:
     """Names `load_config` accepts as a source."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))

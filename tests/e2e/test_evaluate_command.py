@@ -218,3 +218,37 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
     assert sorted(result.usage.calls for result in results) == [1, 1, 2]
     assert sum(result.usage.dollars or 0 for result in results) == pytest.approx(0.04)
     assert json.loads((out / "spent.json").read_text()) == {"dollars": pytest.approx(0.04)}
+
+
+def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(sandbox_root: Path, tmp_path: Path) -> None:
+    script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
+    out = tmp_path / "set"
+    with ScriptedJudgeServer(Reply(status=500)) as server:
+        file = tmp_path / "set.yaml"
+        setting = {"policy": "litellm:openai/scripted", "api_base": server.base, "config": "sandbox"}
+        wanted = {"settings": {"Scripted": setting}, "splits": ["dev", "train"], "runs": 1, "max_lost_share": 0.4}
+        file.write_text(json.dumps(wanted), encoding="utf-8")
+        command = ["eval-set", str(file), *arguments(sandbox_root, out)[1:], "data.eval_tasks=2"]
+        command += ["judge.max_attempts=1", "environment.rollout_retries=0", "agent.max_turn_tokens=64"]
+        lost = draco(*command, timeout=300)
+        assert lost.returncode == 3, lost.stdout + lost.stderr
+        # It stops at the first: one of two is more than two fifths.
+        *_, line = lost.stderr.splitlines()
+        assert "dev: 1 of 2 rollouts were lost, more than max_lost_share=0.4 allows (the last: " in line
+        assert not (out / "Scripted" / "train").exists()
+        asked = len(server.requests)
+        assert draco(*command).returncode == 3
+        assert len(server.requests) == asked
+
+        server.script = script
+        done = draco(*command, "--retry-errors", timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 of 2: Scripted on train" in done.stdout
+        assert "AppWorld dev (generated world" in done.stdout
+        asked = len(server.requests)
+        again = draco(*command)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert "2 of 2 evaluations are finished" in again.stdout
+        assert len(server.requests) == asked
+    for split in ("dev", "train"):
+        assert EvaluationDirectory.open(out / "Scripted" / split).finished() == 2

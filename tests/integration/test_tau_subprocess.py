@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
@@ -296,3 +297,77 @@ def test_the_command_prints_its_tables(machine: Path) -> None:
     printed = draco("tau", "tables", str(machine / "out"), "--format", "csv")
     assert "GPT" in printed.stdout
     assert printed.returncode == 0, printed.stderr
+
+
+def eval_set(machine: Path, config: DracoConfig, *more: str) -> list[str]:
+    """A set of two API policies on τ-bench, two episodes each."""
+    file = machine / "set.yaml"
+    if not file.exists():
+        settings = {
+            name: {"policy": f"litellm:openai/{name}", "config": "qwen3.6-27b"} for name in ("gpt-5.4", "gpt-5.4-mini")
+        }
+        wanted = {"runs": 2, "splits": ["tau-banking"], "settings": settings, "overrides": overrides(config)}
+        file.write_text(json.dumps(wanted))
+    return ["eval-set", str(file), "--out", str(machine / "out"), *more]
+
+
+def test_a_set_that_was_killed_goes_on_and_repeats_nothing(machine: Path) -> None:
+    config = configure(machine, {"hang": [9, 1]}, trials=2)
+    command = eval_set(machine, config)
+    process = start_draco(command)
+    first, second = (machine / "out" / name / "tau-banking" for name in ("gpt-5.4", "gpt-5.4-mini"))
+    while not list(second.rglob("simulations/[!.]*.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    tau2, *_ = descendants(process.pid, str(RUNNER))
+    process.kill()
+    process.communicate()
+    psutil.wait_procs([tau2], timeout=60)
+    assert (first / "summary.json").is_file()
+    assert not (second / "summary.json").is_file()
+    kept, begun = contents(first), starts(machine)
+
+    for changed, said in (
+        (["tau_bench.seed=7"], f"evaluation {first}: seed was 300, this command says 7"),
+        (["--runs", "3"], f"evaluation {first}: runs was 2, this command says 3"),
+    ):
+        refused = draco(*command, *changed)
+        assert refused.returncode == 2, refused.stderr
+        # The line before it is about the checkout, which is none.
+        assert said in refused.stderr.splitlines()[-1]
+    assert starts(machine) == begun
+
+    done = draco(*command, "--against", "gpt-5.4", "--format", "markdown", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{machine / 'out'}: 1 of 2 evaluations are finished" in done.stdout
+    assert "2 of 2: gpt-5.4-mini on tau-banking" in done.stdout
+    assert "| gpt-5.4 | **100.0** |" in done.stdout
+    assert "| gpt-5.4-mini | **100.0** |" in done.stdout
+    assert "| gpt-5.4-mini - gpt-5.4 on τ-bench, SR p^1 |" in done.stdout
+    assert contents(first) == kept
+    assert starts(machine) == begun + 1
+    written = {path.name for path in (machine / "out" / "tables").iterdir()}
+    assert {"main.tex", "main.md", "main.txt", "consistency.csv", "comparison.md"} <= written
+
+    again = draco(*command, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert "2 of 2 evaluations are finished" in again.stdout
+    assert starts(machine) == begun + 1
+
+
+def test_a_set_that_loses_too_much_stops_with_one_line(machine: Path) -> None:
+    """Both policies lose their only task, so the second is not begun until somebody says what may be lost."""
+    config = configure(machine, {"errors": [TASKS[0]]}, trials=2)
+    command = eval_set(machine, config)
+    stopped = draco(*command)
+    assert stopped.returncode == 3, stopped.stderr
+    *_, line = stopped.stderr.splitlines()
+    assert "2 of 2 rollouts were lost, more than max_lost_share=0.05 allows" in line
+    assert "the same command with --retry-errors" in line
+    assert not (machine / "out" / "gpt-5.4-mini").exists()
+    (machine / "home" / "data" / "script.json").write_text("{}")
+    assert draco(*command).returncode == 3
+    assert starts(machine) == 1
+    done = draco(*command, "--retry-errors", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert starts(machine) == 3

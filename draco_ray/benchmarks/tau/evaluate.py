@@ -68,6 +68,7 @@ def evaluate_tau(
     *,
     label: str | None = None,
     retry_errors: bool = False,
+    max_lost_share: float = 1.0,
 ) -> EvaluationDirectory:
     """Measure every policy on the full split, ``config.tau_bench.trials`` episodes a task.
 
@@ -79,22 +80,18 @@ def evaluate_tau(
         out: evaluation directory.
         label: the setting's name in tables; None is ``config.setting``.
         retry_errors: run infrastructure errors again even where nothing is missing.
+        max_lost_share: of all episodes; looked at after each measurement.
 
     Raises:
         ConfigError: something that is needed is not there, or ``out`` holds another evaluation, or another process is
             at it.
+        TooManyLost: more than ``max_lost_share``; what was finished is kept.
         TauBenchError: the server or tau2 failed for good; what was finished is kept.
         SystemExit: 130 after Ctrl-C, with one line that says what is kept.
     """
-    if len({policy.name for policy in policies}) < len(policies):
-        raise ConfigError(f"policies {', '.join(policy.name for policy in policies)}: expected different names")
-    for policy in policies:
-        jobs.read_keys(config.tau_bench, policy)
-        if not policy.api:
-            serve_command(config, policy, free_port(config.tau_bench.server.port), policy.adapter)
-    tau2 = find_tau2(config.tau_bench)
-    tasks = jobs.task_ids(config.tau_bench, tau2)
-    directory = EvaluationDirectory.begin(out, _plan(config, policies, tau2, tasks, label or config.setting))
+    tau2, plan = plan_tau(config, policies, label)
+    tasks = tuple(plan.tasks)
+    directory = EvaluationDirectory.begin(out, plan)
     found: dict[str, dict[str, Any]] = {}
     with directory.claimed(), _stopped_plainly(directory):
         for policy in policies:
@@ -110,8 +107,25 @@ def evaluate_tau(
                 directory.add(policy.name, rollout_result(episode, price))
             found[policy.name] = summary(episodes, read_judge_tokens(folder), policy.model, config, tau2.commit)
             _note_errors(policy.name, found[policy.name])
+            directory.check_lost(max_lost_share)
         directory.write_summary({"label": directory.plan.label, "measurements": found})
     return directory
+
+
+def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | None = None) -> tuple[Tau2, Plan]:
+    """The tau2-bench that `evaluate_tau` would run, and what it would measure.
+
+    Raises:
+        ConfigError: something that is needed is not there.
+    """
+    if len({policy.name for policy in policies}) < len(policies):
+        raise ConfigError(f"policies {', '.join(policy.name for policy in policies)}: expected different names")
+    for policy in policies:
+        jobs.read_keys(config.tau_bench, policy)
+        if not policy.api:
+            serve_command(config, policy, free_port(config.tau_bench.server.port), policy.adapter)
+    tau2 = find_tau2(config.tau_bench)
+    return tau2, _plan(config, policies, tau2, jobs.task_ids(config.tau_bench, tau2), label or config.setting)
 
 
 def _folder(directory: EvaluationDirectory, name: str) -> Path:

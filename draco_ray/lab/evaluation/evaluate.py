@@ -68,6 +68,7 @@ def evaluate_policy(
     label: str | None = None,
     api: ApiOptions | None = None,
     retry_errors: bool = False,
+    max_lost_share: float = 1.0,
     console: Console | None = None,
 ) -> SplitResult:
     """Measure a policy on a split; what was measured there before by the same command is not played again.
@@ -81,22 +82,79 @@ def evaluate_policy(
         label: the row's name in tables; None is the policy's.
         api: for an API model.
         retry_errors: play lost rollouts again (crashed worlds, an endpoint that did not answer).
+        max_lost_share: stop as soon as more than this share of all rollouts is lost.
 
     Raises:
         ConfigError: ``out`` holds another evaluation, or the policy or the data cannot be used.
+        TooManyLost: more than ``max_lost_share``; what was played is in ``out``.
         DracoError: engines, environments or the API fail for good; finished rollouts are in ``out``.
     """
     console = console or Console(highlight=False, soft_wrap=True)
-    if policy.api_model is None:
-        config = checked_model(config)
+    config = _checked(policy, config)
     environment = make_environment(config.environment, config.data)
+    directory = EvaluationDirectory.begin(out, _plan(policy, config, environment, split, runs, label, api))
+    with directory.claimed():
+        if retry_errors and (dropped := directory.drop_lost()):
+            console.print(f"{out}: {dropped} lost rollouts are played again")
+        if found := directory.finished():
+            console.print(f"{out}: {found} of {directory.total} rollouts are there already")
+        directory.check_lost(max_lost_share)
+        if found < directory.total:
+            evaluator = _Evaluator(
+                config, policy, api or ApiOptions(), directory, environment, console, max_lost_share=max_lost_share
+            )
+            with _stopped_plainly(directory, console), _ray(config, policy):
+                asyncio.run(evaluator.run())
+    if lost := directory.lost():
+        console.print(
+            f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
+            "the same command with --retry-errors plays them again"
+        )
+    result = read_split(directory)
+    directory.write_summary(summary(result))
+    return result
+
+
+def plan_policy(
+    policy: EvaluatedPolicy,
+    config: DracoConfig,
+    *,
+    split: str,
+    runs: int,
+    label: str | None = None,
+    api: ApiOptions | None = None,
+) -> Plan:
+    """What `evaluate_policy` would measure, told the same.
+
+    Raises:
+        ConfigError: the policy or the data cannot be used.
+    """
+    config = _checked(policy, config)
+    return _plan(policy, config, make_environment(config.environment, config.data), split, runs, label, api)
+
+
+def _checked(policy: EvaluatedPolicy, config: DracoConfig) -> DracoConfig:
+    if policy.api_model is None:
+        return checked_model(config)
+    check_budget(config.judge, policy.api_model)
+    return config
+
+
+def _plan(
+    policy: EvaluatedPolicy,
+    config: DracoConfig,
+    environment: Environment,
+    split: str,
+    runs: int,
+    label: str | None,
+    api: ApiOptions | None,
+) -> Plan:
     whole = environment.tasks(split)
     tasks = whole[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
     if policy.api_model is not None:
-        check_budget(config.judge, policy.api_model)
         settings |= {f"api.{key}": value for key, value in asdict(api or ApiOptions()).items() if key != "api_key_env"}
-    plan = Plan(
+    return Plan(
         benchmark=config.environment.use.rpartition(":")[2],
         split=split,
         label=label or policy.label,
@@ -110,23 +168,6 @@ def evaluate_policy(
         scenarios=all(environment.task(task).group == scenario_of(task) for task in tasks),
         settings=settings,
     )
-    directory = EvaluationDirectory.begin(out, plan)
-    with directory.claimed():
-        if retry_errors and (dropped := directory.drop_lost()):
-            console.print(f"{out}: {dropped} lost rollouts are played again")
-        if found := directory.finished():
-            console.print(f"{out}: {found} of {directory.total} rollouts are there already")
-        if found < directory.total:
-            with _stopped_plainly(directory, console), _ray(config, policy):
-                asyncio.run(_Evaluator(config, policy, api or ApiOptions(), directory, environment, console).run())
-    if lost := directory.lost():
-        console.print(
-            f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
-            "the same command with --retry-errors plays them again"
-        )
-    result = read_split(directory)
-    directory.write_summary(summary(result))
-    return result
 
 
 def summary(result: SplitResult) -> dict[str, Any]:
@@ -162,7 +203,10 @@ class _Evaluator:
         directory: EvaluationDirectory,
         environment: Environment,
         console: Console,
+        *,
+        max_lost_share: float,
     ) -> None:
+        self._max_lost_share = max_lost_share
         self._config = config
         self._policy = policy
         self._api = api
@@ -283,6 +327,8 @@ class _Evaluator:
                 nonlocal solved, played
                 result = await self._play(checkpoint, task_id, run, priority, pool)
                 self._directory.add(checkpoint.name, result)
+                if result.error is not None:
+                    self._directory.check_lost(self._max_lost_share)
                 solved, played = solved + result.evaluation.success, played + 1
                 progress.update(bar, advance=1, solved=solved, played=played)
 

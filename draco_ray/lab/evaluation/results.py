@@ -27,7 +27,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from draco_ray.config.file_names import FileName
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, TooManyLost
 from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.records import Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_bytes, read_text
@@ -156,10 +156,7 @@ class EvaluationDirectory:
             ConfigError: another evaluation is there (the message names the first thing that differs), or ``path``
                 cannot be written.
         """
-        if os.path.lexists(path / "evaluation.json"):
-            found = cls.open(path)
-            if difference := plan_difference(found.plan, plan):
-                raise ConfigError(f"evaluation {path}: {difference}; expected the same command; choose another --out")
+        if (found := cls.found(path, plan)) is not None:
             plan = found.plan
         try:
             (path / "results").mkdir(parents=True, exist_ok=True)
@@ -168,6 +165,20 @@ class EvaluationDirectory:
         except OSError as error:
             raise ConfigError(f"evaluation {path}: cannot be written: {error.filename}: {error.strerror}") from None
         return cls(path, plan)
+
+    @classmethod
+    def found(cls, path: Path, plan: Plan) -> EvaluationDirectory | None:
+        """The evaluation of that plan, finished or not; None where none was begun.
+
+        Raises:
+            ConfigError: another evaluation is there (the message names the first thing that differs).
+        """
+        if not os.path.lexists(path / "evaluation.json"):
+            return None
+        found = cls.open(path)
+        if difference := plan_difference(found.plan, plan):
+            raise ConfigError(f"evaluation {path}: {difference}; expected the same command; choose another --out")
+        return found
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -242,6 +253,23 @@ class EvaluationDirectory:
         """The rollouts whose every attempt crashed; each counts as a failure."""
         results = [result for measurement in self.plan.measurements for result in self.results(measurement)]
         return [result for result in results if result.error is not None]
+
+    def check_lost(self, max_share: float) -> None:
+        """Stop where more rollouts are lost than may be.
+
+        Args:
+            max_share: of all rollouts that the plan asks for, in [0, 1].
+
+        Raises:
+            TooManyLost: more are.
+        """
+        lost = self.lost()
+        if len(lost) > max_share * self.total:
+            raise TooManyLost(
+                f"evaluation {self.path}: {len(lost)} of {self.total} rollouts were lost, more than "
+                f"max_lost_share={max_share:g} allows (the last: {lost[-1].error}); {self.finished()} are kept; see to "
+                "what is wrong, then the same command with --retry-errors plays the lost ones again and goes on"
+            )
 
     def mend(self) -> None:
         """Cut half a line that a killed process left; call it before the first `add`."""

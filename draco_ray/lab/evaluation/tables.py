@@ -79,7 +79,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
         label, title = label or directory.plan.label, split_title(directory.plan)
         others = found.setdefault(label, {}).setdefault(title, [])
         for other in others:
-            _check_seeds(label, title, directory, other)
+            check_seeds(label, title, directory, other)
         others.append(directory)
     order = {title: place for place, title in enumerate(SPLITS.values())}
     return {
@@ -91,7 +91,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
     }
 
 
-def _check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
+def check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
     """Refuse evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
     if one.plan.weights == other.plan.weights:
         raise ConfigError(

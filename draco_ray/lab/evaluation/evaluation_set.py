@@ -1,0 +1,172 @@
+"""An evaluation set: several settings, each measured on several splits and benchmarks, as a file or arguments name it.
+
+::
+
+    runs: 3
+    max_lost_share: 0.05
+    splits: [test_normal, test_challenge, tau-banking]
+    settings:
+      Base: {policy: Qwen/Qwen3.6-27B, config: qwen3.6-27b}
+      DRACO: {run: [runs/draco-seed0, runs/draco-seed1], last_epochs: 3}
+      GPT-5.4: litellm:openai/gpt-5.4
+    overrides: [data.root=/shared/appworld]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from draco_ray.config.file_names import file_name
+from draco_ray.errors import ConfigError
+
+TAU = "tau-banking"
+"""The split that stands for τ-bench banking; any other is one of the environment's."""
+
+
+def _label(text: str) -> str:
+    if "=" in text:
+        raise ValueError("expected a name without =")
+    return file_name(text)
+
+
+def _listed(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ValueError(f"{twice[0]!r} is there twice")
+    return values
+
+
+Label = Annotated[str, AfterValidator(_label)]
+Split = Annotated[str, AfterValidator(file_name)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class EvaluatedSetting(BaseModel):
+    """One row of the tables: a policy, or the runs that trained it, one a seed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str | None = None
+    """As ``--policy`` of `draco evaluate`."""
+    run: Paths | None = None
+    """Run directories, each another training seed; their last epochs are measured."""
+    last_epochs: PositiveInt = 3
+    config: str | None = None
+    """As ``--config`` of `draco evaluate`."""
+    overrides: Words = ()
+    """``KEY=VALUE``, after those of the set."""
+    api_base: str | None = None
+    api_key_env: str | None = None
+    api_temperature: float | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> EvaluatedSetting:
+        if (self.policy is None) == (self.run is None):
+            raise ValueError("expected either policy or run")
+        return self
+
+
+class EvaluationSet(BaseModel):
+    """What is to be measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[
+        Label, Annotated[EvaluatedSetting, BeforeValidator(lambda v: {"policy": v} if isinstance(v, str) else v)]
+    ] = Field(min_length=1)
+    """Label in the tables -> what is measured under it; a text is its ``policy``."""
+    splits: Annotated[tuple[Split, ...], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(min_length=1)
+    """Of the environment, or ``tau-banking``."""
+    runs: PositiveInt = 3
+    """Independent rollouts per task."""
+    max_lost_share: float = Field(default=0.05, ge=0, le=1)
+    """The set stops as soon as an evaluation has lost more than this share of its rollouts."""
+    overrides: Words = ()
+    """``KEY=VALUE`` for the configuration of every setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEvaluation:
+    """One setting (one of its runs) on one split."""
+
+    label: str
+    setting: EvaluatedSetting
+    run: Path | None
+    split: str
+    out: Path
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"{self.label} on {self.split}" + (f" ({self.run.name})" if self.run else "")
+
+
+def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
+    """Check what a file or arguments say.
+
+    Args:
+        tree: the keys of `EvaluationSet`.
+        source: of it, for messages.
+
+    Raises:
+        ConfigError: one line with every mistake.
+    """
+    try:
+        return EvaluationSet.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {'; '.join(_said(problem) for problem in error.errors())}") from None
+
+
+def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluation]:
+    """Every evaluation of a set, split by split, each in a folder of its own: ``<label>/<split>[/<run>]``.
+
+    Raises:
+        ConfigError: two would share a folder.
+    """
+    found = []
+    for split in wanted.splits:
+        for label, setting in wanted.settings.items():
+            for run in setting.run or (None,):
+                folder = out / label / split
+                path = folder if run is None else folder / run.resolve().name
+                found.append(PlannedEvaluation(label=label, setting=setting, run=run, split=split, out=path))
+    _check_folders(found)
+    return found
+
+
+def _check_folders(found: Sequence[PlannedEvaluation]) -> None:
+    for place, each in enumerate(found):
+        for other in found[:place]:
+            # Names may differ in case only, where the file system does not.
+            if str(each.out).casefold() == str(other.out).casefold():
+                raise ConfigError(
+                    f"{other.label} and {each.label} on {each.split} would both be kept in {each.out}; give the runs' "
+                    "folders, or the labels, different names"
+                )
+
+
+def _said(problem: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    if problem["type"] == "missing":
+        return f"{key}: is not there"
+    what = problem["msg"].removeprefix("Value error, ")
+    found = "" if problem["type"] == "value_error" else f", found {problem['input']!r}"
+    return f"{key}: {what[:1].lower()}{what[1:]}{found}"

@@ -1,0 +1,129 @@
+"""`draco eval-set`: what a file and arguments ask for, and what is refused before anything is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set, read_set
+from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.evaluation_set import parse_set, planned_evaluations
+from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+from tests.unit.test_evaluation_policies import a_run
+
+FILE = """
+runs: 2
+max_lost_share: 0.1
+splits: [dev, tau-banking]
+settings:
+  Base: starter
+  DRACO: {run: [./runs/one, runs/two], last_epochs: 1, overrides: agent.max_turns=3}
+overrides: [data.eval_tasks=4]
+"""
+
+
+def asked(*words: str, **changes: Any) -> EvalSetOptions:
+    fields: dict[str, Any] = {
+        "words": words,
+        "settings": (),
+        "splits": (),
+        "runs": None,
+        "last_epochs": None,
+        "max_lost_share": None,
+        "out": None,
+        "retry_errors": False,
+        "trust": False,
+        "form": TableFormat.TEXT,
+        "shown": Shown.INTERVAL,
+        "against": None,
+    }
+    return EvalSetOptions(**{**fields, **changes})
+
+
+def test_a_file_is_a_set_that_arguments_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "sub" / "nightly.yaml"
+    file.parent.mkdir()
+    file.write_text(FILE, encoding="utf-8")
+    wanted, out = read_set(asked(str(file), "data.eval_tasks=1", splits=("train",), runs=5, max_lost_share=0.0))
+    assert out == tmp_path / "evaluations" / "nightly"
+    assert (wanted.runs, wanted.splits, wanted.max_lost_share) == (5, ("train",), 0.0)
+    assert wanted.overrides == ("data.eval_tasks=4", "data.eval_tasks=1")
+    assert wanted.settings["Base"].policy == "starter"
+    draco = wanted.settings["DRACO"]
+    # ./ is the file's own folder, anything else the working directory, as in a configuration.
+    assert draco.run == (tmp_path / "sub" / "runs" / "one", Path("runs/two"))
+    assert (draco.last_epochs, draco.overrides) == (1, ("agent.max_turns=3",))
+    planned = planned_evaluations(read_set(asked(str(file)))[0], out)
+    assert [str(each.out.relative_to(out)) for each in planned] == [
+        *("Base/dev", "DRACO/dev/one", "DRACO/dev/two"),
+        *("Base/tau-banking", "DRACO/tau-banking/one", "DRACO/tau-banking/two"),
+    ]
+    assert planned[1].title == "DRACO on dev (one)"
+
+
+def test_arguments_alone_are_a_set(tmp_path: Path) -> None:
+    seeds = [a_run(tmp_path / name, [1]) for name in ("one", "two")]
+    named = [f"DRACO={seeds[0]}", "API=litellm:openai/m", f"DRACO={seeds[1]}"]
+    wanted, _ = read_set(asked("seed=3", settings=named, splits=("dev",), last_epochs=2, out=tmp_path / "out"))
+    assert list(wanted.settings) == ["DRACO", "API"]
+    assert (wanted.settings["DRACO"].run, wanted.settings["DRACO"].last_epochs) == (tuple(seeds), 2)
+    assert wanted.settings["API"].policy == "litellm:openai/m"
+    assert wanted.overrides == ("seed=3",)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({}, "set: settings: is not there; splits: is not there"),
+        (
+            {"settings": {}, "splits": []},
+            "settings: dictionary should have at least 1 item after validation, not 0, found {}",
+        ),
+        ({"settings": {"a": "m"}, "splits": ["dev", "dev"]}, "splits: 'dev' is there twice"),
+        ({"settings": {"a/b": "m"}, "splits": ["dev"]}, "expected a plain name"),
+        ({"settings": {"a=b": "m"}, "splits": ["dev"]}, "expected a name without ="),
+        ({"settings": {"a": {"policy": "m", "run": "r"}}, "splits": "dev"}, "a: expected either policy or run"),
+        ({"settings": {"a": {"run": []}}, "splits": "dev"}, "settings.a.run: "),
+        ({"settings": {"a": "m"}, "splits": ["../up"]}, "splits.0: expected a plain name"),
+        ({"settings": {"a": "m"}, "splits": ["dev"], "run": 3}, "set: run: extra inputs are not permitted, found 3"),
+        ({"settings": {"a": "m"}, "splits": ["dev"], "runs": 0}, "runs: input should be greater than 0, found 0"),
+        ({"settings": {"a": "m"}, "splits": ["dev"], "max_lost_share": 5}, "max_lost_share: input should be less"),
+    ],
+)
+def test_a_set_that_cannot_be_used_is_one_line(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_set(tree, "set")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "set.yaml"
+    file.write_text("settings: {a: starter}\nsplits: dev\n", encoding="utf-8")
+    run = a_run(tmp_path / "run", [1])
+    for options, said in (
+        (asked(splits=("dev",), settings=("a=starter",)), "--out: expected the folder of the set"),
+        (asked(str(file), settings=("b=starter",)), "names settings already"),
+        (asked(str(file), last_epochs=2), "--last-epochs: is about run directories of --setting"),
+        (asked(settings=("starter",)), "--setting 'starter': expected LABEL=POLICY"),
+        (asked(settings=("a=m", "a=n")), "only runs are seeds of one label"),
+        (asked(settings=("a=m", f"a={run}")), "only runs are seeds of one label"),
+        (asked(str(tmp_path / "none.yaml")), "none.yaml: cannot be read"),
+        (asked(str(file), against="b"), "--against 'b': expected one of a"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            evaluate_set(options, tmp_path / "starter")
+        assert said in str(caught.value)
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    runs = [str(tmp_path / side / "draco") for side in "ab"]
+    wanted = parse_set({"settings": {"D": {"run": runs}}, "splits": "dev"}, "set")
+    with pytest.raises(ConfigError, match="D and D on dev would both be kept in"):
+        planned_evaluations(wanted, tmp_path)
+    labels = parse_set({"settings": {"Base": "m", "base": "n"}, "splits": "dev"}, "set")
+    with pytest.raises(ConfigError, match="Base and base on dev would both be kept in"):
+        planned_evaluations(labels, tmp_path)
