@@ -334,14 +334,17 @@ def runs_timeline(
 
 @runs.command(name="inspect", epilog="Try:  draco runs inspect runs/NAME --out logs      inspect view --log-dir logs")
 def runs_inspect(
-    directory: Annotated[Path, typer.Argument(help="A run directory, of training or of judged traces.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the logs, one a step.")],
+    directory: Annotated[
+        Path, typer.Argument(help="A run directory, of training or of judged traces, or an evaluation directory.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the logs, one a step or measurement.")],
 ) -> None:
-    """Write a run as logs of Inspect, for its viewer: rollouts are samples, rewards and verdicts their scores."""
-    from draco_ray.lab.runs.inspect_log import write_inspect_logs
-    from draco_ray.runs.directory import RunDirectory
+    """Write a run, and what was evaluated of it, or one evaluation, as logs of Inspect, for its viewer.
 
-    typer.echo(f"{out}: {len(write_inspect_logs(RunDirectory.open(directory), out))} logs")
+    Rollouts are samples; rewards and verdicts, or whether the task was solved, are their scores."""
+    from draco_ray.lab.runs.inspect_evaluations import write_logs
+
+    typer.echo(f"{out}: {len(write_logs(directory, out))} logs")
 
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")

@@ -35,11 +35,16 @@ def read_trajectory(run: RunDirectory, step: int, task_id: str, rollout: int) ->
 
 def step_trajectories(run: RunDirectory, step: int) -> dict[str, list[Trajectory]]:
     """Task id -> its recorded rollouts of a training step, finished or under way, by their index."""
+    return trajectories_from(run.table("trajectories", step).to_pylist(), run.table("steps", step).to_pylist())
+
+
+def trajectories_from(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, list[Trajectory]]:
+    """Task id -> its rollouts by their index, from rows of ``trajectories`` and ``steps`` or of the evaluated ones."""
     turns: dict[tuple[str, int], list[Row]] = defaultdict(list)
-    for row in run.table("steps", step).to_pylist():
+    for row in steps:
         turns[row["task_id"], row["rollout"]].append(row)
     found: dict[str, list[Trajectory]] = defaultdict(list)
-    for row in sorted(run.table("trajectories", step).to_pylist(), key=lambda row: int(row["rollout"])):
+    for row in sorted(rows, key=lambda row: int(row["rollout"])):
         found[row["task_id"]].append(_trajectory(row, turns[row["task_id"], row["rollout"]]))
     return dict(found)
 

@@ -104,3 +104,22 @@ def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:
     assert plain["verdicts"] == ["PASS"] * 3
     assert plain["steps"] == [[2], [1, 2], []]
     assert plain["roles"] == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+def test_inspect_opens_the_logs_of_evaluated_rollouts_and_packs_them() -> None:
+    plain, packed = run("inspect_evaluations", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
+    assert plain == packed
+    assert plain == {
+        "run, test after step 2": {
+            "accuracy": 0.5,
+            "samples": [["aaa1111_1", 1, 1.0, 7, None], ["bbb2222_1", 1, 0.0, 7, None]],
+        },
+        "Base, appworld test_normal, starter": {
+            "accuracy": pytest.approx(2 / 3),
+            "samples": [
+                ["a_1", 1, 1.0, 0, None],
+                ["b_1", 1, 1.0, 0, None],
+                ["c_1", 1, 0.0, 0, "the world is gone"],
+            ],
+        },
+    }

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.evaluation.trajectories import keep_trajectory
+from draco_ray.lab.runs.inspect_evaluations import write_logs
 from draco_ray.lab.runs.inspect_log import write_inspect_logs
+from draco_ray.records import Usage
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.library import judge_sync
 from draco_ray.traces.load import load_traces
-from tests.support.small_run import CODE, CONFIG, HOSTILE, small_run
+from tests.support.evaluations import a_plan, write_evaluation
+from tests.support.lost import lost_rollout
+from tests.support.small_run import CODE, CONFIG, HOSTILE, a_trajectory, small_run
 from tests.unit.test_traces_judging import MODEL, Canned
 from tests.unit.test_traces_load import FILES
 
@@ -39,6 +46,58 @@ def test_rollouts_are_samples_whose_steps_have_the_numbers_that_verdicts_cite(tm
     assert not groups.problems
     assert {len(trace.steps) for group in groups for trace in group.traces} == {2}
     assert {trace.outcome for group in groups for trace in group.traces} == {1.0, -1.0}
+
+
+def test_what_a_run_evaluated_is_a_log_a_measurement(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    inside = write_evaluation(
+        run.path / "evaluations" / "dev-last1", a_plan(measurements=("step00001", "step00002")), chance=0.5
+    )
+    directory = EvaluationDirectory.open(inside)
+    keep_trajectory(directory, "step00002", replace(a_trajectory(2, "a_1", 1), policy_version=2))
+    written = write_logs(run.path, tmp_path / "logs")
+    logs = {log["eval"]["task"]: log for log in (json.loads(path.read_text(encoding="utf-8")) for path in written)}
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o600}
+    assert list(logs) == [
+        *("run, step 1", "run, step 2", "run, test after step 2"),
+        *(f"run, draco, appworld test_normal, step0000{step}" for step in (1, 2)),
+    ]
+    own = logs["run, test after step 2"]
+    assert [sample["scores"]["success"]["value"] for sample in own["samples"]] == [1.0, 0.0]
+    assert own["results"]["scores"][0]["metrics"]["accuracy"]["value"] == 0.5
+    assert [len(sample["messages"]) for sample in own["samples"]] == [7, 7]
+    for step in (1, 2):
+        log = logs[f"run, draco, appworld test_normal, step0000{step}"]
+        results = directory.results(f"step0000{step}")
+        solved = [each.evaluation.success for each in results]
+        assert log["results"]["scores"][0]["metrics"]["accuracy"]["value"] == pytest.approx(sum(solved) / len(solved))
+        assert len(log["samples"]) == len(results) == 72
+        assert log["eval"]["config"]["epochs"] == 3
+        shown = {(each["id"], each["epoch"]): each for each in log["samples"]}
+        for each in results:
+            about = shown[each.evaluation.task_id, each.evaluation.run + 1]["scores"]["success"]
+            assert about["value"] == each.evaluation.success
+            assert about["metadata"]["usage"]["dollars"] == 0.25
+    # The one rollout that was kept has its messages.
+    kept = [each for each in log["samples"] if each["messages"]]
+    assert [(each["id"], each["epoch"]) for each in kept] == [("a_1", 2)]
+    # Again is the same files, and an evaluation directory stands for itself.
+    assert write_logs(run.path, tmp_path / "logs") == written
+    assert [path.name for path in write_logs(inside, tmp_path / "alone")] == [path.name for path in written[3:]]
+
+
+def test_an_evaluation_that_was_begun_and_a_lost_rollout(tmp_path: Path) -> None:
+    directory = EvaluationDirectory.begin(tmp_path / "begun", a_plan())
+    assert write_logs(directory.path, tmp_path / "logs") == []
+    directory.add("starter", lost_rollout("a_1", 0, Usage(), seconds=1.0, attempts=3, error="the world is gone"))
+    (path,) = write_logs(directory.path, tmp_path / "logs")
+    log = json.loads(path.read_text(encoding="utf-8"))
+    (sample,) = log["samples"]
+    assert sample["error"]["message"] == "the world is gone"
+    assert (sample["scores"]["success"]["value"], sample["scores"]["success"]["metadata"]["lost"]) == (0.0, True)
+    assert (log["results"]["total_samples"], log["results"]["completed_samples"]) == (1, 0)
+    with pytest.raises(ConfigError, match="neither|no run|not a run"):
+        write_logs(tmp_path / "logs", tmp_path / "more")
 
 
 def test_judged_traces_have_the_time_of_their_judging(tmp_path: Path) -> None:

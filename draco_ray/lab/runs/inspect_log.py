@@ -1,4 +1,4 @@
-"""A run as logs of Inspect, which its viewer (`inspect view`) and its readers open.
+"""A run as logs of Inspect, which its viewer (`inspect view`) and its readers open; see also `inspect_evaluations`.
 
 One log a training step: a sample is a task, an epoch one of its rollouts. The score ``draco`` is the reward; verdicts
 with evidence and cited steps, step qualities and advantages are its metadata. Each step of the agent is a message with
@@ -12,7 +12,8 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,82 +29,120 @@ SCORER = "draco"
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectLog:
+    """One log: what is in its head, and its samples."""
+
+    name: str
+    """Of the run or the evaluation."""
+    part: str
+    """Of the run or the evaluation, for the file's name."""
+    title: str
+    """What the viewer lists it as."""
+    model: str
+    scorer: str
+    metric: str
+    """What the mean of the scores is called."""
+    began: float
+    """Seconds since the epoch; so is ``ended``."""
+    ended: float
+    metadata: Json
+    samples: Sequence[Json]
+
+    def write(self, folder: Path) -> Path:
+        """Write it for its owner's eyes; a log of the same part is replaced.
+
+        Raises:
+            ConfigError: ``folder`` cannot be written.
+        """
+        time = _time(self.began)[:19].replace(":", "-")
+        path = folder / f"{time}_{file_name(self.name)}_{file_name(self.part)}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", encoding="utf-8", opener=private) as file:
+                json.dump(self.as_json(), file, ensure_ascii=False)
+        except OSError as error:
+            raise ConfigError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+        return path
+
+    def as_json(self) -> Json:
+        """What Inspect reads."""
+        named = f"{self.name}/{self.part}"
+        tasks = sorted({sample["id"] for sample in self.samples})
+        return {
+            "version": 2,
+            "status": "success",
+            "eval": {
+                "eval_id": _digest("eval", named),
+                "run_id": _digest("run", self.name),
+                "created": _time(self.began),
+                "task": self.title,
+                "task_id": _digest("task", named),
+                "dataset": {"name": self.name, "samples": len(tasks), "sample_ids": tasks},
+                "model": self.model,
+                "config": {"epochs": max(sample["epoch"] for sample in self.samples)},
+                "metadata": self.metadata,
+            },
+            "results": self._results(),
+            "stats": {"started_at": _time(self.began), "completed_at": _time(self.ended)},
+            "samples": list(self.samples),
+        }
+
+    def _results(self) -> Json:
+        found = [sample["scores"][self.scorer]["value"] for sample in self.samples if sample["scores"]]
+        mean = {"name": self.metric, "value": math.fsum(found) / len(found)} if found else None
+        return {
+            "total_samples": len(self.samples),
+            "completed_samples": sum("error" not in sample for sample in self.samples),
+            "scores": [
+                {
+                    "name": self.scorer,
+                    "scorer": self.scorer,
+                    "scored_samples": len(found),
+                    "unscored_samples": len(self.samples) - len(found),
+                    "metrics": {} if mean is None else {self.metric: mean},
+                }
+            ],
+        }
+
+
 def write_inspect_logs(run: RunDirectory, folder: Path) -> list[Path]:
-    """Write a log for each step that has rollouts, for their owner's eyes; logs of the same steps are replaced.
+    """Write a log for each training step that has rollouts; logs of the same steps are replaced.
 
     Raises:
         ConfigError: ``folder`` cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for step in run.steps():
-            if (log := inspect_log(run, step)) is not None:
-                began = log["eval"]["created"][:19].replace(":", "-")
-                path = folder / f"{began}_{file_name(run.path.name)}_step{step:06d}.json"
-                with open(path, "w", encoding="utf-8", opener=private) as file:
-                    json.dump(log, file, ensure_ascii=False)
-                written.append(path)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
-    return written
+    logs = (inspect_log(run, step) for step in run.steps())
+    return [log.write(folder) for log in logs if log is not None]
 
 
-def inspect_log(run: RunDirectory, step: int) -> Json | None:
+def inspect_log(run: RunDirectory, step: int) -> InspectLog | None:
     """A step as a log; None where it has no rollouts."""
     played = [each for rollouts in step_trajectories(run, step).values() for each in rollouts]
     if not played:
         return None
     scores = _scores(run, step)
-    samples = [_sample(each, scores.get((each.task_id, each.rollout))) for each in played]
-    found = [sample["scores"][SCORER]["value"] for sample in samples if sample["scores"]]
-    named = f"{run.path.name}/{step}"
     # Traces of others do not say when they were played; then when they were judged counts.
     calls = run.table("judge_calls", step, ["started_at", "seconds"]).to_pylist()
     times = [(each.started_at, each.ended_at) for each in played if each.started_at] or [
         (call["started_at"], call["started_at"] + call["seconds"]) for call in calls
     ]
-    began, ended = min((begin for begin, _ in times), default=0.0), max((end for _, end in times), default=0.0)
-    return {
-        "version": 2,
-        "status": "success",
-        "eval": {
-            "eval_id": _digest("eval", named),
-            "run_id": _digest("run", run.path.name),
-            "created": _time(began),
-            "task": f"{run.path.name}, step {step}",
-            "task_id": _digest("task", named),
-            "dataset": {
-                "name": run.path.name,
-                "samples": len({each.task_id for each in played}),
-                "sample_ids": sorted({each.task_id for each in played}),
-            },
-            "model": str(run.setting("model.path")),
-            "config": {"epochs": max(each.rollout for each in played) + 1},
-            "metadata": {"training_step": step, "setting": run.setting("setting")},
-        },
-        "results": {
-            "total_samples": len(samples),
-            "completed_samples": sum("error" not in sample for sample in samples),
-            "scores": [
-                {
-                    "name": SCORER,
-                    "scorer": SCORER,
-                    "scored_samples": len(found),
-                    "unscored_samples": len(samples) - len(found),
-                    "metrics": {"mean": {"name": "mean", "value": math.fsum(found) / len(found)}} if found else {},
-                }
-            ],
-        },
-        "stats": {
-            "started_at": _time(began),
-            "completed_at": _time(ended),
-        },
-        "samples": samples,
-    }
+    return InspectLog(
+        name=run.path.name,
+        part=f"step{step:06d}",
+        title=f"{run.path.name}, step {step}",
+        model=str(run.setting("model.path")),
+        scorer=SCORER,
+        metric="mean",
+        began=min((begin for begin, _ in times), default=0.0),
+        ended=max((end for _, end in times), default=0.0),
+        metadata={"training_step": step, "setting": run.setting("setting")},
+        samples=[trajectory_sample(each, SCORER, scores.get((each.task_id, each.rollout))) for each in played],
+    )
 
 
-def _sample(trajectory: Trajectory, score: Json | None) -> Json:
+def trajectory_sample(trajectory: Trajectory, scorer: str, score: Json | None) -> Json:
+    """A rollout as a sample: its steps are calls, whose numbers are those that verdicts cite."""
     asked = next((each.content for each in reversed(trajectory.prompt) if each.role == "user"), trajectory.task_id)
     messages = [*_prompt(trajectory), *_turns(trajectory)]
     said = next((each["content"] for each in reversed(messages) if each["role"] == "assistant"), "")
@@ -115,7 +154,7 @@ def _sample(trajectory: Trajectory, score: Json | None) -> Json:
         "target": "",
         "messages": [{"id": f"m{number}"} | each for number, each in enumerate(messages)],
         "output": {"model": "policy", "choices": [choice], "completion": said},
-        "scores": {} if score is None else {SCORER: score},
+        "scores": {} if score is None else {scorer: score},
         "metadata": {"ended": trajectory.ended.value, "policy_version": trajectory.policy_version},
     }
     if trajectory.started_at:
