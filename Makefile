@@ -198,7 +198,7 @@ gpu-check:
 		$(MAKE) setup-gpu && $(GPU_VENV)/bin/python jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 
-# Train every setting of the ablation and print its table, e.g. make ablation ARGS="--steps 6 --seeds 1" (hours).
+# Train every setting of the ablation, five seeds, with learning curves on held-out tasks, e.g. make ablation ARGS="--steps 6 --seeds 1" (nights).
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py $(ARGS)
 

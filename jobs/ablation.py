@@ -1,14 +1,27 @@
-"""Train every setting of the ablation on the sandbox and print the paper's result table for them, as Markdown.
+"""Train every setting of the ablation on the sandbox, follow each run on held-out tasks, and print tables as Markdown.
 
-python jobs/ablation.py [--steps 10] [--seeds 3] [--settings "draco no-credit"] [--runs-per-task 3] [--root DIR]
+python jobs/ablation.py [--steps 10] [--seeds 5] [--every 2] [--settings "draco no-credit"] [--runs-per-task 3]
+                        [--root DIR] [--print-only]
+
+A run is trained, then its checkpoints are evaluated (`draco evaluate --train-curve` on the held-out split). Both go on
+where they were stopped, and after each run everything is printed from what there is: the settings after their last
+step, the same at equal judge spend, and learning curves, which are also `curves.csv` and `curves.png` in DIR.
+`--print-only` runs nothing.
+
+Equal spend: the judge's tokens at reference prices, summed over the steps of a run. For each seed the budget is what
+the cheapest of the settings that ask a judge spent in all its steps; of every other setting the last evaluated
+checkpoint counts whose run had spent no more. So nobody has spent more than another, and how much less is printed; a
+smaller ``--every`` makes that less. Settings that ask no judge have their last checkpoint.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,19 +32,52 @@ from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.pricing import price_of
 from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
+from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 from draco_ray.lab.runs.cost import read_calls
-from draco_ray.records import Evaluation
+from draco_ray.records import Evaluation, JudgeCall
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
 
 SETTINGS = "draco no-credit static-credit static outcome random"
 REFERENCE_JUDGE = "gpt-5.4"
 """The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
 
 
+@dataclass(frozen=True)
+class Spend:
+    """What the judge of a run had read and written until some step."""
+
+    tokens: int = 0
+    dollars: float = 0.0
+
+    def __add__(self, other: Spend) -> Spend:
+        return Spend(self.tokens + other.tokens, self.dollars + other.dollars)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run on held-out tasks, by training step; 0 is the untrained policy."""
+
+    evaluations: Mapping[int, list[Evaluation]]
+    spent: Mapping[int, Spend]
+    """Until the end of that step, for every step that was evaluated."""
+
+    @property
+    def last(self) -> int:
+        """Its last evaluated step."""
+        return max(self.evaluations)
+
+    def within(self, dollars: float) -> int:
+        """The last evaluated step whose run had spent no more."""
+        return max(step for step in self.evaluations if self.spent[step].dollars <= dollars)
+
+
+Runs = Mapping[str, Mapping[int, Measured]]
+"""Setting -> seed -> what was measured, as far as it was run."""
+
+
 def train(
-    root: Path, setting: str, seed: int, steps: int, runs: int, overrides: Sequence[str], label: str = ""
+    root: Path, setting: str, seed: int, steps: int, runs: int | None, overrides: Sequence[str], label: str = ""
 ) -> RunDirectory:
     """One finished run; one that is there already, with the same words, is taken as it is, or continued.
 
@@ -40,40 +86,93 @@ def train(
         setting: of the ablation.
         seed: of the run.
         steps: training steps.
-        runs: evaluation rollouts per task, before and after.
+        runs: evaluation rollouts per task, before and after; None: training evaluates nothing.
         overrides: further words of ``draco train``.
         label: of these overrides, for the run's name.
     """
-    name = f"{setting}{label}-seed{seed}-steps{steps}-runs{runs}"
-    words = [
-        f"seed={seed}",
-        f"train.steps={steps}",
-        f"train.evaluation_runs={runs}",
-        "train.evaluate_before_after=true",
-    ]
-    words += [*overrides, f"run.root={root}", f"run.name={name}"]
-    marker = root / name / "ablation.yaml"
-    if marker.is_file() and yaml.safe_load(marker.read_text(encoding="utf-8")) == words:
-        return RunDirectory.open(root / name)
-    command = [sys.executable, "-m", "draco_ray.cli", "train", "sandbox", "--setting", setting, *words]
+    name = run_name(setting, seed, steps, runs, label)
+    words = train_words(root, name, seed, steps, runs, overrides)
+    command = ["train", "sandbox", "--setting", setting, *words]
     if (root / name / "config.yaml").is_file():
         command += ["--resume", str(root / name)]
-    print(f"ablation: draco {' '.join(command[3:])}", file=sys.stderr, flush=True)
-    process = subprocess.run(command, stdout=sys.stderr, check=False)
-    if process.returncode:
-        sys.exit(f"ablation: {name} failed with exit code {process.returncode}; start again to go on from there")
-    # Written last, so that an interrupted run is never taken for a finished one.
-    marker.write_text(yaml.safe_dump(words), encoding="utf-8")
+    once(root / name / "ablation.yaml", words, command)
     return RunDirectory.open(root / name)
 
 
-def judge_cost(run: RunDirectory, price: Price) -> tuple[int, float]:
-    """Judge tokens of a run, in and out, and their dollars at ``price``."""
-    calls = [call for step in read_calls(run).values() for call in step if call.requests]
+def run_name(setting: str, seed: int, steps: int, runs: int | None, label: str = "") -> str:
+    """A run's folder."""
+    return f"{setting}{label}-seed{seed}-steps{steps}" + ("" if runs is None else f"-runs{runs}")
+
+
+def train_words(root: Path, name: str, seed: int, steps: int, runs: int | None, overrides: Sequence[str]) -> list[str]:
+    """``KEY=VALUE`` of a run."""
+    evaluated = ["train.evaluate_before_after=false"]
+    if runs is not None:
+        evaluated = [f"train.evaluation_runs={runs}", "train.evaluate_before_after=true"]
+    return [f"seed={seed}", f"train.steps={steps}", *evaluated, *overrides, f"run.root={root}", f"run.name={name}"]
+
+
+def evaluate(run: RunDirectory, every: int, runs: int) -> EvaluationDirectory:
+    """The finished evaluation of a run's checkpoints on its held-out tasks; taken as it is, or continued."""
+    out = curve_directory(run, every, runs)
+    words = ["--every", str(every), "--runs", str(runs), "--split", str(run.setting("data.eval_split"))]
+    command = ["evaluate", "--run", str(run.path), "--train-curve", *words, "--out", str(out)]
+    once(out / "ablation.yaml", words, command)
+    return EvaluationDirectory.open(out)
+
+
+def curve_directory(run: RunDirectory, every: int, runs: int) -> Path:
+    """Where a run's held-out evaluation is."""
+    return run.path / "evaluations" / f"heldout-every{every}-runs{runs}"
+
+
+def once(marker: Path, words: list[str], command: list[str]) -> None:
+    """Run ``draco``, unless the marker says that the same words have come to their end."""
+    if done(marker, words):
+        return
+    print(f"ablation: draco {' '.join(command)}", file=sys.stderr, flush=True)
+    process = subprocess.run([sys.executable, "-m", "draco_ray.cli", *command], stdout=sys.stderr, check=False)
+    if process.returncode:
+        name = marker.parent.name
+        sys.exit(f"ablation: {name} failed with exit code {process.returncode}; start again to go on from there")
+    # Written last, so that what was interrupted is never taken for finished.
+    marker.write_text(yaml.safe_dump(words), encoding="utf-8")
+
+
+def done(marker: Path, words: list[str]) -> bool:
+    """Whether these words have come to their end."""
+    return marker.is_file() and yaml.safe_load(marker.read_text(encoding="utf-8")) == words
+
+
+def measure(run: RunDirectory, directory: EvaluationDirectory, price: Price) -> Measured:
+    """A run's evaluated checkpoints, and what the judge had cost by then at ``price``."""
+    found = {
+        int(name.removeprefix("step")): [result.evaluation for result in results]
+        for name, results in directory.complete_results().items()
+    }
+    by_step = {step: _spend(calls, price) for step, calls in read_calls(run).items()}
+    spent = {step: sum((by_step[past] for past in by_step if past <= step), start=Spend()) for step in found}
+    return Measured(evaluations=found, spent=spent)
+
+
+def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:
+    # What a cache answered was paid for once.
+    calls = [call for call in calls if call.requests]
     tokens_in = sum(call.input_tokens for call in calls)
     cached = sum(call.cached_tokens for call in calls)
     tokens_out = sum(call.output_tokens for call in calls)
-    return tokens_in + tokens_out, price_of(price, tokens_in, cached, tokens_out)
+    return Spend(tokens_in + tokens_out, price_of(price, tokens_in, cached, tokens_out))
+
+
+def budgets(runs: Runs) -> dict[int, float]:
+    """Seed -> dollars that every setting may have spent: all of the cheapest that asks a judge."""
+    found: dict[int, float] = {}
+    for of_setting in runs.values():
+        for seed, measured in of_setting.items():
+            spent = measured.spent[measured.last].dollars
+            if spent:
+                found[seed] = min(spent, found.get(seed, spent))
+    return found
 
 
 def percent(interval: Interval, sign: str = "") -> str:
@@ -112,54 +211,154 @@ def turns(interval: Interval) -> str:
     return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
 
 
+def summaries(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> dict[str, Summary]:
+    """Setting -> its summary over seeds, of one step of each: setting -> seed -> step."""
+    return {
+        setting: summarise([[runs[setting][seed].evaluations[step]] for seed, step in steps.items()], runs_per_task)
+        for setting, steps in chosen.items()
+        if steps
+    }
+
+
+def print_results(title: str, runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> None:
+    """A table of settings, each at the chosen step of each seed, and their differences to the first."""
+    found = summaries(runs, chosen, runs_per_task)
+    if not found:
+        return
+    first = next(iter(found.values()))
+    ks = range(1, len(first.tgc) + 1)
+    columns = ["Setting", *(f"TGC p^{k}" for k in ks), *(f"SGC p^{k}" for k in ks), "Turns", "Lost", "Seeds", "Steps"]
+    columns.append("Judge tokens and cost a run")
+    print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name, summary in found.items():
+        steps = chosen[name]
+        spent = sum((runs[name][seed].spent[step] for seed, step in steps.items()), start=Spend())
+        cost = f"{spent.tokens / len(steps) / 1e6:.2f}M, ${spent.dollars / len(steps):.2f}"
+        said = " or ".join(map(str, sorted(set(steps.values()))))
+        print(row(name, summary, f"{len(steps)} | {said} | {cost}"))
+    for name in (each for each in chosen if each not in found):
+        print(f"| {name} | not run yet |{' |' * (len(columns) - 2)}")
+    common = set.intersection(*(set(chosen[name]) for name in found))
+    # A difference is of the seeds that both have.
+    alike = {name: {seed: step for seed, step in chosen[name].items() if seed in common} for name in found}
+    if common:
+        print_differences(next(iter(found)), summaries(runs, alike, runs_per_task))
+
+
+def print_curves(runs: Runs, runs_per_task: int) -> list[list[str | int | float]]:
+    """Print TGC by step as Markdown; returns rows of setting, step, seeds, TGC, low, high and dollars of the judge."""
+    steps = sorted({step for of_setting in runs.values() for each in of_setting.values() for step in each.evaluations})
+    print(
+        f"\n## Held-out TGC by training step\n\n| Setting | {' | '.join(map(str, steps))} |\n"
+        f"|{'---|' * (1 + len(steps))}"
+    )
+    rows: list[list[str | int | float]] = []
+    for name, of_setting in runs.items():
+        cells = []
+        for step in steps:
+            here = [each for each in of_setting.values() if step in each.evaluations]
+            if not here:
+                cells.append("-")
+                continue
+            tgc = summarise([[each.evaluations[step]] for each in here], runs_per_task).tgc[0]
+            dollars = sum(each.spent[step].dollars for each in here) / len(here)
+            rows.append([name, step, len(here), tgc.mean, tgc.low, tgc.high, dollars])
+            cells.append(percent(tgc))
+        print(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def write_curves(root: Path, rows: Sequence[Sequence[str | int | float]]) -> None:
+    """The learning curves as ``curves.csv`` and ``curves.png``: by step, and by what the judge had cost."""
+    with (root / "curves.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["setting", "step", "seeds", "tgc", "low", "high", "judge_dollars"])
+        writer.writerows(rows)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_step, by_cost = figure.subplots(1, 2, sharey=True)
+    for name in dict.fromkeys(each[0] for each in rows):
+        of_setting = [each[1:] for each in rows if each[0] == name]
+        steps, _, tgc, low, high, dollars = zip(*of_setting, strict=True)
+        (line,) = by_step.plot(steps, tgc, marker="o", label=name)
+        by_step.fill_between(steps, low, high, color=line.get_color(), alpha=0.12)
+        by_cost.plot(dollars, tgc, marker="o", color=line.get_color())
+    by_step.set(xlabel="training step", ylabel="held-out TGC (band: 95 % interval)", ylim=(0, 1))
+    by_cost.set(xlabel=f"judge cost at {REFERENCE_JUDGE}'s prices, mean over seeds ($)")
+    figure.legend(loc="outside right center")
+    figure.savefig(root / "curves.png", dpi=150)
+
+
+def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
+    """Everything that can be said of the runs that there are."""
+    known = {name: of_setting for name, of_setting in runs.items() if of_setting}
+    if not known:
+        print("nothing has been run yet")
+        return
+    print_results(
+        f"Before training, {runs_per_task} runs a task",
+        known,
+        {next(iter(known)): dict.fromkeys(next(iter(known.values())), 0)},
+        runs_per_task,
+    )
+    last = {name: {seed: each.last for seed, each in of_setting.items()} for name, of_setting in runs.items()}
+    print_results("After the last step", runs, last, runs_per_task)
+    allowed = budgets(runs)
+    equal = {
+        name: {seed: each.within(allowed[seed]) for seed, each in of_setting.items() if seed in allowed}
+        for name, of_setting in runs.items()
+    }
+    print_results("At the same judge spend", runs, equal, runs_per_task)
+    write_curves(root, print_curves(known, runs_per_task))
+    print(
+        "\nIn % (turns apart), with 95 % intervals over training seeds, where there are several, and scenarios; means "
+        "over seeds; p after Holm's correction, over the seeds that all have. Lost rollouts count as failures; "
+        "intervals span what they would have been. The judge is the offline rule judge; dollars are its tokens at "
+        f"{REFERENCE_JUDGE}'s reference prices. At the same spend: for each seed the last evaluated step until which "
+        "a run had spent no more than the cheapest setting that asks a judge spent in all. Curves: "
+        f"{root / 'curves.csv'}, {root / 'curves.png'}"
+    )
+
+
+def finished(root: Path, setting: str, seed: int, steps: int, every: int, runs: int, overrides: Sequence[str]) -> bool:
+    """Whether a run and its evaluation have come to their end."""
+    name = run_name(setting, seed, steps, None)
+    if not done(root / name / "ablation.yaml", train_words(root, name, seed, steps, None, overrides)):
+        return False
+    return (curve_directory(RunDirectory.open(root / name), every, runs) / "ablation.yaml").is_file()
+
+
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of every run.")] = 10,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 5,
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
+    every: Annotated[int, typer.Option(min=1, help="Evaluate after every so many steps, and before the first.")] = 2,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
     root: Annotated[Path, typer.Option(help="Where the runs go; finished ones there are not trained again.")] = Path(
         "runs/ablation"
     ),
+    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further config keys, for every run.")
     ] = None,
 ) -> None:
-    """Train, evaluate before and after on held-out tasks, and print the table."""
+    """Train and evaluate all, the first seed of every setting first; print tables and curves after each run."""
     price = DracoConfig().judge.prices[REFERENCE_JUDGE]
-    names = settings.split()
-    base: list[list[Evaluation]] = []
-    after: dict[str, list[list[Evaluation]]] = {name: [] for name in names}
-    costs: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
-    split = ""
-    for seed in range(seeds):
-        for name in names:
-            run = train(root.resolve(), name, seed, steps, runs_per_task, overrides or [])
-            evaluations = read_evaluations(run)
-            (_, split), last = min(evaluations), max(evaluations)
-            base.append(evaluations[min(evaluations)])
-            after[name].append(evaluations[last])
-            costs[name].append(judge_cost(run, price))
-
-    summaries = {name: summarise([[each] for each in measured], runs_per_task) for name, measured in after.items()}
-    first = summaries[names[0]]
-    ks = range(1, len(first.tgc) + 1)
-    print(f"## {steps} steps, {seeds} seeds, {first.tasks} tasks of the sandbox's {split} x {runs_per_task} runs\n")
-    columns = ["Setting", *(f"TGC p^{k}" for k in ks), *(f"SGC p^{k}" for k in ks)]
-    columns += ["Turns", "Lost", "Judge tokens and cost a run"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    print(row("before training", summarise([base], runs_per_task), "-"))
-    for name in names:
-        tokens = sum(tokens for tokens, _ in costs[name]) / seeds
-        dollars = sum(dollars for _, dollars in costs[name]) / seeds
-        print(row(name, summaries[name], f"{tokens / 1e6:.2f}M, ${dollars:.2f}"))
-    print_differences(names[0], summaries)
-    over = "over training seeds and scenarios" if seeds > 1 else "over scenarios"
-    alone = "" if seeds > 1 else " One training seed: nothing here speaks of training again."
-    print(
-        f"\nIn % (turns apart), with 95 % intervals {over}; means over seeds; p after Holm's correction.{alone} Lost "
-        f"rollouts count as failures; intervals span what they would have been. The judge is the offline rule judge; "
-        f"dollars are its tokens at {REFERENCE_JUDGE}'s reference prices."
-    )
+    root, more = root.resolve(), overrides or []
+    found: dict[str, dict[int, Measured]] = {name: {} for name in settings.split()}
+    waiting = [(seed, name) for seed in range(seeds) for name in found]
+    root.mkdir(parents=True, exist_ok=True)
+    for seed, name in [each for each in waiting if finished(root, each[1], each[0], steps, every, runs_per_task, more)]:
+        waiting.remove((seed, name))
+        run = RunDirectory.open(root / run_name(name, seed, steps, None))
+        directory = EvaluationDirectory.open(curve_directory(run, every, runs_per_task))
+        found[name][seed] = measure(run, directory, price)
+    print_all(found, root, runs_per_task)
+    for seed, name in [] if print_only else waiting:
+        run = train(root, name, seed, steps, None, more)
+        found[name][seed] = measure(run, evaluate(run, every, runs_per_task), price)
+        print_all(found, root, runs_per_task)
 
 
 if __name__ == "__main__":

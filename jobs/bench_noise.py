@@ -1,9 +1,9 @@
 """How wrong may a judge be? Train on the sandbox with a rule judge that is wrong in known shares, print what is left.
 
-python jobs/bench_noise.py [--settings "draco no-credit"] [--seeds 3] [--steps 10] [--root DIR]
+python jobs/bench_noise.py [--settings "draco no-credit"] [--seeds 3] [--steps 10] [--root DIR] [--print-only]
 
 Every kind of error alone, in growing shares, and the shares of the paper's self-judge. A night's work on two cores: it
-goes on where it was stopped, and prints its table after each run from what there is.
+goes on where it was stopped, and prints its table after each run from what there is; `--print-only` runs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ablation import percent, train
+from ablation import done, percent, run_name, train, train_words
 
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 from draco_ray.records import Evaluation
@@ -54,28 +54,37 @@ def ends(run: RunDirectory) -> tuple[list[Evaluation], list[Evaluation]]:
 
 
 def table(found: Mapping[Cell, RunDirectory], settings: list[str], runs_per_task: int) -> str:
-    """A row a noise, a column a setting: TGC after training and what it gained, as Markdown."""
-    lines = [
-        f"| Judge | {' | '.join(f'{name}: TGC, gain, seeds' for name in settings)} |",
-        "|---|" + "---|" * len(settings),
-    ]
+    """A row a noise, a column a setting: TGC after training and what it gained, as Markdown.
+
+    The last column is the first setting's TGC minus the second's, over the seeds that both have.
+    """
+    two = settings[:2] if len(settings) > 1 else []
+    headers = [*(f"{name}: TGC, gain, seeds" for name in settings), *([" - ".join(two)] if two else [])]
+    lines = [f"| Judge | {' | '.join(headers)} |", "|---|" + "---|" * len(headers)]
     for noise in NOISES:
-        cells = []
-        for setting in settings:
-            measured = [ends(run) for (of, name, _), run in found.items() if (of, name) == (noise, setting)]
-            if not measured:
-                cells.append("not run yet")
-                continue
-            before, after = (
-                summarise([[each] for each in side], runs_per_task) for side in zip(*measured, strict=True)
-            )
-            cells.append(f"{percent(after.tgc[0])}, {gain(after, before)}, {len(measured)}")
+        of_noise = {
+            name: {seed: ends(run) for (of, each, seed), run in found.items() if (of, each) == (noise, name)}
+            for name in settings
+        }
+        cells = [_cell(list(of_noise[name].values()), runs_per_task) for name in settings]
+        if two:
+            first, second = (of_noise[name] for name in two)
+            both = sorted(first.keys() & second.keys())
+            sides = [[[side[seed][1]] for seed in both] for side in (first, second)]
+            cells.append(gain(*(summarise(side, runs_per_task) for side in sides)) if both else "not run yet")
         lines.append(f"| {noise} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _cell(measured: list[tuple[list[Evaluation], list[Evaluation]]], runs_per_task: int) -> str:
+    if not measured:
+        return "not run yet"
+    before, after = (summarise([[each] for each in side], runs_per_task) for side in zip(*measured, strict=True))
+    return f"{percent(after.tgc[0])}, {gain(after, before)}, {len(measured)}"
+
+
 def gain(after: Summary, before: Summary) -> str:
-    """What a setting gained in TGC, in points."""
+    """The first less the second, in points of TGC, paired by task."""
     interval, _ = next(iter(differences(after, before).values()))
     return percent(interval, "+")
 
@@ -88,22 +97,33 @@ def main(
     root: Annotated[Path, typer.Option(help="Where the runs go; finished ones there are not trained again.")] = Path(
         "runs/noise"
     ),
+    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further config keys, for every run.")
     ] = None,
 ) -> None:
     """Train all, the first seed of everything first, and print the table after each run."""
-    names = settings.split()
+    root, names = root.resolve(), settings.split()
     found: dict[Cell, RunDirectory] = {}
+    waiting: list[tuple[Cell, list[str]]] = []
     for seed in range(seeds):
         for noise, shares in NOISES.items():
             for name in names:
                 more = [*words(shares), *(overrides or [])]
-                found[noise, name, seed] = train(root.resolve(), name, seed, steps, runs_per_task, more, label(shares))
-                print(f"\n{table(found, names, runs_per_task)}", flush=True)
+                run = run_name(name, seed, steps, runs_per_task, label(shares))
+                if done(root / run / "ablation.yaml", train_words(root, run, seed, steps, runs_per_task, more)):
+                    found[noise, name, seed] = RunDirectory.open(root / run)
+                else:
+                    waiting.append(((noise, name, seed), more))
+    print(table(found, names, runs_per_task), flush=True)
+    for cell, more in [] if print_only else waiting:
+        noise, name, seed = cell
+        found[cell] = train(root, name, seed, steps, runs_per_task, more, label(NOISES[noise]))
+        print(f"\n{table(found, names, runs_per_task)}", flush=True)
     print(
-        "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds. The judge is the offline "
-        "rule judge, wrong in these shares of its verdicts, citations or criteria; nothing else changes."
+        "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; the last column is paired "
+        "by task. The judge is the offline rule judge, wrong in these shares of its verdicts, citations or criteria; "
+        "nothing else changes."
     )
 
 
