@@ -55,7 +55,14 @@ class PolicyEngineActor:
 
         start_run_log()
         self._engine = VllmEngine(
-            config, model, max_model_len=max_model_len, lora_rank=lora_rank, seed=seed, name=name, run_name=run_name
+            config,
+            model,
+            max_model_len=max_model_len,
+            lora_rank=lora_rank,
+            seed=seed,
+            name=name,
+            run_name=run_name,
+            own_process=True,
         )
         self._model_path = model.path
         self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}

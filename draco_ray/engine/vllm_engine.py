@@ -17,11 +17,12 @@ from pydantic import ValidationError
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
+from draco_ray.engine.forked_core import forked_core
 from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
-from draco_ray.extras import naming_extras
+from draco_ray.extras import naming_extras, uncollected
 from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class VllmEngine:
         name: str,
         run_name: str,
         use_adapter: bool = True,
+        own_process: bool = False,
     ) -> None:
         """Remember the settings; `start` does the work.
 
@@ -77,6 +79,7 @@ class VllmEngine:
             name: identity of this engine in the run, recorded with every trajectory.
             run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``.
             use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
+            own_process: this process is the engine's alone; see `draco_ray.engine.forked_core`.
         """
         self._config = config
         self._model = model
@@ -85,6 +88,7 @@ class VllmEngine:
         self._seed = seed
         self._name = name
         self._use_adapter = use_adapter
+        self._own_process = own_process
         self._files = AdapterFiles(config.adapter_directory, run_name, name)
         self._architectures: tuple[str, ...] = ()
         self._stop_ids: list[int] = []
@@ -391,7 +395,8 @@ class VllmEngine:
     def _launch(self) -> None:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
         with _environment(self._environment()):
-            with naming_extras():
+            with naming_extras(), uncollected():
+                import vllm.v1.engine.async_llm  # noqa: F401  # Nearly all that will be imported.
                 from vllm.platforms import current_platform
 
             self._check_platform(current_platform.is_cpu())
@@ -457,7 +462,9 @@ class VllmEngine:
         vllm_config = engine_args.create_engine_config()
         # For a model from the hub the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
-        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        one_thread = config.tensor_parallel == 1 and cpu_environment(config)["OMP_NUM_THREADS"] == "1"
+        with forked_core() if cpu and self._own_process and one_thread else contextlib.nullcontext():
+            return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
     def _environment(self) -> dict[str, str]:
         """Environment variables that vLLM and its core process start under."""

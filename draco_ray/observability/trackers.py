@@ -8,7 +8,9 @@ from their own environment variables.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +56,8 @@ class TensorBoard:
     """Event files in the run directory's ``tensorboard`` folder."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        package = _package("tensorboardX", "tensorboard")
+        with _without_torch():
+            package = _package("tensorboardX", "tensorboard")
         self._writer = package.SummaryWriter(str(run / "tensorboard"))
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -115,6 +118,22 @@ class MLflow:
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Let imports inside the block find no PyTorch unless it is here already.
+
+    tensorboardX imports it for the type of its tensors, which costs the driver seconds and 300 MiB for numbers alone.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # The import system's own way to say "not to be found".
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _package(module: str, extra: str) -> Any:

@@ -51,6 +51,8 @@ def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
         else:
             # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
             os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
+            # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
             _start(config)
     except ConnectionError as error:
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
