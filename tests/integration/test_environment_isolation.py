@@ -91,6 +91,20 @@ class TestWithinReach:
         if hides_files(hostile) or f"user {os.getuid()}" not in output:
             assert f"environment of {os.getpid()} REFUSED" in output
 
+    async def test_importing_the_rest_of_this_package(self, hostile: AppWorldSlot) -> None:
+        output = await attack(
+            hostile,
+            """
+            for module in ["environments.jail.linux", "errors", "config.schema", "sandbox", "judging"]:
+                attempt(module, lambda: load("draco_ray." + module))
+            """,
+        )
+        first, *others = output.splitlines()
+        assert "environments.jail.linux DONE" in first
+        assert [line.split(" (")[0].split(" No ")[0] for line in others] == [
+            f"{module} REFUSED ModuleNotFoundError" for module in ("errors", "config.schema", "sandbox", "judging")
+        ]
+
     async def test_reading_files(self, hostile: AppWorldSlot, tasks: Tasks, sandbox_root: Path) -> None:
         own, other = hostile.task.task_id, tasks.next()
         paths = {

@@ -59,7 +59,7 @@ _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
 """Of a task's folder; its ground truth is not among them."""
 
-_CODE = ("__init__.py", "environments/__init__.py", "environments/jail")
+JAIL_CODE = ("__init__.py", "environments/__init__.py", "environments/jail")
 """Of this package: what runs in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
@@ -357,7 +357,7 @@ def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
     package = _package()
     pairs = [(spec.data, f"{_WORLD}/data")] if spec.data else []
-    pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in (*_CODE, *spec.code)]
+    pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in (*JAIL_CODE, *spec.code)]
     pairs += [(os.path.realpath(path), path) for path in (*spec.shown, *(_NETWORK if spec.network else ()))]
     system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))
     pairs += [(path, path) for path in system if os.path.exists(path)]

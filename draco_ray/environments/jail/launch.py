@@ -6,10 +6,10 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, UNAVAILABLE, JailSpec
+from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, JAIL_CODE, UNAVAILABLE, JailSpec
 
 SCRATCH_MIB = 128
 """What a task may write, and the largest file."""
@@ -62,7 +62,7 @@ def jail_command(spec: JailSpec) -> list[str]:
 
 def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[bytes]:
     """Start the program of ``spec`` in its jail; it complains to the file ``stderr`` in its folder."""
-    program = link_package(Path(spec.program))
+    program = link_package(Path(spec.program), spec.code)
     with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         return subprocess.Popen(
             [python, *jail_command(spec)],
@@ -81,10 +81,17 @@ def not_offered(status: int | None, complaint: str) -> bool:
     return status == UNAVAILABLE or complaint.startswith("bwrap: ")
 
 
-def link_package(folder: Path) -> str:
-    """Make ``folder`` and link this package, alone, into it. Returns: its path, for PYTHONPATH."""
-    folder.mkdir()
-    (folder / "draco_ray").symlink_to(PACKAGE)
+def link_package(folder: Path, code: Iterable[str] | None = None) -> str:
+    """Make ``folder`` and link this package, alone, into it.
+
+    Args:
+        code: what of it is linked beside what runs in every jail, as in `JailSpec`; None links all.
+    Returns: its path, for PYTHONPATH.
+    """
+    for part in ("",) if code is None else (*JAIL_CODE, *code):
+        link = folder / "draco_ray" / part
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(PACKAGE / part)
     return str(folder)
 
 

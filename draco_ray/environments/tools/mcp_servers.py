@@ -22,7 +22,7 @@ from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, jail_command, last_line, link_package, reached_level
 from draco_ray.environments.tools.command import Launch
 from draco_ray.environments.tools.options import McpServerOptions
-from draco_ray.environments.tools.process import CPU_CALLS
+from draco_ray.environments.tools.process import CODE, CPU_CALLS
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.extras import need
 
@@ -144,7 +144,7 @@ class McpSession:
             stderr = os.fdopen(os.open(os.path.join(directory, "stderr"), os.O_WRONLY | os.O_CREAT, 0o600), "w")
             with stderr:
                 arguments = self._jailed(directory)
-                variables = {"PYTHONPATH": link_package(Path(directory, "program")), "LANG": "C.UTF-8"}
+                variables = {"PYTHONPATH": link_package(Path(directory, "program"), CODE), "LANG": "C.UTF-8"}
                 server = StdioServerParameters(command=sys.executable, args=arguments, env=variables, cwd="/")
                 try:
                     yield stdio_client(server, errlog=stderr)
@@ -182,7 +182,7 @@ class McpSession:
             scratch_mib=SCRATCH_MIB,
             output_bytes=self._config.max_output_bytes,
             module="draco_ray.environments.tools.command",
-            code=("environments/tools",),
+            code=CODE,
             shown=tuple(shown),
             network=self._network,
         )

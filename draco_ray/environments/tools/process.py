@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 HARD_STOP = 1.25
 """Times ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted costs the process."""
+CODE = ("environments/tools",)
+"""Of this package: what runs in a jail for tools."""
 CPU_CALLS = 60
 
 
@@ -83,7 +85,7 @@ class ToolProcess:
             scratch_mib=SCRATCH_MIB,
             output_bytes=config.max_output_bytes,
             module="draco_ray.environments.tools.server",
-            code=("environments/tools",),
+            code=CODE,
             shown=(*files, *(os.path.abspath(path) for path in options.reads)),
             network=options.network,
         )
