@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ samples = st.lists(st.lists(st.floats(-30, 30), min_size=1, max_size=6), min_siz
 """Log-ratios of each sample's tokens."""
 levels = st.sampled_from(["token", "sequence", "geometric"])
 mask_levels = st.sampled_from(["token", "sequence", "geometric", "any_token"])
+fuzz = settings(deadline=None)
 bounds = st.none() | st.floats(0.1, 8)
 
 
@@ -40,6 +41,7 @@ def ratios(told: list[list[float]], level: str) -> list[float]:
     return found
 
 
+@fuzz
 @given(samples, st.floats(1, 5), levels)
 def test_weights_are_ratios_of_their_level_cut_from_above_only(told: list[list[float]], cap: float, level: str) -> None:
     expected = [min(ratio, cap) for ratio in ratios(told, level)]
@@ -49,6 +51,7 @@ def test_weights_are_ratios_of_their_level_cut_from_above_only(told: list[list[f
     assert truncated == sum(weight == cap for weight in found or [])
 
 
+@fuzz
 @given(samples, bounds, bounds, mask_levels)
 def test_what_is_outside_the_range_weighs_nothing(
     told: list[list[float]], first: float | None, second: float | None, level: str
@@ -84,6 +87,7 @@ def test_a_range_that_is_none_is_refused() -> None:
         LearnerConfig(mask_low=2.0, mask_high=0.5)
 
 
+@fuzz
 @given(st.lists(st.floats(-25, 25), min_size=1, max_size=50))
 def test_k3_is_never_negative_and_zero_where_both_agree(told: list[float]) -> None:
     found = k3_estimates(torch.tensor(told, dtype=torch.float64))
