@@ -554,6 +554,8 @@ class WatchConfig(Tree):
     """Share of a step's judge phases that may fail; above it the run stops."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without any progress after which what is waited for is said, once in each such time."""
+    heartbeat_seconds: float | None = Field(60.0, gt=0)
+    """Time between two lines on how far a step is, where the output is no terminal; null is none."""
     step_seconds: float | None = Field(43200.0, gt=0)
     """Most that a step may take; null is no limit."""
     start_seconds: float | None = Field(7200.0, gt=0)

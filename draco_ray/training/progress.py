@@ -1,77 +1,195 @@
-"""What a person sees while a run goes on: a live bar within a step, one line after it."""
+"""What a person sees while a run goes on: a live line that never stands still, and one line after each step."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.text import Text
 
+from draco_ray.algorithm.rules import find_rule
+from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.outage import Pause, span
 from draco_ray.pipeline import Group
+from draco_ray.training.watchdog import Pending
 
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the judge is there."""
+"""Between two looks at whether the judge is there, or a line is due."""
+STAGES = {
+    "rollout": "generating",
+    "judge's ": "judging",
+    "advantages": "judging",
+    "a group's gradients": "learning",
+    "the learner's update": "learning",
+    "sync": "sync",
+    "the learner's checkpoint": "checkpoint",
+    "the engines' start": "loading engine",
+    "the learner's start": "loading learner",
+    "the first": "waiting for the judge",
+}
+"""What is waited for, by how its kind begins -> what that is called; the first that applies is shown."""
+
+
+def stage(pending: Pending) -> str:
+    """What a run is doing, in a word or two; empty where nothing is waited for."""
+    kinds = pending.kinds
+    return next((name for begins, name in STAGES.items() if any(kind.startswith(begins) for kind in kinds)), "")
+
+
+def most_phases(config: AlgorithmConfig) -> int:
+    """Judge phases that a group has at most: stage1 and union; stage2, score and credit of each rollout."""
+    if config.reward != "rubric":
+        return 0
+    each = 1 + find_rule(config.rule).cites
+    return config.group_size * each if config.rubric == "static" else 2 + config.group_size * (each + 1)
 
 
 class StepProgress:
-    """A bar over the step's rollouts and the judge phases and groups done; silent where there is no terminal."""
+    """A line with clock, stage and counts; on a terminal it is alive, elsewhere it is printed now and then."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("rollouts · {task.fields[judged]} judge phases"),
-            TextColumn("· {task.fields[ready]}/{task.fields[groups]} groups"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+    def __init__(
+        self,
+        console: Console,
+        pending: Pending | None = None,
+        *,
+        heartbeat_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            console: where the line stands.
+            pending: knows what is waited for, which is the stage that is shown.
+            heartbeat_seconds: see ``watch.heartbeat_seconds``.
+            clock: seconds, for tests.
+        """
+        self._console, self._pending, self._clock = console, pending or Pending(), clock
+        self._heartbeat = heartbeat_seconds
+        self._live: Live | None = None
+        self._title = ""
+        self._note = ""
         self._groups: dict[str, Group] = {}
-        self._task: Any = None
+        self._begun = self._said = clock()
+        self._rollouts = self._of_rollouts = self._ready = self._of_groups = self._judged = self._phases = 0
+        self._most = 0
+        """Judge phases of a group that is not done: the upper bound, then the mean of those that are."""
 
-    def start(self, title: str, groups: int, rollouts: int) -> None:
-        """Begin a step."""
-        self._groups = {}
-        self._progress.start()
-        self._task = self._progress.add_task(title, total=rollouts, judged=0, ready=0, groups=groups, note="")
+    def start(self, title: str, groups: int = 0, rollouts: int = 0, phases: int = 0) -> None:
+        """Begin a step, or something else that takes its time.
+
+        Args:
+            title: what it is called.
+            groups: of the step.
+            rollouts: of all of them; 0 shows no counts.
+            phases: that a group has at most (`most_phases`).
+        """
+        self._title, self._note, self._groups = title, "", {}
+        self._begun = self._said = self._clock()
+        self._rollouts = self._ready = self._judged = 0
+        self._of_rollouts, self._of_groups, self._most, self._phases = rollouts, groups, phases, groups * phases
+        if self._console.is_terminal and self._live is None:
+            self._live = Live(
+                console=self._console, transient=True, refresh_per_second=4, get_renderable=self._renderable
+            )
+            self._live.start()
 
     def update(self, group: Group) -> None:
         """Take in a group's news."""
         self._groups[group.name] = group
-        if self._task is None:
-            return
         known = self._groups.values()
-        self._progress.update(
-            self._task,
-            completed=sum(len(each.rollouts) for each in known),
-            judged=sum(len(each.phases) for each in known),
-            ready=sum(each.advantage is not None or each.reason is not None for each in known),
-        )
+        self._rollouts = sum(len(each.rollouts) for each in known)
+        self._judged = sum(len(each.phases) for each in known)
+        done = [len(each.phases) for each in known if _done(each)]
+        self._ready = len(done)
+        most = round(sum(done) / len(done)) if done else self._most
+        under_way = sum(max(len(each.phases), most) for each in known if not _done(each))
+        self._phases = sum(done) + under_way + (self._of_groups - len(self._groups)) * most
 
     def advance(self) -> None:
         """One more rollout that belongs to no group."""
-        if self._task is not None:
-            self._progress.advance(self._task)
+        self._rollouts += 1
 
     def note(self, text: str) -> None:
-        """Say something at the bar's end; empty: nothing any more."""
-        if self._task is not None:
-            self._progress.update(self._task, note=text)
+        """Say something in the place of the stage; empty: nothing any more."""
+        self._note = text
+
+    def line(self, width: int = 1000) -> str:
+        """Clock, stage and counts, in the longest form that fits into so many columns."""
+        doing = self._note or stage(self._pending)
+        head = f"{self._title} {_clock(self._clock() - self._begun)}"
+        if not self._of_rollouts:
+            return " · ".join(filter(None, [head, doing]))
+        rollouts = f"{self._rollouts}/{self._of_rollouts}"
+        about = "" if self._ready == self._of_groups else "about "
+        judged = f"{self._judged} of {about}{self._phases}" if self._phases else ""
+        forms = [
+            [head, doing, f"{rollouts} rollouts", judged and f"{judged} judge phases", self._done_groups],
+            [head, doing, f"{rollouts} rollouts", judged and f"{judged.replace('about ', '~')} judged"],
+            [head, doing, rollouts, judged.replace("about ", "~")],
+        ]
+        lines = [" · ".join(filter(None, form)) for form in forms]
+        return next((line for line in lines if len(line) <= width), lines[-1])
+
+    @property
+    def _done_groups(self) -> str:
+        return f"{self._ready}/{self._of_groups} groups" if self._of_groups else ""
+
+    def due(self) -> str | None:
+        """The line, where nothing is alive and none was printed for ``heartbeat_seconds``."""
+        now = self._clock()
+        if self._heartbeat is None or self._live is not None or not self._title or now - self._said < self._heartbeat:
+            return None
+        self._said = now
+        return self.line()
+
+    async def beat(self, look_seconds: float = LOOK_SECONDS) -> None:
+        """Print the line whenever it is due, until cancelled: what a job's log shows within a step."""
+        while True:
+            await asyncio.sleep(look_seconds)
+            if (line := self.due()) is not None:
+                self._console.print(f"under way: {line}", markup=False)
 
     def stop(self) -> None:
-        """End the step's bar."""
+        """End the live line."""
         # Cleared first: after an interrupt between any two lines this runs a second time.
-        task, self._task = self._task, None
-        if task is not None:
-            self._progress.remove_task(task)
-        self._progress.stop()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        self._title = ""
+
+    def _renderable(self) -> Text:
+        width = self._console.width
+        return Text(self.line(width), no_wrap=True, overflow="ellipsis")
+
+
+@contextlib.contextmanager
+def shown(console: Console, title: str) -> Iterator[None]:
+    """Show a live line with a clock while the block runs."""
+    progress = StepProgress(console)
+    progress.start(title)
+    try:
+        yield
+    finally:
+        progress.stop()
+
+
+def _done(group: Group) -> bool:
+    return group.advantage is not None or group.reason is not None
+
+
+def _clock(seconds: float) -> str:
+    """Hours where there are any, minutes and seconds.
+
+    >>> _clock(42.9), _clock(3661)
+    ('0:42', '1:01:01')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 async def watch_judge(
@@ -80,7 +198,7 @@ async def watch_judge(
     console: Console,
     seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Say, until cancelled, that judging is paused and that it goes on: a line each, and a countdown at the bar's end.
+    """Say, until cancelled, that judging is paused and that it goes on: a line each, and a countdown as the stage.
 
     Args:
         pause: the outage there is, if there is one.
@@ -93,7 +211,7 @@ async def watch_judge(
         found = await pause()
         if found is not None:
             countdown = f"next try in {found.next_try:.0f} s, the run stops in {span(found.gives_up)}"
-            progress.note(f"· judge away: {countdown}")
+            progress.note(f"judge away: {countdown}")
             if not shown:
                 console.print(f"the judge answers nobody ({found.reason}): judging is paused; {countdown}")
         elif shown:

@@ -6,10 +6,15 @@ The driver holds configuration, summaries and references; trajectories, samples 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shlex
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -210,7 +215,7 @@ def _train(
             stopped_plainly(run, console, resumable=True),
             ended_as_interrupted(),
             open_judge(config, console) as judge,
-            ray_session(config),
+            ray_session(config, console),
             ended_as_interrupted(),
         ):
             if judge.cache is None:
@@ -232,13 +237,36 @@ async def _run(
 ) -> None:
     """Start the actors, train, and report before and after."""
     started, last = time.time(), _steps(config, order)
-    with PeakMemory() as memory:
+    with _said_at_once(console), PeakMemory() as memory:
         async with training_session(config, judge, prompts, order, run, start, console) as session:
             console.print(f"actors ready in {time.time() - started:.0f}s")
             await unless_engines_fail(session.actors.fleet, _train_and_measure(session, start.step, last))
     console.print(
         f"done in {time.time() - started:.0f}s, peak memory {memory.peak_bytes / 2**30:.1f} GiB in all: {run.path}"
     )
+    console.print(f"its page: draco report {shlex.quote(str(run.path))}", markup=False)
+
+
+@contextlib.contextmanager
+def _said_at_once(console: Console) -> Iterator[None]:
+    """Say that the run stops the moment it is interrupted: what is under way is finished and written first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        # By the loop, since a handler may be called in the middle of another line; before anything is cancelled.
+        loop.call_soon_threadsafe(console.print, "stopping…")
+        signal.signal(signal.SIGINT, before)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def _train_and_measure(session: TrainingSession, done: int, last: int) -> None:

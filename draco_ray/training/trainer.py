@@ -93,7 +93,6 @@ class Trainer:
             update, probe = await self._learn(batch)
         finally:
             await batch.cancel()
-            self._watch.end()
         played = step_metrics(step, batch.groups, config.algorithm.group_size)
         # Before the checkpoint: a step that taught nothing is done again when the run is continued.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))

@@ -47,6 +47,11 @@ class Pending:
             self._changed = self._clock()
 
     @property
+    def kinds(self) -> set[str]:
+        """What is waited for; may be asked in another thread."""
+        return {kind for kind, _, _ in list(self._waiting.values())}
+
+    @property
     def quiet(self) -> float:
         """Seconds since anything began or ended."""
         return self._clock() - self._changed

@@ -173,6 +173,7 @@ def test_sigterm_keeps_what_was_finished(blind_world: Path, starter_model: Path,
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in stdout + stderr
+    assert "stopping…" in stdout
     assert f"what was finished is in {tmp_path / 'cut'}" in stdout
     assert f"continue with: draco train --resume {tmp_path / 'cut'}" in stdout
     run = RunDirectory.open(tmp_path / "cut")

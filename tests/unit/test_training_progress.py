@@ -1,14 +1,23 @@
-"""What a person is told while the judge is away."""
+"""What a person is told while a step goes on, while the judge is away, and when a run is interrupted."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
+from typing import Any, cast
 
+import pytest
 from rich.console import Console
 
+from draco_ray.config.load import load_config
 from draco_ray.judging.outage import Pause
-from draco_ray.training.progress import StepProgress, watch_judge
+from draco_ray.pipeline import Group
+from draco_ray.summaries import PhaseSummary
+from draco_ray.training.progress import STAGES, StepProgress, most_phases, stage, watch_judge
+from draco_ray.training.run import _said_at_once
+from draco_ray.training.watchdog import Pending
 
 
 def away(next_try: float, gives_up: float) -> Pause:
@@ -45,8 +54,125 @@ async def test_an_outage_is_a_line_a_countdown_and_another_line() -> None:
         "the judge answers again: judging goes on",
     ]
     assert notes == [
-        "· judge away: next try in 4 s, the run stops in 59 min 50 s",
-        "· judge away: next try in 3 s, the run stops in 59 min 49 s",
-        "· judge away: next try in 2 s, the run stops in 59 min 48 s",
+        "judge away: next try in 4 s, the run stops in 59 min 50 s",
+        "judge away: next try in 3 s, the run stops in 59 min 49 s",
+        "judge away: next try in 2 s, the run stops in 59 min 48 s",
         "",
     ]
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def group(task: str, rollouts: int, phases: int, *, done: bool = False) -> Group:
+    """With so many rollouts and phases; what they hold is not looked at."""
+    phase = cast(PhaseSummary, None)
+    made = Group(step=1, index=0, task_id=task, prompt=(), rollouts=cast(Any, [None] * rollouts))
+    made.phases = [phase] * phases
+    made.reason = "done with" if done else None
+    return made
+
+
+def test_the_total_of_judge_phases_becomes_known_and_the_line_fits_60_columns() -> None:
+    clock, pending = Clock(), Pending()
+    progress = StepProgress(Console(file=io.StringIO()), pending, clock=clock)
+    algorithm = load_config("sandbox").algorithm.model_copy(update={"group_size": 6})
+    assert most_phases(algorithm) == 1 + 6 + 1 + 6 + 6
+    progress.start("step 3/100", 8, 48, most_phases(algorithm))
+    assert "0 of about 160 judge phases" in progress.line()
+    clock.now += 42
+    with pending.of("rollout", "a/1"):
+        progress.update(group("a", 6, 14, done=True))
+        progress.update(group("b", 3, 5))
+        assert progress.line() == (
+            "step 3/100 0:42 · generating · 9/48 rollouts · 19 of about 112 judge phases · 1/8 groups"
+        )
+        assert len(progress.line(60)) <= 60
+        assert progress.line(60).startswith("step 3/100 0:42 · generating · 9/48")
+        progress.note("judge away: next try in 4 s")
+        assert "judge away: next try in 4 s" in progress.line(60)
+    progress.note("")
+    for number in range(8):
+        progress.update(group("abcdefgh"[number], 6, 14, done=True))
+    assert "112 of 112 judge phases · 8/8 groups" in progress.line()
+    # Nothing that a step of this size may show is wider.
+    for phase in STAGES:
+        with pending.of(phase):
+            assert len(progress.line(60)) <= 60
+
+
+def test_stages_are_named_by_what_is_waited_for() -> None:
+    pending = Pending()
+    assert stage(pending) == ""
+    with pending.of("the engines' start"), pending.of("the learner's start"):
+        assert stage(pending) == "loading engine"
+    with pending.of("a group's gradients in the learner"):
+        assert stage(pending) == "learning"
+        with pending.of("judge's score", "step1/a/0"):
+            assert stage(pending) == "judging"
+
+
+def test_a_job_log_gets_a_line_where_a_step_takes_long_and_none_beside_a_live_one() -> None:
+    clock = Clock()
+    progress = StepProgress(Console(file=io.StringIO()), heartbeat_seconds=60.0, clock=clock)
+    assert progress.due() is None
+    progress.start("step 1/2", 1, 6)
+    clock.now += 59
+    assert progress.due() is None
+    clock.now += 1
+    assert progress.due() == "step 1/2 1:00 · 0/6 rollouts · 0/1 groups"
+    assert progress.due() is None
+    clock.now += 60
+    assert progress.due() == "step 1/2 2:00 · 0/6 rollouts · 0/1 groups"
+    progress.stop()
+    clock.now += 60
+    assert progress.due() is None
+    text = io.StringIO()
+    alive = StepProgress(
+        Console(file=text, force_terminal=True, width=60, _environ={"TERM": "xterm"}),
+        heartbeat_seconds=1.0,
+        clock=clock,
+    )
+    alive.start("starting")
+    clock.now += 5
+    assert alive.due() is None
+    alive.stop()
+    assert "starting 0:0" in text.getvalue()
+
+
+async def test_the_line_of_a_job_log_is_printed() -> None:
+    text, clock = io.StringIO(), Clock()
+    progress = StepProgress(Console(file=text, width=200), heartbeat_seconds=60.0, clock=clock)
+    progress.start("step [1]/2", 1, 6)
+    clock.now += 61
+    beating = asyncio.create_task(progress.beat(0.0))
+    while not text.getvalue():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
+        await asyncio.sleep(0)
+    beating.cancel()
+    assert text.getvalue() == "under way: step [1]/2 1:01 · 0/6 rollouts · 0/1 groups\n"
+
+
+def test_an_interrupted_run_says_so_before_it_cleans_up() -> None:
+    text, seen = io.StringIO(), []
+    console = Console(file=text, width=200)
+
+    async def run() -> None:
+        with _said_at_once(console):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.Event().wait()
+            finally:
+                seen.append(text.getvalue())
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    assert seen == ["stopping…\n"]
+    assert signal.getsignal(signal.SIGINT) is before

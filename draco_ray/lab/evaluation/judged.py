@@ -74,7 +74,7 @@ def judge_policy(
         sole_driver(run),
         stopped_plainly(run, console),
         open_judge(config, console) as judge,
-        ray_session(config),
+        ray_session(config, console),
     ):
         judge = judge.model_copy(update={"cache": judge.cache or cache or run.judge_cache})
         rates = asyncio.run(_judge(policy, config, judge, run, console))

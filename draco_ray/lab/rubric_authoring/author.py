@@ -110,7 +110,7 @@ def author_rubric(
     console.print(
         f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, tasks {config.data.root}"
     )
-    with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config):
+    with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config, console):
         author = RubricAuthor(config, judge, settings, prompts, run, name, console)
         kept, pruned = asyncio.run(author.run())
     write_rubric(
