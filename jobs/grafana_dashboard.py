@@ -38,10 +38,10 @@ def quantile(metric: Metric, share: float, by: str = "") -> str:
     return f"histogram_quantile({share}, sum by ({groups}) (rate({metric.series[0]}{{{RUN}}}[10m])))"
 
 
-def last(metric: Metric) -> str:
+def last(metric: Metric, by: str = "run") -> str:
     """A gauge as it stands."""
     assert metric.kind is Kind.GAUGE
-    return f"max by (run) ({metric.series[0]}{{{RUN}}})"
+    return f"max by ({by}) ({metric.series[0]}{{{RUN}}})"
 
 
 def _steps(title: str, unit: str, *keys: str) -> Panel:
@@ -57,6 +57,33 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _steps("KL to the base model, nats", "short", "kl"),
         _steps("Gradient norm", "short", "grad_norm"),
         _steps("Engine - learner gap, nats", "short", "canary_gap"),
+        _steps("Step quality: standard deviation", "short", "quality_spread", "quality_spread_active"),
+        _steps("Tokens clipped, left out", "percentunit", "clip_fraction", "dual_clip_fraction", "masked_fraction"),
+        _steps("KL from engine to learner, nats", "short", "engine_k3"),
+        _steps("Policy loss, entropy in nats", "short", "policy_loss", "entropy"),
+        _steps("Finished steps", "short", "step"),
+        _steps("Rollouts lost, tries repeated", "short", "rollouts_lost", "rollouts_retried"),
+    ),
+    "Engines": (
+        Panel(
+            "Sampled tokens a second, by engine", "short", (("{{engine}}", rate(catalogue.ENGINE_SAMPLED, "engine")),)
+        ),
+        Panel("Tokens of prompts a second", "short", (("{{engine}}", rate(catalogue.ENGINE_PROMPTS, "engine")),)),
+        Panel("KV cache taken", "percentunit", (("{{engine}}", last(catalogue.ENGINE_KV_CACHE, "engine")),)),
+        Panel(
+            "Requests in the batch, waiting",
+            "short",
+            (
+                ("running {{engine}}", last(catalogue.ENGINE_RUNNING, "engine")),
+                ("waiting {{engine}}", last(catalogue.ENGINE_WAITING, "engine")),
+            ),
+        ),
+        Panel(
+            "Requests computed anew a second, for want of KV cache",
+            "ops",
+            (("{{engine}}", rate(catalogue.ENGINE_PREEMPTIONS, "engine")),),
+        ),
+        Panel("Engine processes replaced", "short", (("{{run}}", last(catalogue.ENGINES_REPLACED)),)),
     ),
     "Where the time goes": (
         _steps("Step", "s", "seconds"),
@@ -91,9 +118,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Judge and environment": (
         Panel(
-            "Judge dollars so far",
+            "Judge dollars of the run, and of this process by phase",
             "currencyUSD",
-            (("{{phase}}", f"sum by (phase) ({catalogue.JUDGE_DOLLARS.series[0]}{{{RUN}}})"),),
+            (
+                ("{{run}}", last(catalogue.RUN_DOLLARS)),
+                ("{{phase}}", f"sum by (phase) ({catalogue.JUDGE_DOLLARS.series[0]}{{{RUN}}})"),
+            ),
         ),
         Panel("Judge tokens a second", "short", (("{{kind}}", rate(catalogue.JUDGE_TOKENS, "kind")),)),
         Panel("Judge requests a second", "reqps", (("{{phase}}", rate(catalogue.JUDGE_REQUESTS, "phase")),)),

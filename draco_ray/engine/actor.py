@@ -16,11 +16,12 @@ from functools import cached_property
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
 from draco_ray.errors import ConfigError, EngineError
 from draco_ray.observability.logs import start_run_log
@@ -28,6 +29,8 @@ from draco_ray.records import WeightUpdate
 
 log = logging.getLogger(__name__)
 
+STATISTICS_SECONDS = 2.0
+"""In which an engine says what it does, or is passed over."""
 CORE_CHECK_SECONDS = 1.0
 MAX_CALLS = 10_000
 """Of one engine at one time: requests that wait for it must leave room for the calls that bring it its adapter. (Ray's
@@ -125,6 +128,11 @@ class PolicyEngineActor:
         """Take the GPU back and serve."""
         async with self._alive():
             await self._engine.wake()
+
+    @ray.method(max_task_retries=0)
+    async def statistics(self) -> EngineStatistics:
+        """What the engine does at this moment."""
+        return self._engine.statistics
 
     async def stop(self) -> None:
         """End the engine's processes."""
@@ -244,6 +252,18 @@ class EngineFleet:
         """
         assert self._failed is not None
         await asyncio.shield(self._failed)
+
+    async def statistics(self) -> list[EngineStatistics | None]:
+        """What each engine does at this moment; None of one that cannot be asked now."""
+
+        async def ask(engine: Any) -> EngineStatistics | None:
+            try:
+                found: EngineStatistics = await asyncio.wait_for(engine.statistics.remote(), STATISTICS_SECONDS)
+            except (RayError, TimeoutError):
+                return None
+            return found
+
+        return list(await asyncio.gather(*(ask(engine) for engine in self.engines)))
 
     async def stop(self) -> None:
         """Stop replacing engines that die; the engines themselves go on."""

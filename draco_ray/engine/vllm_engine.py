@@ -21,6 +21,7 @@ from draco_ray.engine.forked_core import forked_core
 from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.sampler import Sample
+from draco_ray.engine.statistics import EngineStatistics, collector
 from draco_ray.errors import EngineError
 from draco_ray.extras import naming_extras, uncollected
 from draco_ray.records import Adapter, WeightUpdate
@@ -100,6 +101,8 @@ class VllmEngine:
         self._swap = asyncio.Lock()
         self._gate = RequestGate()
         self._asleep = False
+        self.statistics = EngineStatistics()
+        """Of this process; filled as the engine goes."""
 
     @property
     def name(self) -> str:
@@ -463,8 +466,10 @@ class VllmEngine:
         # For a model from the hub the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
         one_thread = config.tensor_parallel == 1 and cpu_environment(config)["OMP_NUM_THREADS"] == "1"
+        # Those loggers alone: vLLM's own print lines.
+        loggers = [collector(self.statistics)]
         with forked_core() if cpu and self._own_process and one_thread else contextlib.nullcontext():
-            return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
     def _environment(self) -> dict[str, str]:
         """Environment variables that vLLM and its core process start under."""

@@ -51,6 +51,22 @@ JUDGE_WORKERS_WANTED = Metric(
     "draco_judge_workers_wanted", Kind.GAUGE, "Judge workers that would hold every phase there is, within the bounds."
 )
 
+# What each engine says of itself every few seconds, by vLLM's own statistics.
+ENGINE_RUNNING = Metric("draco_engine_requests_running", Kind.GAUGE, "Requests in an engine's batch.", ("engine",))
+ENGINE_WAITING = Metric("draco_engine_requests_waiting", Kind.GAUGE, "Requests that wait in an engine.", ("engine",))
+ENGINE_KV_CACHE = Metric("draco_engine_kv_cache_share", Kind.GAUGE, "Share of KV cache that is taken.", ("engine",))
+ENGINE_SAMPLED = Metric("draco_engine_sampled_tokens_total", Kind.COUNTER, "Tokens an engine sampled.", ("engine",))
+ENGINE_PROMPTS = Metric(
+    "draco_engine_prompt_tokens_total", Kind.COUNTER, "Tokens of prompts, those of the prefix cache too.", ("engine",)
+)
+ENGINE_PREEMPTIONS = Metric(
+    "draco_engine_preemptions_total", Kind.COUNTER, "Requests computed anew for want of KV cache.", ("engine",)
+)
+ENGINES_REPLACED = Metric("draco_engine_replacements", Kind.GAUGE, "Engine processes that died and were replaced.")
+RUN_DOLLARS = Metric(
+    "draco_run_dollars", Kind.GAUGE, "Dollars of judging of the whole run, before it was continued too."
+)
+
 # What happened, recorded as it does.
 ROLLOUTS = Metric("draco_rollouts_total", Kind.COUNTER, "Finished rollouts by how they ended.", ("ended",))
 ROLLOUT_SECONDS = Metric("draco_rollout_seconds", Kind.HISTOGRAM, "Duration of a finished rollout.")
@@ -65,7 +81,7 @@ JUDGE_REQUESTS = Metric(
 JUDGE_TOKENS = Metric(
     "draco_judge_tokens_total", Kind.COUNTER, "Judge tokens; kind is input, cached_input or output.", ("phase", "kind")
 )
-JUDGE_DOLLARS = Metric("draco_judge_dollars_total", Kind.COUNTER, "Dollars spent on judging.", ("phase",))
+JUDGE_DOLLARS = Metric("draco_judge_dollars_total", Kind.COUNTER, "Dollars this process spent on judging.", ("phase",))
 
 EVENTS = (
     ROLLOUTS_WAITING,
@@ -74,6 +90,14 @@ EVENTS = (
     JUDGE_WAITING,
     JUDGE_WORKERS_UP,
     JUDGE_WORKERS_WANTED,
+    ENGINE_RUNNING,
+    ENGINE_WAITING,
+    ENGINE_KV_CACHE,
+    ENGINE_SAMPLED,
+    ENGINE_PROMPTS,
+    ENGINE_PREEMPTIONS,
+    ENGINES_REPLACED,
+    RUN_DOLLARS,
     ROLLOUTS,
     ROLLOUT_SECONDS,
     SAMPLED_TOKENS,

@@ -31,20 +31,20 @@ class RunMetrics:
 
     def rollout(self, rollout: RolloutSummary) -> None:
         """Count a finished rollout."""
-        self._count(catalogue.ROLLOUTS, 1, ended=rollout.termination.value)
-        self._count(catalogue.SAMPLED_TOKENS, rollout.sampled_tokens)
+        self.count(catalogue.ROLLOUTS, 1, ended=rollout.termination.value)
+        self.count(catalogue.SAMPLED_TOKENS, rollout.sampled_tokens)
         self._observe(catalogue.ROLLOUT_SECONDS, rollout.ended_at - rollout.started_at)
 
     def phase(self, done: PhaseSummary) -> None:
         """Count a finished judge phase."""
         phase = done.phase
-        self._count(catalogue.JUDGE_PHASES, 1, phase=phase, outcome="failed" if done.error else "ok")
-        self._count(catalogue.JUDGE_REQUESTS, done.requests, phase=phase)
-        self._count(catalogue.JUDGE_DOLLARS, done.dollars, phase=phase)
+        self.count(catalogue.JUDGE_PHASES, 1, phase=phase, outcome="failed" if done.error else "ok")
+        self.count(catalogue.JUDGE_REQUESTS, done.requests, phase=phase)
+        self.count(catalogue.JUDGE_DOLLARS, done.dollars, phase=phase)
         # Providers count cached tokens among the input tokens.
         fresh = done.input_tokens - done.cached_tokens
         for kind, tokens in (("input", fresh), ("cached_input", done.cached_tokens), ("output", done.output_tokens)):
-            self._count(catalogue.JUDGE_TOKENS, tokens, phase=phase, kind=kind)
+            self.count(catalogue.JUDGE_TOKENS, tokens, phase=phase, kind=kind)
         self._observe(catalogue.JUDGE_SECONDS, done.ended_at - done.started_at, phase=phase)
 
     def step(self, line: Mapping[str, Any]) -> None:
@@ -53,11 +53,12 @@ class RunMetrics:
             if line.get(key) is not None:
                 self.set(metric, line[key])
 
-    def set(self, metric: Metric, value: float) -> None:
-        """Set a gauge that has no tag but ``run``."""
-        self._instruments[metric.name].set(float(value), tags=self._tags)
+    def set(self, metric: Metric, value: float, **tags: str) -> None:
+        """Set a gauge; ``tags`` beside ``run``."""
+        self._instruments[metric.name].set(float(value), tags=self._tags | tags)
 
-    def _count(self, metric: Metric, amount: float, **tags: str) -> None:
+    def count(self, metric: Metric, amount: float, **tags: str) -> None:
+        """Add to a counter; ``tags`` beside ``run``."""
         # Ray refuses to count zero.
         if amount > 0:
             self._instruments[metric.name].inc(float(amount), tags=self._tags | tags)

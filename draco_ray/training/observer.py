@@ -6,18 +6,29 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.actor import EngineFleet
+from draco_ray.engine.statistics import EngineStatistics, growth
 from draco_ray.judging.pool import JudgePool
 from draco_ray.observability.catalogue import (
+    ENGINE_KV_CACHE,
+    ENGINE_PREEMPTIONS,
+    ENGINE_PROMPTS,
+    ENGINE_RUNNING,
+    ENGINE_SAMPLED,
+    ENGINE_WAITING,
+    ENGINES_REPLACED,
     JUDGE_IN_FLIGHT,
     JUDGE_WAITING,
     JUDGE_WORKERS_UP,
     JUDGE_WORKERS_WANTED,
     ROLLOUTS_IN_FLIGHT,
     ROLLOUTS_WAITING,
+    RUN_DOLLARS,
 )
 from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
@@ -34,15 +45,22 @@ SAMPLE_SECONDS = 2.0
 class RunObserver:
     """Records groups and steps; an error while recording never stops the run."""
 
-    def __init__(self, config: DracoConfig, run: Path) -> None:
+    def __init__(self, config: DracoConfig, run: Path, spent: float = 0.0) -> None:
         """Open the trackers; needs a connected Ray.
+
+        Args:
+            config: the run's.
+            run: its directory.
+            spent: dollars of judging before this process.
 
         Raises:
             ConfigError: a tracker of ``run.trackers`` cannot be used.
         """
         self._trackers = open_trackers(config.run.trackers, run, config.model_dump(mode="json"))
         self._metrics = RunMetrics(run.name)
+        self._dollars = spent
         self._sampling: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._seen: dict[str, tuple[int, int]] = {}
         """Group -> its rollouts and phases that were taken in already."""
         self._last_step: Mapping[str, Any] = {}
@@ -63,6 +81,7 @@ class RunObserver:
             )
         for phase in group.phases[phases:]:
             self._metrics.phase(phase)
+            self._dollars += phase.dollars
             if phase.error is not None:
                 log.warning(
                     "judge phase %s failed: %s",
@@ -92,10 +111,14 @@ class RunObserver:
         """
         self._sampling = asyncio.create_task(self._sample(rollouts, judges))
 
+    def watch_engines(self, fleet: EngineFleet) -> None:
+        """Ask the engines every few seconds what they do, until `close`; needs a running event loop."""
+        self._asking = asyncio.create_task(self._ask(fleet))
+
     def close(self) -> None:
         """Write what is buffered."""
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in filter(None, (self._sampling, self._asking)):
+            task.cancel()
         for tracker in self._trackers.values():
             with contextlib.suppress(Exception):
                 tracker.close()
@@ -108,15 +131,40 @@ class RunObserver:
             self._metrics.set(JUDGE_WAITING, judges.waiting)
             self._metrics.set(JUDGE_WORKERS_UP, judges.up)
             self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
+            self._metrics.set(RUN_DOLLARS, self._dollars)
             self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)
+
+    async def _ask(self, fleet: EngineFleet) -> None:
+        before: dict[str, EngineStatistics] = {}
+        while True:
+            self._metrics.set(ENGINES_REPLACED, fleet.replaced)
+            for index, now in enumerate(await fleet.statistics()):
+                if now is not None:
+                    engine = str(index)
+                    self._engine(engine, before.get(engine, EngineStatistics()), now)
+                    # Copied: what an engine in this process fills is one and the same.
+                    before[engine] = replace(now)
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def _engine(self, engine: str, before: EngineStatistics, now: EngineStatistics) -> None:
+        self._metrics.set(ENGINE_RUNNING, now.running, engine=engine)
+        self._metrics.set(ENGINE_WAITING, now.waiting, engine=engine)
+        self._metrics.set(ENGINE_KV_CACHE, now.kv_cache, engine=engine)
+        for metric, name in (
+            (ENGINE_SAMPLED, "sampled_tokens"),
+            (ENGINE_PROMPTS, "prompt_tokens"),
+            (ENGINE_PREEMPTIONS, "preemptions"),
+        ):
+            self._metrics.count(metric, growth(before, now, name), engine=engine)
 
 
 class StepWatch:
     """Shows and counts the groups of the step under way; the pipeline tells it of every change."""
 
-    def __init__(self, progress: StepProgress, observer: RunObserver) -> None:
-        self._progress, self._observer = progress, observer
+    def __init__(self, progress: StepProgress, observer: RunObserver, phases: int = 0) -> None:
+        """``phases``: see `draco_ray.training.progress.most_phases`."""
+        self._progress, self._observer, self._phases = progress, observer, phases
         self._step = 0
 
     def __call__(self, group: Group) -> None:
@@ -127,11 +175,7 @@ class StepWatch:
 
     def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
         """Begin a step."""
-        self._progress.start(title, len(groups), len(groups) * group_size)
+        self._progress.start(title, len(groups), len(groups) * group_size, self._phases)
         self._step = groups[0].step
         for group in groups:
             self(group)
-
-    def end(self) -> None:
-        """End the step: its groups are done."""
-        self._progress.stop()

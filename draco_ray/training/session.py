@@ -50,7 +50,7 @@ from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context, check_session
-from draco_ray.training.progress import StepProgress, watch_judge
+from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
@@ -188,9 +188,10 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
 
 
 @contextlib.contextmanager
-def ray_session(config: DracoConfig) -> Iterator[None]:
-    """Ray for as long as the block runs."""
-    connect(config)
+def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator[None]:
+    """Ray for as long as the block runs; ``console`` shows that it is being started."""
+    with contextlib.nullcontext() if console is None else shown(console, "starting Ray"):
+        connect(config)
     try:
         yield
     finally:
@@ -415,9 +416,12 @@ async def training_session(
         DracoError: a part cannot be started, or the block raised it.
     """
     async with contextlib.AsyncExitStack() as parts:
-        progress = StepProgress(console)
+        pending = Pending()
+        progress = StepProgress(console, pending, heartbeat_seconds=config.watch.heartbeat_seconds)
         parts.callback(progress.stop)
-        observer = RunObserver(config, run.path)
+        progress.start("starting")
+        await parts.enter_async_context(_beside(progress.beat()))
+        observer = RunObserver(config, run.path, spent=spent_dollars(run))
         parts.callback(observer.close)
         name = run.path.name
         learner = find_learner(config.learner.use)(
@@ -428,7 +432,6 @@ async def training_session(
         parts.push_async_callback(actors.stop)
         parts.push_async_exit(partial(_drain_within_budget, actors, judge))
         advantages = start_advantage_computer(config.algorithm, name)
-        pending = Pending()
         said = partial(console.print, markup=False)
         async with _beside(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said)):
             await in_time(
@@ -450,8 +453,9 @@ async def training_session(
         )
         if start.step:
             await weights.publish(start.step)
-        pool, watch = actors.pool(actors.workers), StepWatch(progress, observer)
+        pool, watch = actors.pool(actors.workers), StepWatch(progress, observer, most_phases(config.algorithm))
         observer.watch_pools(pool, actors.judges)
+        observer.watch_engines(actors.fleet)
         pipeline = Pipeline(
             config.algorithm,
             pool,
@@ -486,6 +490,8 @@ async def training_session(
             console=console,
             pending=pending,
         )
+        # The last to be put there, and so the first thing of the end.
+        parts.callback(progress.start, "ending")
         yield TrainingSession(actors, trainer, _before_after(config, actors, run, progress, console))
 
 
@@ -502,6 +508,12 @@ def _before_after(
 
     static = _static_rubric(config)
     return JudgedBeforeAfter(config, actors, run, progress, console, prompts=prompts, static=static)
+
+
+def spent_dollars(run: RunDirectory) -> float:
+    """Dollars of judging in the run's archive."""
+    tables = [run.table(name, columns=["dollars"]) for name in ("judge_calls", "heldout_calls")]
+    return float(sum(sum(filter(None, table.column("dollars").to_pylist())) for table in tables))
 
 
 def learner_config(config: DracoConfig) -> LearnerConfig:

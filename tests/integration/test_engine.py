@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,16 @@ async def test_a_seed_repeats_the_draw_and_another_changes_it(engine: VllmEngine
     first, again, other = await asyncio.gather(*(engine.sample(PROMPT, max_tokens=30, seed=seed) for seed in (7, 7, 8)))
     assert first.token_ids == again.token_ids
     assert first.token_ids != other.token_ids
+
+
+async def test_statistics_count_what_is_sampled_and_what_waits(engine: VllmEngine) -> None:
+    before = dataclasses.replace(engine.statistics)
+    samples = await asyncio.gather(*(engine.sample(PROMPT, max_tokens=5, seed=seed) for seed in range(3)))
+    now = engine.statistics
+    assert now.sampled_tokens - before.sampled_tokens == sum(len(sample.token_ids) for sample in samples)
+    assert now.prompt_tokens - before.prompt_tokens == 3 * len(PROMPT)
+    assert (now.waiting, now.preemptions) == (0, before.preemptions)
+    assert 0 <= now.kv_cache <= 1
 
 
 async def test_a_turn_ends_with_its_end_of_turn_token_or_at_the_limit(engine: VllmEngine, model: ModelConfig) -> None:

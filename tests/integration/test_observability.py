@@ -17,6 +17,7 @@ import ray
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
+from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, Kind
 from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
 from draco_ray.training.observer import RunObserver
@@ -81,6 +82,14 @@ def test_prometheus_sees_every_metric_of_the_catalogue(tmp_path: Path) -> None:
     assert value(series, "ray_draco_kl", run="watched") == 0.25
     assert value(series, "ray_draco_rollouts_waiting") == 3
     assert value(series, "ray_draco_rollouts_in_flight") == 5
+    # Of the run: what was spent before this process, and the phases of this one.
+    spent = sum(value(series, "ray_draco_judge_dollars_total", phase=phase) for phase in PHASES)
+    assert value(series, "ray_draco_run_dollars") == pytest.approx(10 + spent)
+    assert value(series, "ray_draco_engine_requests_waiting", engine="0") == 7
+    assert value(series, "ray_draco_engine_kv_cache_share", run="watched") == 0.25
+    # Counts grow by what is new, however often an engine is asked.
+    assert value(series, "ray_draco_engine_sampled_tokens_total", engine="0") == 700
+    assert value(series, "ray_draco_engine_replacements") == 1
     # A step may take an hour: what the last one said is there all the while, and nothing was counted again.
     assert seen["later"] == series
 

@@ -17,6 +17,7 @@ import httpx
 import ray
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES
 from draco_ray.pipeline import Group, GroupState
@@ -38,6 +39,17 @@ class Queue:
     """A pool's queues as the observer reads them."""
 
     waiting, in_flight, up, wanted = 3, 5, 2, 4
+
+
+class Engines:
+    """What engines say of themselves: one that has just been started anew, and one that cannot be asked."""
+
+    replaced = 1
+
+    async def statistics(self) -> list[EngineStatistics | None]:
+        """The same whenever it is asked."""
+        counted = {"sampled_tokens": 700, "prompt_tokens": 9000, "preemptions": 2}
+        return [EngineStatistics(running=6, waiting=7, kv_cache=0.25, **counted), None]
 
 
 def a_group() -> Group:
@@ -72,8 +84,9 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
     """What is seen after a step, and what some time later, when nothing has happened since."""
     # As much less than Ray's interval as it is in a run.
     observer.SAMPLE_SECONDS = REPORT_SECONDS / 5
-    watcher = RunObserver(DracoConfig(), run)
+    watcher = RunObserver(DracoConfig(), run, spent=10.0)
     watcher.watch_pools(Queue(), Queue())  # type: ignore[arg-type]
+    watcher.watch_engines(Engines())  # type: ignore[arg-type]
     group = a_group()
     # A group that is told of twice counts once.
     watcher.group(group)

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
 from grafana_dashboard import dashboard
 
 from draco_ray.observability.catalogue import CATALOGUE, Kind
@@ -35,22 +37,9 @@ def test_every_series_it_queries_is_exported() -> None:
     assert set(re.findall(r"\bray_\w+", variable)) <= set(SERIES)
 
 
-def test_every_metric_but_the_step_count_and_side_figures_has_a_panel() -> None:
+def test_every_metric_has_a_panel() -> None:
     shown = {SERIES[name].name for expression in expressions() for name in re.findall(r"\bray_\w+", expression)}
-    unseen = {metric.name for metric in CATALOGUE} - shown
-    assert unseen == {
-        "draco_step",
-        "draco_quality_spread",
-        "draco_quality_spread_active",
-        "draco_rollouts_lost",
-        "draco_rollouts_retried",
-        "draco_entropy",
-        "draco_clip_fraction",
-        "draco_dual_clip_fraction",
-        "draco_masked_fraction",
-        "draco_engine_k3",
-        "draco_policy_loss",
-    }
+    assert {metric.name for metric in CATALOGUE} - shown == set()
 
 
 def test_tags_that_queries_group_by_exist() -> None:
@@ -73,3 +62,41 @@ def test_panels_do_not_overlap() -> None:
         assert not cells & taken
         assert place["x"] + place["w"] <= 24
         taken |= cells
+
+
+# Alerts, and who scrapes.
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((FILE.parents[1] / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_series_and_labels_that_exist_and_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    series = re.findall(r"\bray_\w+", rule["expr"])
+    assert set(series) <= set(SERIES)
+    assert series
+    assert rule["expr"].count("(") == rule["expr"].count(")")
+    tags = {tag for name in series for tag in SERIES[name].tags} | {"run"}
+    for groups in re.findall(r"by \(([^)]*)\)", rule["expr"]):
+        assert {tag.strip() for tag in groups.split(",")} <= tags
+    assert set(re.findall(r"(\w+)=~?\"", rule["expr"])) <= tags
+    assert re.fullmatch(r"\d+[mh]", rule["for"])
+    assert "{{ $labels.run }}" in rule["annotations"]["summary"]
+    assert rule["annotations"]["description"]
+
+
+def test_kubernetes_scrapes_the_port_that_every_pod_names() -> None:
+    folder = FILE.parents[1] / "kuberay"
+    (endpoint,) = yaml.safe_load((folder / "podmonitor.yaml").read_text(encoding="utf-8"))["spec"][
+        "podMetricsEndpoints"
+    ]
+    spec = yaml.safe_load((folder / "raycluster.yaml").read_text(encoding="utf-8"))["spec"]
+    for kind in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        (container,) = kind["template"]["spec"]["containers"]
+        ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+        assert ports[endpoint["port"]] == kind["rayStartParams"]["metrics-export-port"]
