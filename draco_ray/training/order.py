@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
 
 import numpy as np
 
 from draco_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTasks:
+    """What the training tasks were before a run was resumed with others."""
+
+    tasks: tuple[str, ...]
+    last_step: int
+    """The last step that was done with them."""
 
 
 class TaskOrder:
@@ -19,19 +30,30 @@ class TaskOrder:
     epochs, and then comes again; steps are then filled from the tasks that do not rest. Where these are too few for a
     step, nobody rests in that epoch.
 
+    Tasks that were added since an earlier part of the run take part from the first epoch that begins after it; those
+    that were removed are left out at once, and the epoch is that much shorter.
+
     Args:
-        tasks: the training tasks.
+        tasks: the training tasks as they are now.
         per_step: B, tasks a step.
         seed: of the shuffles.
         skip_solved: n; None: no task rests.
         behind: steps before a step whose verdicts it does not know yet (``train.staleness``).
+        earlier: what the tasks were in earlier parts of the run, oldest first.
 
     Raises:
         ConfigError: if there are fewer tasks than one step needs.
     """
 
     def __init__(
-        self, tasks: Sequence[str], per_step: int, seed: int, *, skip_solved: int | None = None, behind: int = 0
+        self,
+        tasks: Sequence[str],
+        per_step: int,
+        seed: int,
+        *,
+        skip_solved: int | None = None,
+        behind: int = 0,
+        earlier: Sequence[EarlierTasks] = (),
     ) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
@@ -41,12 +63,19 @@ class TaskOrder:
         self._per_step = per_step
         self._seed = seed
         self._skip_solved, self._behind = skip_solved, behind
+        self._earlier = [EarlierTasks(tuple(sorted(part.tasks)), part.last_step) for part in earlier]
         self._solved: dict[int, frozenset[str]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in an epoch in which no task rests."""
+        """Whole steps in an epoch of the tasks as they are now, in which none rests."""
         return len(self._tasks) // self._per_step
+
+    def last_step(self, epochs: int) -> int:
+        """Steps of so many epochs in which no task rests."""
+        if not self._earlier:
+            return epochs * self.steps_per_epoch
+        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(None)))
 
     def note(self, step: int, solved: Collection[str]) -> None:
         """Take in whose rollouts failed no criterion in a step that is done."""
@@ -54,35 +83,38 @@ class TaskOrder:
 
     def tasks(self, step: int) -> list[str]:
         """The B tasks of a step; steps count from 1. Those before it have been noted where ``skip_solved`` is set."""
-        if self._skip_solved is None:
-            epoch, position = divmod(step - 1, self.steps_per_epoch)
-            return self._shuffled(epoch)[position * self._per_step : (position + 1) * self._per_step]
-        return self._played(step, self._skip_solved)
+        return next(islice(self._steps(self._skip_solved), step - 1, None))[1]
 
-    def _played(self, step: int, patience: int) -> list[str]:
-        """All steps up to ``step`` once more, with what was known when each began."""
-        epoch, left = 0, self._shuffled(0)
+    def _steps(self, patience: int | None) -> Iterator[tuple[int, list[str]]]:
+        """Epoch and tasks of every step from the first, each with what was known when it began."""
+        epoch, left = 0, self._shuffled(0, first_step=1)
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
         visited: list[tuple[int, list[str]]] = []
-        chosen: list[str] = []
-        for number in range(1, step + 1):
-            if (known := number - 1 - self._behind) >= 1:
+        while True:
+            step = len(visited) + 1
+            if patience is not None and (known := step - 1 - self._behind) >= 1:
                 of_epoch, tasks = visited[known - 1]
                 for task in tasks:
                     streak[task] = streak[task] + 1 if task in self._solved.get(known, ()) else 0
                     if streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            left = [task for task in left if rests_until.get(task, -1) < epoch]
+            there = set(self._known(step))
+            left = [task for task in left if task in there and rests_until.get(task, -1) < epoch]
             if len(left) < self._per_step:
                 epoch += 1
-                shuffled = self._shuffled(epoch)
+                shuffled = self._shuffled(epoch, first_step=step)
                 awake = [task for task in shuffled if rests_until.get(task, -1) < epoch]
                 left = awake if len(awake) >= self._per_step else shuffled
             chosen, left = left[: self._per_step], left[self._per_step :]
             visited.append((epoch, chosen))
-        return chosen
+            yield epoch, chosen
 
-    def _shuffled(self, epoch: int) -> list[str]:
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._tasks))
-        return [self._tasks[index] for index in order]
+    def _known(self, step: int) -> Sequence[str]:
+        """The training tasks when a step began, sorted."""
+        return next((part.tasks for part in self._earlier if step <= part.last_step), self._tasks)
+
+    def _shuffled(self, epoch: int, *, first_step: int) -> list[str]:
+        tasks = self._known(first_step)
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(tasks))
+        return [tasks[index] for index in order]

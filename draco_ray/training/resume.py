@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.runs.directory import RunDirectory, read_table, write_private
+from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
+from draco_ray.training.order import EarlierTasks
 
 FREE = (
     *("run.", "ray.", "watch.", "judge.limits.", "judge.api_base", "judge.api_key_env", "judge.max_outage_seconds"),
@@ -78,6 +82,35 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
         write_private(run.path / f"config.before-resume-{copies + 1}.yaml", run.config_text())
         run.write_config(text)
     return changes
+
+
+def adopt_tasks(run: RunDirectory, tasks: Collection[str], step: int, console: Console) -> list[EarlierTasks]:
+    """Write down that these are the run's training tasks after ``step`` steps, and say how they differ from before.
+
+    Returns: what they were in earlier parts of the run, oldest first; none where that was not written down.
+    Raises:
+        DamagedRun: the run directory's list of them cannot be read.
+    """
+    path = run.path / "tasks.json"
+    parts: list[tuple[int, list[str]]] = []
+    if path.exists():
+        try:
+            parts = [
+                (int(part["first_step"]), [str(task) for task in part["tasks"]]) for part in json.loads(read_text(path))
+            ]
+        except (ValueError, TypeError, KeyError) as error:
+            raise damaged(path, f"{type(error).__name__} {error}") from None
+    # A part of which no step is left is done again, with the tasks there are now.
+    parts = [(first, ids) for first, ids in parts if first <= step]
+    before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
+    if new := now - before:
+        console.print(f"training tasks: {len(new)} new; they take part from the next epoch on")
+    if gone := before - now:
+        console.print(f"training tasks: {len(gone)} gone; they are left out from step {step + 1} on")
+    if not parts or now != before:
+        parts.append((step + 1 if parts else 1, sorted(now)))
+    write_private(path, json.dumps([{"first_step": first, "tasks": ids} for first, ids in parts]))
+    return [EarlierTasks(tuple(ids), after - 1) for (_, ids), (after, _) in pairwise(parts)]
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:

@@ -33,9 +33,9 @@ from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
 from draco_ray.training.engines import unless_engines_fail
 from draco_ray.training.memory import PeakMemory
-from draco_ray.training.order import TaskOrder
+from draco_ray.training.order import EarlierTasks, TaskOrder
 from draco_ray.training.preflight import check_disk
-from draco_ray.training.resume import StartPoint, adopt_config, rewind
+from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
     checked_model,
@@ -64,6 +64,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     with sole_driver(run):
         if run.config_text() != dump_config(config):
             run.write_config(dump_config(config))
+        adopt_tasks(run, prompts, 0, console)
         return _train(config, prompts, order, run, StartPoint(), console)
 
 
@@ -129,12 +130,13 @@ def resume(
     run = RunDirectory.open(directory.resolve())
     old = load_config(str(run.path), trust=True)
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
-    config, prompts, order = _checked(config, console)
+    config, prompts, _ = _checked(config, console)
     with sole_driver(run):
         check_disk(config, run.path)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        order = task_order(config, list(prompts), adopt_tasks(run, prompts, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
@@ -162,14 +164,21 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     return config, prompts, task_order(config, list(prompts))
 
 
-def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
+def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
     """The order of a run's tasks. Raises: ConfigError where solved ones are to be skipped, and no judge says which."""
     train = config.train
     if train.skip_solved is not None and config.algorithm.reward != "rubric":
         raise ConfigError(
             f"train.skip_solved: a judge's verdicts say what is solved, not algorithm.reward={config.algorithm.reward}"
         )
-    return TaskOrder(tasks, train.prompts_per_step, config.seed, skip_solved=train.skip_solved, behind=train.staleness)
+    return TaskOrder(
+        tasks,
+        train.prompts_per_step,
+        config.seed,
+        skip_solved=train.skip_solved,
+        behind=train.staleness,
+        earlier=earlier,
+    )
 
 
 def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
@@ -190,7 +199,7 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:
     train = config.train
-    return train.steps if train.steps is not None else train.epochs * order.steps_per_epoch
+    return train.steps if train.steps is not None else order.last_step(train.epochs)
 
 
 def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:

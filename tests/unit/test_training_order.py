@@ -13,7 +13,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.pipeline import Group
 from draco_ray.summaries import RewardSummary
 from draco_ray.training.metrics import solved
-from draco_ray.training.order import TaskOrder
+from draco_ray.training.order import EarlierTasks, TaskOrder
 from draco_ray.training.run import task_order
 
 NINETY = [f"task{index:02d}" for index in range(90)]
@@ -43,6 +43,42 @@ def test_the_order_depends_on_the_seed_and_the_step_alone() -> None:
 def test_too_few_tasks_for_a_step_is_an_error_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="train.prompts_per_step is 16"):
         TaskOrder(NINETY[:3], 16, seed=0)
+
+
+def epochs_of(order: TaskOrder, steps: int) -> list[list[str]]:
+    return [order.tasks(step) for step in range(1, steps + 1)]
+
+
+def test_tasks_that_were_added_take_part_from_the_next_epoch_on() -> None:
+    more = [*NINETY, *(f"added{index:02d}" for index in range(38))]
+    plain = TaskOrder(NINETY, 16, seed=4)
+    grown = TaskOrder(more, 16, seed=4, earlier=[EarlierTasks(tuple(NINETY), 7)])
+    # Steps 6 to 10 are one epoch; the run was resumed in the midst of it.
+    assert epochs_of(grown, 10) == epochs_of(plain, 10)
+    epoch = [task for step in range(11, 19) for task in grown.tasks(step)]
+    assert sorted(epoch) == sorted(more)
+    assert set(grown.tasks(19)) <= set(more)
+    assert grown.last_step(2) == plain.last_step(2) == 10
+    assert grown.last_step(4) == 10 + 8 + 8
+
+
+def test_tasks_that_were_removed_are_left_out_at_once() -> None:
+    fewer = NINETY[30:]
+    shrunk = TaskOrder(fewer, 16, seed=4, earlier=[EarlierTasks(tuple(NINETY), 7)])
+    assert epochs_of(shrunk, 7) == epochs_of(TaskOrder(NINETY, 16, seed=4), 7)
+    later = [shrunk.tasks(step) for step in range(8, 30)]
+    assert not set(NINETY[:30]) & {task for tasks in later for task in tasks}
+    assert all(len(set(tasks)) == 16 for tasks in later)
+    # What is left of the epoch, whole steps of it, then three steps of sixty tasks.
+    assert shrunk.last_step(3) - shrunk.last_step(2) == 3
+
+
+def test_parts_of_a_run_add_up() -> None:
+    parts = [EarlierTasks(tuple(NINETY[:40]), 3), EarlierTasks(tuple(NINETY[:60]), 9)]
+    order = TaskOrder(NINETY, 16, seed=4, earlier=parts)
+    assert epochs_of(order, 9) == epochs_of(TaskOrder(NINETY[:60], 16, seed=4, earlier=parts[:1]), 9)
+    assert {task for tasks in epochs_of(order, 3) for task in tasks} <= set(NINETY[:40])
+    assert {task for step in range(10, 30) for task in order.tasks(step)} == set(NINETY)
 
 
 def visits(order: TaskOrder, steps: int, solved: Callable[[str], bool]) -> list[list[str]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
@@ -15,7 +17,8 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import adopt_config, config_changes, rewind
+from draco_ray.training.order import EarlierTasks
+from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
 
@@ -117,6 +120,31 @@ def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> No
     assert config_changes(DracoConfig(), new) == []
     assert adopt_config(run, DracoConfig(), new, allow_changed=False) == []
     assert load_config(str(run.path)).judge.limits.dollars == 5
+
+
+def test_tasks_that_come_and_go_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
+    said = Console(record=True, file=io.StringIO(), width=200)
+    assert adopt_tasks(run, ["b", "a"], 0, said) == []
+    assert adopt_tasks(run, ["a", "b"], 4, said) == []
+    assert said.export_text() == ""
+    first = EarlierTasks(("a", "b"), 4)
+    assert adopt_tasks(run, ["b", "c", "d"], 4, said) == [first]
+    assert said.export_text().splitlines() == [
+        "training tasks: 2 new; they take part from the next epoch on",
+        "training tasks: 1 gone; they are left out from step 5 on",
+    ]
+    # The same again is no change, and what no step was done with is forgotten.
+    assert adopt_tasks(run, ["b", "c", "d"], 6, said) == [first]
+    assert adopt_tasks(run, ["e", "b"], 6, said) == [first, EarlierTasks(("b", "c", "d"), 6)]
+    assert adopt_tasks(run, ["b", "c", "d"], 6, said) == [first]
+    assert adopt_tasks(run, ["a"], 0, said) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '[{"first_step": "x", "tasks": []}]', '[{"tasks": ["a"]}]', "{}x"])
+def test_a_damaged_list_of_tasks_is_named(run: RunDirectory, text: str) -> None:
+    (run.path / "tasks.json").write_text(text)
+    with pytest.raises(DamagedRun, match=r"tasks\.json: damaged"):
+        adopt_tasks(run, ["a"], 1, Console(quiet=True))
 
 
 def test_a_run_has_one_driver(run: RunDirectory) -> None:
