@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from draco_ray.errors import LearnerError
 from draco_ray.learner.feed import LearnerFeed
-from draco_ray.learner.messages import Accumulate, Failed, SaveCheckpoint, Stop, TokenLogprobs, Update
+from draco_ray.learner.messages import Accumulate, Failed, Publish, SaveCheckpoint, Stop, TokenLogprobs, Update
+from tests.unit.test_training_metrics import an_update
 
 CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)
 
@@ -22,9 +24,10 @@ async def submitted(feed: LearnerFeed, command: object) -> asyncio.Task[object]:
 
 async def test_every_worker_gets_every_command_in_order() -> None:
     feed = LearnerFeed(workers=2)
-    tasks = [await submitted(feed, command) for command in (Update(), CANARY, Stop())]
+    commands = (Publish(version=1), CANARY, Stop())
+    tasks = [await submitted(feed, command) for command in commands]
     for rank in range(2):
-        assert [await feed.next(position) for position in range(3)] == [Update(), CANARY, Stop()]
+        assert [await feed.next(position) for position in range(3)] == list(commands)
         for position in range(3):
             await feed.answer(rank, position, ((rank, position),))
     assert await asyncio.gather(*tasks) == [(0, 0), (0, 1), (0, 2)]  # rank 0 speaks for all
@@ -39,6 +42,15 @@ async def test_sums_are_added_over_workers() -> None:
     assert await task == {"valid_tokens": 7.0, "kl": 0.75}
 
 
+async def test_an_updates_extremes_are_those_of_any_worker() -> None:
+    feed = LearnerFeed(workers=2)
+    task = await submitted(feed, Update())
+    metrics = an_update(100, kl=0.0)
+    await feed.answer(1, 0, (replace(metrics, engine_ratio_min=0.5, engine_ratio_max=2.0),))
+    await feed.answer(0, 0, (replace(metrics, engine_ratio_min=0.75, engine_ratio_max=4.0),))
+    assert await task == replace(metrics, engine_ratio_min=0.5, engine_ratio_max=4.0)
+
+
 async def test_a_worker_waits_for_the_next_command() -> None:
     feed = LearnerFeed(workers=1)
     waiting = asyncio.create_task(feed.next(0))
@@ -51,7 +63,7 @@ async def test_a_worker_waits_for_the_next_command() -> None:
 async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
     feed = LearnerFeed(workers=2, resume_from="first")
     save = SaveCheckpoint(directory="second")
-    for command in (Update(), save, CANARY):
+    for command in (Publish(version=1), save, CANARY):
         await submitted(feed, command)
     for rank in range(2):
         await feed.answer(rank, 0, (None,))
