@@ -135,7 +135,7 @@ example-shop: setup
 	mkdir -p .cache/shop && rm -rf .cache/shop/policy
 	$(VENV)/bin/python examples/shop/demonstrations.py .cache/shop
 	$(DRACO) sft examples/shop/environment.yaml .cache/shop/demonstrations.jsonl --new --epochs 8 --out .cache/shop/policy
-	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy
+	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy $(ARGS)
 
 # Train the shop's agent for four steps, and from that run write docs/sample/report.html and what the notebook shows.
 sample: setup
@@ -151,20 +151,25 @@ sample: setup
 example-desk: setup
 	rm -rf .cache/desk
 	$(VENV)/bin/python examples/desk_agent/starter.py .cache/desk
-	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk
+	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk $(ARGS)
 
 # Train on a taskset of verifiers (examples/parcels): a policy from its own episodes, then DRACO.
 example-parcels: setup setup-verifiers
 	rm -rf .cache/parcels
 	$(VENV)/bin/python examples/parcels/starter.py parcels .cache/parcels
-	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels
+	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels $(ARGS)
 
 # The same with a taskset that comes with verifiers, TextArena's Hangman, without a network.
 example-hangman: export NLTK_DATA := $(CURDIR)/examples/parcels/nltk_data
 example-hangman: setup setup-verifiers
 	rm -rf .cache/hangman
 	$(VENV)/bin/python examples/parcels/starter.py hangman .cache/hangman
-	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman
+	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman $(ARGS)
+
+# Train all four examples from nothing and print what each gains on held-out tasks (ten minutes each).
+.PHONY: examples
+examples: setup setup-verifiers
+	$(VENV)/bin/python jobs/train_examples.py $(ARGS)
 
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world

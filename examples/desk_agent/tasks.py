@@ -16,12 +16,12 @@ THINGS = ("lamp", "chair", "book", "kettle", "shirt", "phone")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every thing in every state and two wordings; of a quarter of them, what came how is held out."""
+    """Every thing in every state and two wordings; of half of them, what came how is held out."""
     return [
         {
             "id": f"{thing}_{state}_{wording}",
-            "split": "dev" if (number + place) % 4 == 0 else "train",
-            "group": state,
+            "split": "dev" if (number + place) % 2 == 0 else "train",
+            "group": f"{thing}_{state}",
             "instruction": WORDS[wording].format(thing=thing),
             "state": state,
             "expected": "refunded" if refunded else "declined",
