@@ -64,10 +64,20 @@ Trust = Annotated[
         help="Take programs, endpoints, isolation and places to write from a run directory that others made, too.",
     ),
 ]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="A run directory, or the URL of its copy in an object store.")
+]
 Setting = Annotated[
     str | None,
     typer.Option("--setting", "-s", help=f"What is trained: {', '.join(setting_names())}."),
 ]
+
+
+def _run_folder(given: str, *, checkpoints: bool = False) -> Path:
+    """The folder of a run that is named by it, or by the URL of its copy in an object store."""
+    from draco_ray.runs.remote.place import readable
+
+    return readable(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))
 
 
 def _print_version(wanted: bool) -> None:
@@ -94,7 +104,8 @@ def train(
     overrides: Overrides = None,
     setting: Setting = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Continue the run of this directory where it stopped.")
+        str | None,
+        typer.Option(metavar="DIR", help="Continue the run of this directory, or of this URL, where it stopped."),
     ] = None,
     resume_or_start: Annotated[
         bool,
@@ -305,37 +316,38 @@ def judge_server(
 
 
 @runs.command(name="show")
-def runs_show(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+def runs_show(directory: RunArgument) -> None:
     """Print a run: its setting, one line a step, before and after."""
     from draco_ray.lab.runs.show import show
 
-    show(directory)
+    show(_run_folder(directory))
 
 
 @runs.command(name="cost")
-def runs_cost(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+def runs_cost(directory: RunArgument) -> None:
     """Print what judging cost: tokens (cached apart) and dollars by phase and by step."""
     from draco_ray.lab.runs.cost import show_cost
 
-    show_cost(directory)
+    show_cost(_run_folder(directory))
 
 
 @runs.command(name="timeline")
 def runs_timeline(
-    directory: Annotated[Path, typer.Argument(help="A run directory.")],
+    directory: RunArgument,
     step: Annotated[int, typer.Option(min=1, help="A training step.")],
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
 ) -> None:
     """Write what ran when in a step, for chrome://tracing or ui.perfetto.dev."""
     from draco_ray.lab.runs.timeline import write_timeline
 
-    typer.echo(f"{out}: {write_timeline(directory, step, out)} events")
+    typer.echo(f"{out}: {write_timeline(_run_folder(directory), step, out)} events")
 
 
 @runs.command(name="inspect", epilog="Try:  draco runs inspect runs/NAME --out logs      inspect view --log-dir logs")
 def runs_inspect(
     directory: Annotated[
-        Path, typer.Argument(help="A run directory, of training or of judged traces, or an evaluation directory.")
+        str,
+        typer.Argument(help="A run directory, of training or of judged traces, its URL, or an evaluation directory."),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the logs, one a step or measurement.")],
 ) -> None:
@@ -344,12 +356,14 @@ def runs_inspect(
     Rollouts are samples; rewards and verdicts, or whether the task was solved, are their scores."""
     from draco_ray.lab.runs.inspect_evaluations import write_logs
 
-    typer.echo(f"{out}: {len(write_logs(directory, out))} logs")
+    typer.echo(f"{out}: {len(write_logs(_run_folder(directory), out))} logs")
 
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR", help="A run directory, or several to compare.")],
+    directories: Annotated[
+        list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
+    ],
     figures: Annotated[
         bool, typer.Option("--figures", help="Write the paper's figures as PNG and PDF instead.")
     ] = False,
@@ -372,10 +386,10 @@ def report(
     if serve:
         if len(directories) > 1 or figures or tables or out is not None:
             raise ConfigError("--serve: the page of one run; expected one DIR, and no --figures, --tables or --out")
-        serve_page(directories[0], port, typer.echo)
+        serve_page(_run_folder(directories[0]), port, typer.echo)
         return
 
-    for path in write(directories, figures=figures, tables=tables, out=out):
+    for path in write([_run_folder(each) for each in directories], figures=figures, tables=tables, out=out):
         typer.echo(path)
 
 
@@ -385,13 +399,15 @@ def report(
 )
 def judge(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="Files of traces, folders with them, or run directories.")
+        list[str],
+        typer.Argument(metavar="PATH", help="Files of traces, folders with them, or run directories or their URLs."),
     ],
     judge: Annotated[str, typer.Option(help="LiteLLM's name of the judge, or rules, the offline judge.")] = (
         "openai/gpt-5.4"
     ),
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory for the results; the same again goes on there.")
+        str | None,
+        typer.Option(metavar="DIR", help="Run directory for the results, or its URL; the same again goes on there."),
     ] = None,
     format: Annotated[str, typer.Option(help="auto, or the format of all files; docs/judge-traces.md lists them.")] = (
         "auto"
@@ -440,28 +456,31 @@ def judge(
     from rich.console import Console
 
     from draco_ray.commands.judge import Wanted, run
+    from draco_ray.runs.remote.place import results_folder
 
-    code = run(
-        Wanted(
-            paths=paths,
-            judge=judge,
-            out=out,
-            format=format,
-            group_by=group_by,
-            mapping=mapping,
-            rubric=rubric,
-            budget=budget,
-            fail_under=fail_under,
-            api_base=api_base,
-            api_key_env=api_key_env,
-            context=context,
-            config=load_config(config, override or []),
-            batch=batch,
-            ray=ray,
-            dry_run=dry_run,
-        ),
-        Console(highlight=False, soft_wrap=True, width=120),
-    )
+    console = Console(highlight=False, soft_wrap=True, width=120)
+    with results_folder(None if dry_run else out, lambda line: console.print(line, markup=False)) as folder:
+        code = run(
+            Wanted(
+                paths=[_run_folder(path) for path in paths],
+                judge=judge,
+                out=folder,
+                format=format,
+                group_by=group_by,
+                mapping=mapping,
+                rubric=rubric,
+                budget=budget,
+                fail_under=fail_under,
+                api_base=api_base,
+                api_key_env=api_key_env,
+                context=context,
+                config=load_config(config, override or []),
+                batch=batch,
+                ray=ray,
+                dry_run=dry_run,
+            ),
+            console,
+        )
     if code:
         raise typer.Exit(code)
 
@@ -470,7 +489,9 @@ def judge(
     epilog="Try:  draco replay runs/NAME      draco replay runs/NAME --judge openai/gpt-5.4-mini --step 1 --step 50"
 )
 def replay(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory; it is not changed but for --out.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A run directory or its URL; it is not changed but for --out.")
+    ],
     judge: Annotated[
         str | None,
         typer.Option(
@@ -532,11 +553,12 @@ def replay(
         )
     if judge is not None and rule:
         raise ConfigError("--rule: not together with --judge, which asks about verdicts only")
+    folder = _run_folder(directory, checkpoints=judge == "policy")
     if judge is None:
-        written = replay_algorithm(directory, rules=rule or list(RULES), steps=step, out=out, console=console)
+        written = replay_algorithm(folder, rules=rule or list(RULES), steps=step, out=out, console=console)
     else:
         written = replay_judge(
-            directory,
+            folder,
             judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
             pairing=None
             if pairing is None
@@ -669,7 +691,9 @@ def evaluate(
             "API model as litellm:MODEL.",
         ),
     ] = None,
-    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run, for the options below.")] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="DIR", help="A run or its URL, for the options below.")
+    ] = None,
     last_epochs: Annotated[
         int | None, typer.Option(min=1, help="With --run: the mean over its last so many epoch checkpoints [3].")
     ] = None,
@@ -707,12 +731,17 @@ def evaluate(
     from draco_ray.commands.evaluate import EvaluateOptions
     from draco_ray.commands.evaluate import evaluate as run_evaluation
     from draco_ray.errors import ConfigError
+    from draco_ray.runs.remote.place import is_url
 
     if benchmark not in ("appworld", "tau-banking"):
         raise ConfigError(f"--benchmark {benchmark!r}: unknown; expected appworld or tau-banking")
+    if is_url(run) and out is None:
+        raise ConfigError(f"--run {run}: --out DIR says where the evaluation of a run in an object store goes")
+    if is_url(policy):
+        policy = str(_run_folder(policy or "", checkpoints=True))
     options = EvaluateOptions(
         policy=policy,
-        run=run,
+        run=None if run is None else _run_folder(run, checkpoints=True),
         last_epochs=last_epochs,
         train_curve=train_curve,
         every=every,

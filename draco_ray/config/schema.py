@@ -655,11 +655,19 @@ class TauBenchConfig(Tree):
     server: TauServerConfig = TauServerConfig()
 
 
+StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")]
+"""A place in an object store."""
+
+
 class RunConfig(Tree):
     """The run directory."""
 
-    root: Path = Path("runs")
-    """Folder in which a run gets its directory."""
+    root: Annotated[StoreUrl | Path, Field(union_mode="left_to_right")] = Field(
+        Path("runs"), json_schema_extra={"confirmed": "://"}
+    )
+    """Folder in which a run gets its directory, or an object store for its copy: s3://BUCKET/PREFIX, gs://, abfss://."""
+    local: Path | None = Field(None, json_schema_extra=CONFIRMED)
+    """Where run.root is an object store: folder in which runs work. null: a private one in this user's cache."""
     name: FileName | None = None
     """null: <setting>-<date>-<time>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)

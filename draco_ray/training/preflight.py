@@ -293,7 +293,8 @@ def check_shared(config: DracoConfig, run: Path, nodes: Sequence[Mapping[str, An
                 raise ClusterError(f"{node}: {problem}; every node must see it under this path: use a shared folder")
             if not Path(written).exists():
                 raise ClusterError(
-                    f"{node}: has a run directory {run} of its own; set run.root to a folder that all nodes share"
+                    f"{node}: has a run directory {run} of its own; set run.root (where that is an object store: "
+                    "run.local) to a folder that all nodes share"
                 )
     finally:
         for leftover in run.glob(f"{marker.name}*"):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
+from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.training.engines import unless_engines_fail
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.order import EarlierTasks, TaskOrder
@@ -59,8 +61,19 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     console = console or Console(highlight=False, soft_wrap=True)
     config, prompts, order = _checked(config, console)
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
-    run = _directory(config.run.root.resolve() / name, config)
-    console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+    with working(place_of(config.run, name), partial(console.print, markup=False), new=True) as path:
+        run = _directory(path, config)
+        console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+        return _train_new(config, prompts, order, run, console)
+
+
+def _train_new(
+    config: DracoConfig,
+    prompts: Mapping[str, tuple[Message, ...]],
+    order: TaskOrder,
+    run: RunDirectory,
+    console: Console,
+) -> Path:
     with sole_driver(run):
         if run.config_text() != dump_config(config):
             run.write_config(dump_config(config))
@@ -96,14 +109,14 @@ def resume_or_start(
     """
     if config.run.name is None:
         raise ConfigError("--resume-or-start: which run? Set run.name, and run.root to a folder that outlives the job")
-    path = config.run.root.resolve() / config.run.name
-    if not path.is_dir() or not (path / "config.yaml").is_file() or RunDirectory.open(path).untouched:
+    place = place_of(config.run, config.run.name)
+    if not begun(place, partial((console or Console()).print, markup=False)):
         return train(config, console)
-    return resume(path, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
+    return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
 
 def resume(
-    directory: Path,
+    directory: Path | str,
     source: str | None = None,
     overrides: Sequence[str] = (),
     setting: str | None = None,
@@ -115,7 +128,7 @@ def resume(
     """Continue a stopped run at the step, and within the step, where it stopped.
 
     Args:
-        directory: the run's.
+        directory: the run's, or the URL of its copy in an object store, which is restored if it is not here.
         source: a preset or a YAML file that describes the same run; None takes the run's own configuration.
         overrides: as of `draco_ray.config.load.load_config`.
         setting: likewise.
@@ -126,8 +139,37 @@ def resume(
     Raises:
         DracoError: as `train` does; ConfigError also for a configuration that has changed.
     """
+    here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
+    place = place_at(directory, here, trust=trust)
+    return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
+
+
+def _continue(
+    place: Place,
+    source: str | None,
+    overrides: Sequence[str],
+    setting: str | None,
+    *,
+    allow_changed: bool,
+    trust: bool,
+    console: Console | None,
+) -> Path:
     console = console or Console(highlight=False, soft_wrap=True)
-    run = RunDirectory.open(directory.resolve())
+    with working(place, partial(console.print, markup=False)) as path:
+        run = RunDirectory.open(path.resolve())
+        return _resume(run, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
+
+
+def _resume(
+    run: RunDirectory,
+    source: str | None,
+    overrides: Sequence[str],
+    setting: str | None,
+    *,
+    allow_changed: bool,
+    trust: bool,
+    console: Console,
+) -> Path:
     old = load_config(str(run.path), trust=True)
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
     config, prompts, _ = _checked(config, console)

@@ -114,6 +114,8 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
     named = {key for key in dotted_keys() if key.rsplit(".", 1)[-1].endswith(telling)} - no_place
     # Whatever an environment takes: files of tools, commands, addresses; and an agent that is a program.
     named |= {"environment.options", "agent.command", "agent.folder", "agent.pass_environment"}
+    # An object store, and the folder that is copied to it.
+    named |= {"run.root", "run.local"}
     assert named == confirmed
     shutil_like = ("command", "program", "class", "module", "entry", "url", "hook", "script", "plugin", "executable")
     assert not [key for key in set(dotted_keys()) - named if any(word in key for word in shutil_like)]

@@ -113,7 +113,7 @@ def test_one_command_starts_continues_and_starts_again_what_never_began(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(run_module, "train", lambda *given: done.append("started"))
-    monkeypatch.setattr(run_module, "resume", lambda path, *given, **more: done.append(f"continued {path.name}"))
+    monkeypatch.setattr(run_module, "_continue", lambda place, *given, **more: done.append(f"continued {place.name}"))
     config = configured(tmp_path)
     resume_or_start(config, "sandbox")
     run = RunDirectory.create(tmp_path / "nightly", dump_config(config))
@@ -121,7 +121,7 @@ def test_one_command_starts_continues_and_starts_again_what_never_began(
     run.part("trajectories", 1, "a").parent.mkdir(parents=True)
     run.part("trajectories", 1, "a").touch()
     resume_or_start(config, "sandbox")
-    assert done == ["started", "started", "continued nightly"]
+    assert done == ["started", "started", f"continued {run.path}"]
     with pytest.raises(ConfigError, match="which run. Set run.name"):
         resume_or_start(configured(tmp_path, None), "sandbox")
 

@@ -50,6 +50,7 @@ from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
 from draco_ray.rollout.pool import Member
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.remote.place import place_of
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import (
     Actors,
@@ -106,7 +107,7 @@ def author_rubric(
     config = checked_model(config)
     prompts = dict(list(usable_prompts(config, environment, console).items())[: settings.tasks])
     name = config.run.name or f"rubric-{datetime.now():%Y%m%d-%H%M%S}"
-    run = RunDirectory.create(config.run.root.resolve() / name, dump_config(config))
+    run = RunDirectory.create(place_of(config.run, name).local, dump_config(config))
     console.print(
         f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, tasks {config.data.root}"
     )

@@ -1,0 +1,155 @@
+"""Runs in a real S3 server (moto's, on loopback), behind a proxy that makes it fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+from pyarrow import fs
+
+from draco_ray.errors import ConfigError, StoreError
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.remote.place import Place, readable, working
+from draco_ray.runs.remote.store import ArrowStore
+from tests.support.object_store import Faults, faulty_proxy
+from tests.support.small_run import TASKS
+from tests.unit.test_remote_runs import CALLS, LARGE, SmallRun, consistent
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    yield moto.get_host_and_port()[1]
+    moto.stop()
+
+
+@pytest.fixture
+def s3(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Faults]]:
+    """A bucket's URL through the proxy, and what makes that fail."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "tests",
+        "AWS_SECRET_ACCESS_KEY": "tests",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    direct = fs.S3FileSystem(
+        endpoint_override=f"http://127.0.0.1:{server}", region="us-east-1", allow_bucket_creation=True
+    )
+    direct.create_dir("bucket")
+    with faulty_proxy(server) as (port, faults):
+        yield f"endpoint_override=http://127.0.0.1:{port}&region=us-east-1&scheme=http", faults
+
+
+def place(options: str, name: str, local: Path) -> Place:
+    return Place(local / name, f"s3://bucket/runs/50% of #1 ü/{name}?{options}")
+
+
+def test_a_run_is_copied_and_restored_with_names_as_they_are(s3: tuple[str, Faults], tmp_path: Path) -> None:
+    here, elsewhere = (place(s3[0], "a run %20", tmp_path / name) for name in ("here", "elsewhere"))
+    said: list[str] = []
+    with working(here, said.append, new=True) as path:
+        run = SmallRun(path)
+        for task in TASKS:
+            run.piece(1, task)
+        run.finish(1)
+        (path / "weights").write_bytes(os.urandom(12 * LARGE))
+    with working(elsewhere, said.append) as path:
+        assert consistent(path) == (len(TASKS), len(TASKS) * CALLS, [1])
+        assert (path / "weights").read_bytes() == (here.local / "weights").read_bytes()
+    assert here.url is not None
+    assert consistent(readable(here.url, checkpoints=True)) == consistent(here.local)
+    assert not any(name for name in ArrowStore(here.url).names("claims"))
+
+
+@pytest.mark.parametrize("fault", ["503", "cut", "dropped", "slow"])
+def test_a_store_that_fails_now_and_then_loses_nothing(s3: tuple[str, Faults], tmp_path: Path, fault: str) -> None:
+    options, faults = s3
+    here, elsewhere = (place(options, fault, tmp_path / name) for name in ("here", "elsewhere"))
+    said: list[str] = []
+    with working(here, said.append, new=True) as path:
+        run = SmallRun(path)
+        # More in a row than the client itself tries.
+        faults.orders.extend([fault] * (1 if fault == "slow" else 5))
+        for task in TASKS:
+            run.piece(1, task)
+        run.finish(1)
+    faults.orders.extend([fault, "", fault])
+    with working(elsewhere, said.append) as path:
+        assert consistent(path) == (len(TASKS), len(TASKS) * CALLS, [1])
+    assert not faults.orders
+    assert all("\n" not in line for line in said)
+
+
+def test_a_store_that_is_gone_at_the_end_loses_nothing_here(
+    s3: tuple[str, Faults], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, faults = s3
+    here = place(options, "down", tmp_path / "here")
+    monkeypatch.setattr("draco_ray.runs.remote.place.END_SECONDS", 1.0)
+    said: list[str] = []
+
+    def work() -> None:
+        with working(here, said.append, new=True) as path:
+            SmallRun(path).piece(1, TASKS[0])
+            faults.down = True
+
+    with pytest.raises(StoreError, match="it is all in .*draco train --resume .* goes on with copying"):
+        work()
+    faults.down = False
+    with working(here, said.append) as path:
+        assert RunDirectory.open(path).table("judge_calls").num_rows == CALLS
+    assert here.url is not None
+    assert RunDirectory.open(readable(here.url)).table("judge_calls").num_rows == CALLS
+
+
+def test_a_bucket_that_is_not_there_is_one_line(s3: tuple[str, Faults], tmp_path: Path) -> None:
+    missing = Place(tmp_path / "run", f"s3://no-such-bucket/run?{s3[0]}")
+    with pytest.raises((ConfigError, StoreError), match="no-such-bucket/run") as refusal, working(missing, print):
+        pass
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_driver_that_is_killed_is_gone_on_from_by_another(s3: tuple[str, Faults], tmp_path: Path) -> None:
+    """SIGKILL behind a copy: another driver takes the claim of the dead process over and has what was copied."""
+    here, elsewhere = (place(s3[0], "killed", tmp_path / name) for name in ("here", "elsewhere"))
+    program = textwrap.dedent(
+        f"""
+        import sys, time
+        from pathlib import Path
+        from draco_ray.runs.remote import replica
+        from draco_ray.runs.remote.place import Place, working
+        from tests.support.small_run import TASKS
+        from tests.unit.test_remote_runs import SmallRun
+        replica.INTERVAL_SECONDS, replica.SHARE = 0.01, 1.0
+        with working(Place(Path({str(here.local)!r}), {here.url!r}), print, new=True) as path:
+            run = SmallRun(path)
+            for step in range(1, 1000):
+                for task in TASKS:
+                    run.piece(step, task)
+                run.finish(step)
+                print("step", step, flush=True)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        store = ArrowStore(here.url or "")
+        while len(store.names("manifests")) < 2:
+            assert driver.stdout.readline()
+        driver.send_signal(signal.SIGKILL)
+    with working(elsewhere, print) as path:
+        run = RunDirectory.open(path)
+        assert run.table("judge_calls").num_rows > 0
+        # A step whose checkpoint is there and whose end is not goes on from its parts.
+        assert set(run.checkpoint_steps()) >= {line["step"] for line in run.metrics()}

@@ -1,0 +1,452 @@
+"""A run directory's copy in an object store is a run at every moment, whoever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draco_ray.config.load import dump_config, load_config
+from draco_ray.errors import ConfigError, DamagedRun, StoreError
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.remote import place as places
+from draco_ray.runs.remote.claim import Claim, ClaimLost, take
+from draco_ray.runs.remote.manifest import latest_manifest
+from draco_ray.runs.remote.marker import Marker
+from draco_ray.runs.remote.place import Place, begun, place_at, place_of, readable, working
+from draco_ray.runs.remote.replica import Replica
+from draco_ray.runs.remote.restore import restore
+from draco_ray.runs.remote.store import ArrowStore, Patient
+from draco_ray.runs.store import RunStore
+from tests.support.killed import Killed
+from tests.support.object_store import MemoryStore
+from tests.support.small_run import TASKS, a_call, write_group
+
+URL = "mem://bucket/run"
+CONFIG = dump_config(load_config())
+CALLS = 7
+"""Rows of judge calls in a piece."""
+LARGE = 2**20
+"""Bytes: from here on a file is an object of its own."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a run, but for those of this machine."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+class SmallRun:
+    """A run that goes on by small pieces."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = RunDirectory.create(path, CONFIG)
+        self.store = RunStore(self.directory)
+        self.path = path
+        self.calls = 0
+        with self.cache() as cache:
+            cache.execute("CREATE TABLE replies (key TEXT PRIMARY KEY, answer TEXT)")
+
+    @contextlib.contextmanager
+    def cache(self) -> Any:
+        self.directory.judge_cache.mkdir(exist_ok=True)
+        with contextlib.closing(sqlite3.connect(self.directory.judge_cache / "replies.sqlite")) as connection:
+            yield connection
+            connection.commit()
+
+    def piece(self, step: int, task: str) -> None:
+        """A reply, its row, and a group."""
+        self.calls += 1
+        with self.cache() as cache:
+            cache.execute("INSERT INTO replies VALUES (?, ?)", (f"{step}-{task}", "x" * 500))
+        self.store.write(
+            "judge_calls", step, f"{task}-stage1", rows.call_rows(step, [a_call("stage1", step, task, None)])
+        )
+        write_group(self.store, step, task)
+
+    def finish(self, step: int) -> None:
+        """The step's end, and its checkpoint."""
+        checkpoint = self.directory.checkpoint(step)
+        unfinished = checkpoint.with_name(f".{checkpoint.name}.unfinished")
+        unfinished.mkdir(parents=True)
+        (unfinished / "adapter_model.safetensors").write_bytes(bytes([step]) * (LARGE + step))
+        (unfinished / "counters.json").write_text(json.dumps({"updates": step}))
+        unfinished.rename(checkpoint)
+        self.store.finish_step(step, {"step": step})
+
+
+def consistent(folder: Path) -> tuple[int, int, list[int]]:
+    """Replies, judge calls and checkpoints of a run that reads back whole; what rows are made of is there."""
+    run = RunDirectory.open(folder)
+    with contextlib.closing(sqlite3.connect(run.judge_cache / "replies.sqlite")) as cache:
+        assert cache.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        replies = cache.execute("SELECT count(*) FROM replies").fetchone()[0]
+    calls = run.table("judge_calls").num_rows
+    assert calls <= CALLS * replies
+    assert [line["step"] for line in run.metrics()] == run.checkpoint_steps()
+    for step in run.checkpoint_steps():
+        assert (run.checkpoint(step) / "adapter_model.safetensors").stat().st_size == LARGE + step
+        assert set(run.table("groups", step).column("task_id").to_pylist()) == set(TASKS)
+    return replies, calls, run.checkpoint_steps()
+
+
+def replica_of(store: MemoryStore, folder: Path) -> Replica:
+    return Replica(store, folder, URL, take(store, URL, print, lease=0.0))
+
+
+def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    """Every change of the store is a place to die at, before it and behind it, and no finished row is lost."""
+    killed = 0
+    for point in range(10_000):
+        store, run = MemoryStore(), SmallRun(tmp_path / "run")
+        store.left = point
+        with contextlib.suppress(Killed):
+            replica = replica_of(store, run.path)
+            replica.tidy(store)
+            for step in (1, 2):
+                for task in TASKS:
+                    run.piece(step, task)
+                    replica.copy(store)
+                run.finish(step)
+                replica.copy(store)
+            store.left = None
+        died = store.left is not None
+        killed += died
+        store.left = None
+        there = restore(store, tmp_path / "there", URL)
+        assert there is not None or died
+        if there is not None:
+            _, calls, checkpoints = consistent(tmp_path / "there")
+            # At most the copy that was under way is not there.
+            assert calls >= CALLS * (run.calls - 1)
+            assert checkpoints in (run.directory.checkpoint_steps(), run.directory.checkpoint_steps()[:-1])
+            marker = Marker.read(run.path)
+            assert marker is not None
+            assert marker.of(there.name)
+        # Whoever goes on copies all of it, and leaves nothing behind.
+        again = replica_of(store, run.path)
+        again.tidy(store)
+        again.copy(store)
+        again.tidy(store)
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)
+        last = restore(store, tmp_path / "there", URL)
+        assert last is not None
+        assert contents(tmp_path / "there").keys() == contents(run.path).keys()
+        assert consistent(tmp_path / "there") == consistent(run.path)
+        kept = {name for manifest in again._written for name in manifest.objects}
+        assert set(store.names("objects")) == kept
+        shutil.rmtree(tmp_path / "there")
+        shutil.rmtree(run.path)
+        if not died:
+            break
+    assert killed > 30
+
+
+def test_a_run_is_copied_while_it_is_written(tmp_path: Path) -> None:
+    """Each copy that is taken while another thread writes, gathers and removes is a run."""
+    store, run = MemoryStore(), SmallRun(tmp_path / "run")
+    replica = replica_of(store, run.path)
+
+    def write() -> None:
+        for step in range(1, 9):
+            for task in TASKS:
+                run.piece(step, task)
+            run.finish(step)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    copies = 0
+    while writer.is_alive() or replica.copy(store):
+        replica.copy(store)
+        copies += 1
+        restore(store, tmp_path / "there", URL)
+        run_there = RunDirectory.open(tmp_path / "there")
+        run_there.table("judge_calls")
+        assert set(run_there.checkpoint_steps()) - {line["step"] for line in run_there.metrics()} <= {
+            max(run_there.checkpoint_steps(), default=0)
+        }
+    writer.join()
+    assert copies > 2
+    assert consistent(tmp_path / "there") == (8 * len(TASKS), 8 * len(TASKS) * CALLS, list(range(1, 9)))
+
+
+def test_names_survive_and_nobody_else_may_read(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run")
+    odd = ["a b%20#?&ü☃.txt", "logs/driver #1.jsonl", "tables/x/.hidden.parquet"]
+    for name in odd:
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(name)
+    (run.path / "half.tmp").write_text("half")
+    url = f"file://{tmp_path}/store/50% #1 ü"
+    store = ArrowStore(url)
+    assert Replica(store, run.path, url, take(store, url, print)).copy(store)
+    restore(store, tmp_path / "there", url)
+    for name in odd:
+        assert (tmp_path / "there" / name).read_text() == name
+    assert not (tmp_path / "there" / "half.tmp").exists()
+    assert (tmp_path / "store" / "50% #1 ü" / "manifests").is_dir()
+    assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o700
+    files = (path for path in (tmp_path / "there").rglob("*") if path.is_file())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+def test_what_is_damaged_in_the_store_is_named(tmp_path: Path) -> None:
+    store, run = MemoryStore(), SmallRun(tmp_path / "run")
+    replica = replica_of(store, run.path)
+    replica.copy(store)
+    run.piece(1, TASKS[0])
+    replica.copy(store)
+    names = sorted(store.names("manifests"))
+    whole = dict(store.objects)
+    # Half a manifest is none: the one before it counts.
+    store.objects[f"manifests/{names[-1]}"] = store.objects[f"manifests/{names[-1]}"][:-10]
+    assert (found := latest_manifest(store, URL)) is not None
+    assert found.name == names[-2]
+    store.objects = {name: data[:-1] if name.startswith("objects/") else data for name, data in whole.items()}
+    with pytest.raises(DamagedRun, match="is not what the manifest says"):
+        restore(store, tmp_path / "there", URL)
+    store.objects = {name: data for name, data in whole.items() if not name.startswith("objects/")}
+    with pytest.raises(DamagedRun, match="is missing"):
+        restore(store, tmp_path / "there2", URL)
+
+
+@pytest.mark.parametrize("path", ["../out", "/etc/out", "tables/../../out", ""])
+def test_a_manifest_that_leads_out_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    from draco_ray.runs.remote.manifest import Entry, Manifest
+
+    store = MemoryStore()
+    name, data = Manifest(1, 1, {path: Entry(1, "0" * 64, "0" * 64)}).encoded()
+    store.write(f"manifests/{name}", data)
+    with pytest.raises(DamagedRun, match="is no file of a run directory"):
+        restore(store, tmp_path / "there", URL)
+
+
+def test_a_newer_manifest_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draco_ray.runs.remote import manifest
+
+    store = MemoryStore()
+    monkeypatch.setattr(manifest, "SCHEMA_VERSION", 2)
+    name, data = manifest.Manifest(1, 1, {}).encoded()
+    monkeypatch.undo()
+    store.write(f"manifests/{name}", data)
+    with pytest.raises(DamagedRun, match="schema version 2, this program knows those up to 1") as refusal:
+        latest_manifest(store, URL)
+    assert "\n" not in str(refusal.value)
+
+
+def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
+    store = MemoryStore()
+    first = take(store, URL, print)
+    beats = iter(range(100))
+
+    def sleep(seconds: float) -> None:
+        # The other one lives.
+        if next(beats) == 1:
+            first.beat()
+
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
+        take(store, URL, print, sleep=sleep)
+    first.check()
+    # It is stopped for longer than its claim lasts: another takes over, and it finds out before it writes.
+    second = take(store, URL, print, sleep=lambda seconds: None)
+    second.check()
+    with pytest.raises(ClaimLost, match="another driver has taken this run over"):
+        first.check()
+    assert second.epoch == first.epoch + 1
+    second.release()
+    assert take(store, URL, print).epoch >= 1
+
+
+def test_drivers_that_begin_at_once_are_never_two() -> None:
+    """Every order in which two claims may meet: at most one of them is granted."""
+
+    class Meeting(MemoryStore):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.at, self.asked, self.granted = at, 0, 0
+
+        def names(self, folder: str) -> list[str]:
+            self.asked += 1
+            if self.asked == self.at:
+                self._other()
+            found = super().names(folder)
+            if self.asked == -self.at:
+                self._other()
+            return found
+
+        def _other(self) -> None:
+            with contextlib.suppress(ConfigError):
+                take(self, URL, lambda line: None, sleep=self._lives)
+                self.granted += 1
+
+        def _lives(self, seconds: float) -> None:
+            for name in super().names("claims"):
+                claim = json.loads(self.objects[f"claims/{name}"])
+                self.objects[f"claims/{name}"] = json.dumps({**claim, "beats": claim["beats"] + 1}).encode()
+
+    for at in [*range(1, 8), *range(-8, 0)]:
+        store = Meeting(at)
+        with contextlib.suppress(ConfigError):
+            take(store, URL, lambda line: None, sleep=store._lives)
+            store.granted += 1
+        assert store.granted == 1, at
+
+
+def test_a_claim_of_a_process_that_has_ended_here_is_not_waited_for() -> None:
+    store = MemoryStore()
+    Claim(store, URL, 3)
+    (name,) = store.names("claims")
+    ended = json.loads(store.read(f"claims/{name}")) | {"began": "1"}
+    store.write(f"claims/{name}", json.dumps(ended).encode())
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError
+
+    assert take(store, URL, print, sleep=sleep).epoch == 4
+    assert len(store.names("claims")) == 1
+
+
+def test_a_driver_that_was_thought_dead_changes_nothing(tmp_path: Path) -> None:
+    store, run = MemoryStore(), SmallRun(tmp_path / "run")
+    replica = replica_of(store, run.path)
+    replica.copy(store)
+    take(store, URL, print, lease=0.0)
+    run.piece(1, TASKS[0])
+    before = {name for name in store.objects if name.startswith("manifests/")}
+    with pytest.raises(ClaimLost):
+        replica.copy(store)
+    assert {name for name in store.objects if name.startswith("manifests/")} == before
+
+
+class Flaky(MemoryStore):
+    """Fails so many times in a row."""
+
+    def __init__(self, failures: int, error: OSError) -> None:
+        super().__init__()
+        self.failures, self.error = failures, error
+
+    def write(self, name: str, data: bytes) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise self.error
+        super().write(name, data)
+
+
+def test_an_outage_is_said_once_and_waited_out() -> None:
+    said: list[str] = []
+    store = Flaky(5, OSError("AWS Error SLOW_DOWN:\n 503"))
+    patient = Patient(store, "s3://b/r", said.append, seconds=60, first_wait=0.001)
+    patient.write("a", b"1")
+    assert store.objects == {"a": b"1"}
+    assert said == [
+        "s3://b/r: AWS Error SLOW_DOWN: 503; trying again, the run goes on in its local folder",
+        "s3://b/r: answers again",
+    ]
+    with pytest.raises(StoreError, match="ACCESS_DENIED"):
+        Patient(Flaky(10**9, OSError("ACCESS_DENIED")), "s3://b/r", said.append, seconds=60).write("a", b"1")
+    with pytest.raises(StoreError, match="s3://b/r: cannot be used: gone"):
+        Patient(Flaky(10**9, OSError("gone")), "s3://b/r", said.append, seconds=0).write("a", b"1")
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"file://{tmp_path}/store/über 1%#"
+
+
+def a_place(url: str, local: Path | None = None) -> Place:
+    config = load_config(None, ["run.name=a run", f"run.local={local}" if local else "seed=0"]).run
+    return place_of(config.model_copy(update={"root": url}), "a run")
+
+
+def test_a_run_goes_on_here_and_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -> None:
+    said: list[str] = []
+    here, elsewhere = a_place(url, tmp_path / "here"), a_place(url, tmp_path / "elsewhere")
+    assert not begun(here, said.append)
+    with working(here, said.append, new=True) as path:
+        SmallRun(path).piece(1, TASKS[0])
+    assert said == [f"copied to {url}/a run"]
+    assert begun(here, said.append)
+    assert begun(elsewhere, said.append)
+    with pytest.raises(ConfigError, match="already exists"), working(elsewhere, said.append, new=True):
+        pass
+    with working(elsewhere, said.append) as path:
+        assert contents(path).keys() == contents(here.local).keys()
+        assert consistent(path) == consistent(here.local)
+        (path / "more").write_text("of there")
+    # What is here is older now: it is kept aside.
+    with working(here, said.append) as path:
+        assert (path / "more").read_text() == "of there"
+    assert contents(here.local.with_name("a run.before-1")).keys() == contents(here.local).keys() - {"more"}
+    assert any("has gone on elsewhere" in line for line in said)
+    assert place_at(here.local) == here
+    assert readable(f"{url}/a run").name == "a run"
+    assert consistent(readable(f"{url}/a run", checkpoints=True)) == consistent(here.local)
+    with pytest.raises(ConfigError, match="no run is there"):
+        readable(f"{url}/another")
+
+
+def test_a_folder_that_is_ahead_of_its_copy_is_what_goes_on(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end could not copy: exit with one line, and the next start copies it."""
+    place = a_place(url)
+    said: list[str] = []
+    with working(place, said.append) as path:
+        run = SmallRun(path)
+    monkeypatch.setattr(places, "END_SECONDS", 0.0)
+
+    def broken(*arguments: object) -> None:
+        raise OSError("503 Slow Down")
+
+    def work() -> None:
+        with monkeypatch.context() as patch, working(place, said.append):
+            run.piece(1, TASKS[0])
+            patch.setattr(ArrowStore, "write", broken)
+
+    with pytest.raises(StoreError) as refusal:
+        work()
+    line = str(refusal.value)
+    assert "\n" not in line
+    assert f"draco train --resume '{place.local}'" in line
+    assert "503 Slow Down" in line
+    with working(place_at(place.local), said.append) as path:
+        assert RunDirectory.open(path).table("judge_calls").num_rows == CALLS
+    assert RunDirectory.open(readable(f"{url}/a run")).table("judge_calls").num_rows == CALLS
+
+
+def test_somebody_elses_folder_does_not_say_where_it_is_copied(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    run = SmallRun(tmp_path / "run")
+    Marker(url, None).write(run.path)
+    assert place_at(run.path).url == url
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "yours"))
+    with pytest.raises(ConfigError, match="not made here, and it would be copied to"):
+        place_at(run.path)
+    assert place_at(run.path, trust=True).url == url
+
+
+@pytest.mark.parametrize(
+    ("root", "problem"),
+    [
+        ("s4://bucket/prefix", "cannot be opened"),
+        ("s3://key:secret@bucket/prefix", "a URL with a password"),
+        ("file://", "no URL"),
+    ],
+)
+def test_a_root_that_is_none_is_one_line(root: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refusal, working(a_place(root), print):
+        pass
+    assert "\n" not in str(refusal.value)
+    assert "secret" not in str(refusal.value)
