@@ -22,6 +22,7 @@ ENVIRONMENTS = {
     "appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment",
     "appworld_functions": "draco_ray.environments.appworld.functions:AppWorldFunctions",
     "tasks": "draco_ray.environments.tasks:TasksEnvironment",
+    "tau": "draco_ray.benchmarks.tau.environment:TauEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
     "verifiers": "draco_ray.environments.verifiers.environment:VerifiersEnvironment",
 }
@@ -211,6 +212,14 @@ class GuardedWorld:
             raise
         except Exception as error:
             raise crash(self._name, self._world.task.task_id, error) from error
+
+    async def keep(self, folder: Path) -> None:
+        """Copy what the world wants kept of the episode to ``folder``, which is not there yet; most keep nothing.
+
+        A world says so by a method of this name. Raises: OSError.
+        """
+        if (keep := getattr(self._world, "keep", None)) is not None:
+            await keep(folder)
 
     async def close(self) -> None:
         """See `World`. Raises: EnvironmentCrashed."""

@@ -25,6 +25,8 @@ from draco_ray.records import Task
 
 WORKSPACE = "workspace"
 """Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
+KEPT = "kept"
+"""Folder of the workspace whose files stay with the run."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that called a tool, that was \
 answered, or, where it was offered no tools, that anything came after; what tools answered stands as its output.
@@ -124,6 +126,11 @@ class HandIn:
             last = " ".join((ran.errors or ran.output).split())[-300:]
             raise EnvironmentCrashed(f"task {task_id}: the evaluator {how}, expected 0 or 1; its last words: {last}")
         return _verdict(task_id, ran.exit_code == 0, ran.output)
+
+    async def keep(self, folder: Path) -> None:
+        """See `draco_ray.environments.base.GuardedWorld.keep`."""
+        if (kept := self._folder / KEPT).is_dir():
+            await asyncio.to_thread(shutil.copytree, kept, folder, symlinks=True)
 
     async def close(self) -> None:
         """Remove the folder."""

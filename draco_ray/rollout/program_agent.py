@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -20,17 +21,20 @@ from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
 from draco_ray.rollout.agent_prompt import fill_agent_prompt
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import shared_endpoint
+from draco_ray.rollout.endpoint.world_tools import WorldTools
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 
 RUNNER = "draco_ray.rollout.call_function"
+PLAY_AGAIN = os.EX_TEMPFAIL
+"""Exit code by which a program says that something else than the policy failed."""
 _SAID_CHARACTERS = 300
 
 
 class ProgramAgent:
     """Starts ``agent.command`` (or ``agent.function``, in a process of its own) once an episode.
 
-    The program's standard output is what it hands in: it is the one action that the world is given, when the program
-    has ended by itself.
+    Where the task lists tools, the world is acted in by the program's calls (`WorldTools`). Else what it prints is what
+    it hands in: the one action that the world is given, when the program has ended by itself.
     """
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
@@ -61,9 +65,10 @@ class ProgramAgent:
         task = world.task
         prompt = self.prompt(task)
         episode = Episode(task, request, self._policy, self._config)
+        tools = WorldTools(world, self._config) if task.tools else None
         with tempfile.TemporaryDirectory(prefix="draco-agent-") as scratch:
-            async with shared_endpoint().serving(episode) as base_url:
-                environment = self._environment(Path(scratch), task, episode.key, base_url)
+            async with shared_endpoint().serving(episode, tools) as base_url:
+                environment = self._environment(Path(scratch), task, prompt, episode.key, base_url)
                 try:
                     ran = await run_program(
                         self._words,
@@ -79,7 +84,9 @@ class ProgramAgent:
         if episode.failed.done():
             episode.failed.result()
         ended, why = self._end(episode, ran)
-        if ended is EpisodeEnd.FINISHED:
+        if tools is not None and tools.crash is not None:
+            ended, why = end_of(tools.crash), str(tools.crash)
+        elif ended is EpisodeEnd.FINISHED and tools is None:
             try:
                 await world.act(ran.output)
             except EnvironmentCrashed as crash:
@@ -97,13 +104,17 @@ class ProgramAgent:
         said = f"; its last words: {last}" if last else ""
         if not episode.turns and episode.refused is None:
             return EpisodeEnd.SERVER_ERROR, f"the agent's program {how} and never called the endpoint{said}"
+        if ran.exit_code == PLAY_AGAIN and episode.refused is None:
+            return EpisodeEnd.SERVER_ERROR, f"the agent's program asks to be played again{said}"
         if ran.exit_code == 0:
             return episode.refused or EpisodeEnd.FINISHED, None
         if episode.refused is not None:
             return episode.refused, f"the agent's program {how} after the limit{said}"
         return EpisodeEnd.CRASHED, f"the agent's program {how}{said}"
 
-    def _environment(self, scratch: Path, task: Task, key: str, base_url: str) -> Mapping[str, str]:
+    def _environment(
+        self, scratch: Path, task: Task, prompt: tuple[Message, ...], key: str, base_url: str
+    ) -> Mapping[str, str]:
         """The variables of one program: those that are let through, and its own."""
         file = scratch / "task.json"
         told = {
@@ -111,22 +122,28 @@ class ProgramAgent:
             "group": task.group,
             "instruction": task.instruction,
             "fields": {**task.fields},
+            "messages": [{"role": message.role, "content": message.content} for message in prompt],
         }
         file.write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8", errors="replace")
         work = task.fields.get(WORKSPACE) or str(scratch)
-        return passed_environment(self._config.pass_environment) | {
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_BASE": base_url,
-            "OPENAI_API_KEY": key,
-            "NO_PROXY": "127.0.0.1,localhost",
-            "no_proxy": "127.0.0.1,localhost",
-            "TMPDIR": str(scratch),
-            "PYTHONUNBUFFERED": "1",
-            "DRACO_TASK_FILE": str(file),
-            "DRACO_TASK_ID": task.task_id,
-            "DRACO_MODEL": "policy",
-            "DRACO_WORKSPACE": work,
-        }
+        tools = {"DRACO_TOOLS_URL": f"{base_url}/tools"} if task.tools else {}
+        return (
+            passed_environment(self._config.pass_environment)
+            | tools
+            | {
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_BASE": base_url,
+                "OPENAI_API_KEY": key,
+                "NO_PROXY": "127.0.0.1,localhost",
+                "no_proxy": "127.0.0.1,localhost",
+                "TMPDIR": str(scratch),
+                "PYTHONUNBUFFERED": "1",
+                "DRACO_TASK_FILE": str(file),
+                "DRACO_TASK_ID": task.task_id,
+                "DRACO_MODEL": "policy",
+                "DRACO_WORKSPACE": work,
+            }
+        )
 
 
 def _words(config: AgentConfig) -> list[str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.environments.base import (
     Environment,
@@ -27,6 +31,10 @@ from draco_ray.rollout.agent import Policy, RolloutRequest, find_agent
 from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.summaries import RolloutSummary
 
+log = logging.getLogger(__name__)
+
+EPISODES = "episodes"
+"""Folder of a run directory, or of an evaluation's, for files that worlds keep of their episodes."""
 Policies = Callable[[AgentConfig], list[Policy]]
 """Makes the policies that a worker samples from, in the worker: engines of this run, or an API."""
 
@@ -57,8 +65,10 @@ class RolloutWorkerActor:
         data: DataConfig,
         ground_truth: bool,
         slots: int,
+        kept: Path | None = None,
     ) -> None:
         start_run_log()
+        self._kept = kept
         self._slots = [
             make_environment(environment, data, ground_truth=ground_truth, name=f"{name}.{index}")
             for index in range(slots)
@@ -92,6 +102,7 @@ class RolloutWorkerActor:
                 if self._ground_truth and trajectory.ended is not EpisodeEnd.SERVER_ERROR:
                     evaluated = await evaluate(world, trajectory)
             finally:
+                await self._keep(world, request)
                 await world.close()
         except IsolationUnavailable:
             raise
@@ -101,6 +112,20 @@ class RolloutWorkerActor:
             self._free.put_nowait(slot)
         # The trajectory knows when it was played; the slot was held from before its world opened until it was closed.
         return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluated
+
+    async def _keep(self, world: GuardedWorld, request: RolloutRequest) -> None:
+        """Keep the files of an episode; that they cannot be is no reason to lose it."""
+        if self._kept is None:
+            return
+        try:
+            parts = [file_name(part) for part in (*request.group.split("/"), f"{request.rollout}.{request.attempt}")]
+            folder = self._kept.joinpath(*parts)
+            # A step that is played again after a crash leaves no mixture.
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await world.keep(folder)
+        except Exception as error:
+            said = " ".join(str(error).split())[:300]
+            log.warning("files of rollout %s/%s are not kept: %s", request.group, request.rollout, said)
 
     async def up(self) -> None:
         """Say that this worker can be asked."""
@@ -157,8 +182,14 @@ def start_rollout_workers(
     ground_truth: bool,
     run_name: str,
     kind: str = "RolloutWorker",
+    kept: Path | None = None,
 ) -> list[tuple[Any, int]]:
-    """Workers for the configured slots, each with its number of slots; ``kind`` begins their names, unique in a run."""
+    """Workers for the configured slots, each with its number of slots.
+
+    Args:
+        kind: begins their names, unique in a run.
+        kept: a folder that every node sees, for files of episodes whose worlds keep any.
+    """
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
         # Here, because a worker that cannot be made would only be tried again.
         check(agent, policies)
@@ -185,6 +216,7 @@ def start_rollout_workers(
             data=data,
             ground_truth=ground_truth,
             slots=slots,
+            kept=kept,
         )
         workers.append((worker, slots))
     return workers

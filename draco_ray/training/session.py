@@ -38,7 +38,7 @@ from draco_ray.rollout.agent import find_agent
 from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
-from draco_ray.rollout.worker import start_rollout_workers
+from draco_ray.rollout.worker import EPISODES, start_rollout_workers
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
@@ -286,6 +286,7 @@ class Actors:
         check_session(config, run.path)
         self._config = config
         self._name = name
+        self._kept = run.path.resolve() / EPISODES
         self._ready = False
         length = config.agent.max_prompt_length + config.agent.max_response_length
         if uses_self_judge(config):
@@ -359,6 +360,7 @@ class Actors:
             ground_truth=ground_truth,
             run_name=self._name,
             kind=kind,
+            kept=self._kept,
         )
 
     def pool(self, workers: list[tuple[Any, int]]) -> RolloutPool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from draco_ray.rollout.agent import RolloutRequest, find_agent
 from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.worker import start_rollout_workers
-from tests.support.endpoint_episode import CHAT, END, TASK, ScriptedSampler, check_books
+from tests.support.endpoint_episode import CHAT, END, TASK, TOOL, ScriptedSampler, call, check_books
 
 CURL = """\
 #!/bin/sh
@@ -173,6 +174,7 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
         ("raise ValueError('no')", EpisodeEnd.SERVER_ERROR, "exit code 1 and never called .* ValueError: no"),
         ("ask('a'); raise ValueError('no')", EpisodeEnd.CRASHED, "exit code 1; its last words: .*ValueError: no"),
         ("ask('a'); os.kill(os.getpid(), 9)", EpisodeEnd.CRASHED, "was ended by signal 9$"),
+        ("ask('a'); print('no desk'); exit(75)", EpisodeEnd.SERVER_ERROR, "asks to be played again; .*words: no desk"),
         ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was ended by signal 6"),
         ("ask('a'); import time; time.sleep(600)", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=4"),
         ("import time; time.sleep(600)", EpisodeEnd.SERVER_ERROR, "timeout_seconds=4 and never called the endpoint"),
@@ -287,6 +289,85 @@ def test_a_program_that_cannot_be_is_a_configuration_error(
     with pytest.raises(ConfigError, match=said) as caught:
         rollouts.agent(**config)
     assert "\n" not in str(caught.value)
+
+
+@dataclass
+class Desk(HandIn):
+    """A stand-in for an environment with tools."""
+
+    task: Task = field(default_factory=lambda: replace(TASK, tools=json.dumps([TOOL])))
+    breaks: bool = False
+
+    async def act(self, action: str) -> str:
+        self.given.append(action)
+        if self.breaks:
+            raise EnvironmentCrashed("the desk is\non fire")
+        return "refunded ☃" + "x" * 500
+
+
+async def test_a_program_calls_the_tools_of_its_world(rollouts: Rollouts) -> None:
+    rollouts.world = Desk()
+    two = call(order="A1").removesuffix(END) + "\n" + call(order="A2")
+    rollouts.sampler = ScriptedSampler([two, f"Done.{END}"])
+    command = "python -m draco_ray.rollout.call_tools"
+    played = await rollouts.play(
+        command=command, max_output_characters=300, max_prompt_length=4000, max_response_length=4000
+    )
+    assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None), played.turns[-1].text
+    # What it prints is not handed in: the world was acted in by its calls.
+    assert [json.loads(each) for each in rollouts.world.given] == [
+        {"name": "refund", "arguments": {"order": order}} for order in ("A1", "A2")
+    ]
+    (step,) = played.steps
+    assert (step.observation or "").startswith("(1) refund: refunded ☃x")
+    assert len(step.observation or "") < 700
+    assert program(played).endswith("standard output:\nDone.")
+    assert [turn.role for turn in played.turns] == ["tools", "user", "assistant", "assistant", "program"]
+
+
+async def test_a_world_that_is_lost_under_a_program_is_no_rollout(rollouts: Rollouts) -> None:
+    rollouts.world = Desk(breaks=True)
+    rollouts.sampler = ScriptedSampler([call(order="A1")] * 2)
+    played = await rollouts.play(
+        command="python -m draco_ray.rollout.call_tools", max_prompt_length=4000, max_response_length=4000
+    )
+    assert (played.ended, played.error) == (EpisodeEnd.SERVER_ERROR, "the desk is\non fire")
+    assert "the world is lost: the desk is on fire" in program(played)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("[]", "400.*expected {"),
+        ('{"name": 1}', "400.*expected {"),
+        ('{"name": "refund", "arguments": [1]}', "400.*arguments: expected an object"),
+        ("{", "400.*no JSON"),
+        ('{"name": "refund"}', "200.*refunded"),
+    ],
+)
+async def test_what_a_call_of_a_tool_may_be(rollouts: Rollouts, body: str, said: str) -> None:
+    rollouts.world = Desk()
+    played = await rollouts.play(
+        f"""
+        ask("a")
+        headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+        request = urllib.request.Request(os.environ["DRACO_TOOLS_URL"], {body.encode()!r}, headers)
+        try:
+            answer = urllib.request.urlopen(request)
+        except urllib.request.HTTPError as error:
+            answer = error
+        print(answer.status, answer.read().decode())
+        """
+    )
+    assert re.search(said, program(played)), program(played)
+
+
+async def test_a_world_without_tools_offers_none(rollouts: Rollouts) -> None:
+    played = await rollouts.play("ask('a'); print('DRACO_TOOLS_URL' in os.environ)")
+    assert rollouts.world.given == ["False\n"] or rollouts.world.given == ["False"]
+    alone = await rollouts.play(command="python -m draco_ray.rollout.call_tools")
+    assert "this task's world has no tools" in program(alone)
+    assert played.ended is EpisodeEnd.FINISHED
 
 
 def test_a_policy_without_tokens_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.base import Environment, make_environment
+from draco_ray.environments.base import Environment, GuardedWorld, make_environment
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 
 ROW = {"id": "a", "instruction": "Do it.", "group": "g", "customer": "Ann", "expected": {"x": 1}}
@@ -53,6 +53,18 @@ async def test_a_task_has_no_ground_truth_and_a_folder_of_its_own(tmp_path: Path
         environment.tasks("test")
     with pytest.raises(WorldError, match="no task 'c'"):
         environment.task("c")
+
+
+async def test_files_that_the_agent_wants_kept_outlive_the_task(tmp_path: Path) -> None:
+    world = GuardedWorld(await make(tmp_path).open("a"), "tasks", 60)
+    await world.keep(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    kept = Path(world.task.fields["workspace"]) / "kept"
+    (kept / "below").mkdir(parents=True)
+    (kept / "below" / "é.json").write_text("1")
+    await world.keep(tmp_path / "episodes" / "a")
+    await world.close()
+    assert (tmp_path / "episodes" / "a" / "below" / "é.json").read_text() == "1"
 
 
 @pytest.mark.parametrize(("output", "success", "failures"), [("42", True, ()), ("41", False, ("output",))])

@@ -37,7 +37,7 @@ from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.records import Trajectory, Usage, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.tokens import EnginePolicies
-from draco_ray.rollout.worker import Evaluated, start_rollout_workers
+from draco_ray.rollout.worker import EPISODES, Evaluated, start_rollout_workers
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.session import checked_model, plain_error
@@ -265,6 +265,7 @@ class _Evaluator:
             ground_truth=True,
             run_name=self._name,
             kind="EvaluationWorker",
+            kept=self._directory.path.resolve() / EPISODES,
         )
         if self._fleet is not None:
             await self._fleet.start()

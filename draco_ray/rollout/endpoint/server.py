@@ -2,7 +2,8 @@
 
 An episode has a URL and a key of its own; both end with it. ``/v1/chat/completions``, ``/v1/responses`` (with
 ``stream`` too) and ``/v1/models`` are served, as OpenAI's clients ask for them, and vLLM's ``/inference/v1/generate``
-for clients that put messages into tokens themselves.
+for clients that put messages into tokens themselves. Beside them ``/v1/tools`` lists and calls the tools of the
+episode's world, where it has any.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from draco_ray.rollout.endpoint.replies import chat_completion, chat_events, gen
 from draco_ray.rollout.endpoint.requests import clean, read_chat, read_generate, read_responses
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import Refused
+from draco_ray.rollout.endpoint.world_tools import WorldTools
 
 HOST = "127.0.0.1"
 MOST_BYTES = 64 << 20
@@ -44,6 +46,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._episodes: dict[str, Episode] = {}
+        self._tools: dict[str, WorldTools] = {}
         self._token_episodes: dict[str, TokenEpisode] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._server: uvicorn.Server | None = None
@@ -52,17 +55,22 @@ class Endpoint:
         self._base = ""
 
     @asynccontextmanager
-    async def serving(self, episode: Episode) -> AsyncIterator[str]:
+    async def serving(self, episode: Episode, tools: WorldTools | None = None) -> AsyncIterator[str]:
         """Answer the requests of an episode while the block runs, and none after it. Yields: its base URL."""
         await self._start()
         name = secrets.token_hex(8)
         self._episodes[name] = episode
+        if tools is not None:
+            self._tools[name] = tools
         try:
             yield f"{self._base}/{name}/v1"
         finally:
             episode.open = False
             del self._episodes[name]
+            self._tools.pop(name, None)
             self._remember(name)
+            if tools is not None:
+                await tools.close()
 
     @asynccontextmanager
     async def serving_tokens(self, episode: TokenEpisode) -> AsyncIterator[str]:
@@ -104,6 +112,7 @@ class Endpoint:
                 Route("/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/{episode}/v1/responses", self._responses, methods=["POST"]),
                 Route("/{episode}/v1/models", self._models, methods=["GET"]),
+                Route("/{episode}/v1/tools", self._world_tools, methods=["GET", "POST"]),
                 Route("/inference/v1/generate", self._generate, methods=["POST"]),
             ]
             app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
@@ -133,6 +142,18 @@ class Endpoint:
             if ask.stream:
                 return StreamingResponse(response_events(whole), media_type="text/event-stream")
             return JSONResponse(whole)
+
+        return await self._guarded(reply)
+
+    async def _world_tools(self, request: Request) -> Response:
+        async def reply() -> Response:
+            self._episode(request)
+            tools = self._tools.get(request.path_params["episode"])
+            if tools is None:
+                raise Refused("the world of this episode has no tools", 404, "not_found")
+            if request.method != "POST":
+                return JSONResponse({"tools": tools.schemas})
+            return JSONResponse({"result": await tools.call(await _body(request))})
 
         return await self._guarded(reply)
 
