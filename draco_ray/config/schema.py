@@ -105,8 +105,9 @@ class EnvironmentConfig(Tree):
 
     use: Part = "appworld"
     """appworld; tools (your own tasks and tools, docs/own-agent.md); tasks (tasks alone, for agents that bring their
-    own world, docs/any-agent.md); verifiers (any taskset of that package, docs/verifiers.md); or one of your own,
-    package.module:Class or folder/file.py:Class (docs/extending/environment.md)."""
+    own world, docs/any-agent.md); tau (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any
+    taskset of that package, docs/verifiers.md); or one of your own, package.module:Class or folder/file.py:Class
+    (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
     """Of tools and tasks, or of an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)

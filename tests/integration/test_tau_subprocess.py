@@ -16,7 +16,7 @@ import pytest
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
 from draco_ray.benchmarks.tau.installation import RUNNER, find_tau2
 from draco_ray.benchmarks.tau.policy import api_policy
-from draco_ray.benchmarks.tau.tau2_runner import ADJUSTED
+from draco_ray.benchmarks.tau.tau2_runner import ADJUSTED, PLAYED
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
@@ -217,7 +217,7 @@ def test_a_part_of_tau2_that_is_gone_is_a_refusal(machine: Path) -> None:
 
 def test_the_stand_in_has_what_is_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(STAND_IN))
-    for name, attributes in ADJUSTED.items():
+    for name, attributes in (*ADJUSTED.items(), *PLAYED.items()):
         assert all(hasattr(importlib.import_module(name), attribute) for attribute in attributes)
 
 
@@ -234,7 +234,7 @@ def test_a_missing_python_is_refused(machine: Path) -> None:
 
 def test_a_python_without_tau2_is_refused(machine: Path) -> None:
     python = write_python(machine / "other", version=None, package=machine)
-    assert "has no tau2; install tau2-bench" in refusal(machine, tau2_python=str(python))
+    assert "has no tau2 and is Python 3." in refusal(machine, tau2_python=str(python))
 
 
 def test_the_physics_program_of_that_name_is_refused(machine: Path) -> None:

@@ -21,6 +21,25 @@ def write_home(folder: Path, script: dict[str, Any] | None = None) -> Path:
     return folder
 
 
+def write_retail(folder: Path, **changed: Any) -> Path:
+    """A checkout with a retail domain of three tasks, one held out; ``changed`` are files with their content."""
+    told = {"domain": "retail", "reason_for_call": "You want a refund.", "known_info": "You are Yusuf Rossi."}
+    row = {"user_scenario": {"persona": None, "instructions": told}, "evaluation_criteria": {"nl_assertions": None}}
+    files: dict[str, Any] = {
+        "db.json": {},
+        "policy.md": "# Policy",
+        "tasks.json": [{**row, "id": str(number)} for number in range(3)],
+        "split_tasks.json": {"train": ["0", "2"], "test": ["1"]},
+        **changed,
+    }
+    domain = folder / "data" / "tau2" / "domains" / "retail"
+    domain.mkdir(parents=True)
+    for name, content in files.items():
+        if content is not None:
+            (domain / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
 def write_python(folder: Path, version: str | None = "1.0.1", package: Path = STAND_IN) -> Path:
     """An interpreter that finds ``package``, installed as tau2 of that version (None: not installed)."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from draco_ray.config.schema import TauBenchConfig
 from draco_ray.errors import ConfigError
@@ -28,6 +29,25 @@ SHELL_RETRIEVAL = ("alltools-qwen", "terminal_use")
 DENSE_RETRIEVAL = ("alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep")
 SHELL_PROGRAMS = ("srt", "rg", "bwrap", "socat") if sys.platform.startswith("linux") else ("srt", "rg")
 _INSTALL = "install tau2-bench as its own README says (docs/tau_bench.md)"
+
+
+class Where(Protocol):
+    """What a configuration says of an installation: that of the evaluation, or of an environment's options."""
+
+    @property
+    def tau2_python(self) -> str | None:
+        """See `TauBenchConfig`."""
+        ...
+
+    @property
+    def tau2_home(self) -> Path | None:
+        """See `TauBenchConfig`."""
+        ...
+
+    @property
+    def tau2_version(self) -> str:
+        """See `TauBenchConfig`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +80,15 @@ def find_tau2(config: TauBenchConfig) -> Tau2:
         ConfigError: it is missing, another version, another package of that name, without its data, or without the
             programs its shell tool needs.
     """
-    home = _home(config)
-    python = _python(config, home)
+    home = find_home(config, TASKS)
+    python = find_python(config, home)
     tasks = tuple(sorted(path.stem for path in (home / TASKS).glob("task_*.json")))
     if len(tasks) != FULL_SPLIT:
         raise ConfigError(
             f"tau2_home {home}: {len(tasks)} tasks in {TASKS}; expected the {FULL_SPLIT} of tau2-bench "
             f"{config.tau2_version}; check out that version"
         )
-    version = _check_package(config, python)
+    version = str(check_package(config, python)["version"])
     if config.retrieval in SHELL_RETRIEVAL:
         absent = [program for program in SHELL_PROGRAMS if shutil.which(program) is None]
         if absent:
@@ -82,17 +102,19 @@ def find_tau2(config: TauBenchConfig) -> Tau2:
     return Tau2(python=python, home=home, version=version, commit=commit, tasks=tasks)
 
 
-def _home(config: TauBenchConfig) -> Path:
+def find_home(config: Where, needed: Path) -> Path:
+    """The checkout. Raises: ConfigError where there is none, or it lacks the folder ``needed``."""
     named = config.tau2_home or os.environ.get(HOME_VARIABLE)
     if not named:
         raise ConfigError(f"tau2_home is not set; expected a checkout of tau2-bench; {_INSTALL}, set {HOME_VARIABLE}")
     home = Path(named).expanduser().resolve()
-    if not (home / TASKS).is_dir():
-        raise ConfigError(f"tau2_home {home}: no {TASKS}; expected a checkout of tau2-bench; {_INSTALL}")
+    if not (home / needed).is_dir():
+        raise ConfigError(f"tau2_home {home}: no {needed}; expected a checkout of tau2-bench; {_INSTALL}")
     return home
 
 
-def _python(config: TauBenchConfig, home: Path) -> str:
+def find_python(config: Where, home: Path) -> str:
+    """The Python of tau2-bench's environment. Raises: ConfigError where there is none."""
     named = config.tau2_python or os.environ.get(PYTHON_VARIABLE) or str(home / ".venv" / "bin" / "python")
     if not os.access(named, os.X_OK) or Path(named).is_dir():
         raise ConfigError(
@@ -103,11 +125,16 @@ def _python(config: TauBenchConfig, home: Path) -> str:
     return os.path.abspath(named)
 
 
-def _check_package(config: TauBenchConfig, python: str) -> str:
+def check_package(config: Where, python: str, home: Path | None = None, domain: str | None = None) -> dict[str, Any]:
+    """What that Python has, and of a ``domain`` in ``home`` the policy and the tools; takes seconds.
+
+    Raises: ConfigError: it is too old, or has no tau2-bench, another version, or another package of that name.
+    """
+    environment = {"PATH": os.environ.get("PATH", ""), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     try:
         asked = subprocess.run(
-            [python, "-P", str(RUNNER), "check"],
-            env={"PATH": os.environ.get("PATH", ""), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+            [python, "-P", str(RUNNER), "check", *([domain] if domain else [])],
+            env=environment | ({} if home is None else {"TAU2_DATA_DIR": str(home / "data")}),
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
@@ -119,7 +146,10 @@ def _check_package(config: TauBenchConfig, python: str) -> str:
             f"tau2_python {python}: does not run ({type(error).__name__}); expected Python 3.12 or later; {_INSTALL}"
         ) from None
     if found["version"] is None:
-        raise ConfigError(f"tau2_python {python}: has no tau2; {_INSTALL}")
+        raise ConfigError(
+            f"tau2_python {python}: has no tau2 and is Python {found['python']}; tau2-bench needs 3.12 or later; "
+            f"{_INSTALL}"
+        )
     if found["error"] is not None:
         raise ConfigError(
             f"tau2_python {python}: tau2 {found['version']} is not tau2-bench or is incomplete ({found['error']}); the "
@@ -128,9 +158,10 @@ def _check_package(config: TauBenchConfig, python: str) -> str:
     if found["version"] != config.tau2_version:
         raise ConfigError(
             f"tau2_python {python}: tau2 {found['version']}; expected {config.tau2_version}, because grading changed "
-            "between versions; install that one, or set tau_bench.tau2_version"
+            "between versions; install that one, or set tau2_version"
         )
-    return str(found["version"])
+    checked: dict[str, Any] = found
+    return checked
 
 
 def _commit(home: Path) -> str:

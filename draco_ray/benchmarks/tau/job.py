@@ -93,11 +93,11 @@ def tau2_environment(
     }
     if "embedder" in keys:
         environment[EMBEDDER_KEY] = keys["embedder"]
-    roles = [_provider_variables("user", config.user, config.user.model, keys["user simulator"])]
+    roles = [_provider_variables("tau_bench.user", config.user, config.user.model, keys["user simulator"])]
     if endpoint is not None:
         roles.append({"HOSTED_VLLM_API_BASE": endpoint.api_base, "HOSTED_VLLM_API_KEY": endpoint.key})
     else:
-        roles.append(_provider_variables("agent", config.agent, policy.model, keys["agent"]))
+        roles.append(_provider_variables("tau_bench.agent", config.agent, policy.model, keys["agent"]))
     first, second = roles
     for name in first.keys() & second.keys():
         if first[name] != second[name]:
@@ -133,12 +133,12 @@ def tau2_job(
         "concurrency": config.concurrency,
         "episode_retries": config.episode_retries,
         "episode_timeout_seconds": config.episode_timeout_seconds,
-        "agent": {"model": endpoint.model if endpoint else policy.model, "args": _sampling(config.agent)},
-        "user": {"model": config.user.model, "args": _sampling(config.user)},
+        "agent": {"model": endpoint.model if endpoint else policy.model, "args": sampling(config.agent)},
+        "user": {"model": config.user.model, "args": sampling(config.user)},
         "judge": {
             "model": config.judge.model,
             "api_base": config.judge.api_base,
-            "args": _sampling(config.judge),
+            "args": sampling(config.judge),
             "key": JUDGE_KEY,
         },
         "embedder": {"model": config.embedder.model, "api_base": config.embedder.api_base, "key": EMBEDDER_KEY},
@@ -162,21 +162,35 @@ def task_ids(config: TauBenchConfig, tau2: Tau2) -> tuple[str, ...]:
     return tuple(task for task in tau2.tasks if task in config.tasks)
 
 
-def _sampling(model: TauModelConfig) -> dict[str, Any]:
+def sampling(model: TauModelConfig) -> dict[str, Any]:
+    """What tau2 is told of how a model samples."""
     return {} if model.temperature is None else {"temperature": model.temperature}
 
 
-def _provider_variables(role: str, config: TauModelConfig, model: str, key: str) -> dict[str, str]:
+def _provider_variables(key: str, config: TauModelConfig, model: str, value: str) -> dict[str, str]:
+    name, others = litellm_variables(key, config, model)
+    return {name: value, **others}
+
+
+def litellm_variables(key: str, config: TauModelConfig, model: str) -> tuple[str, dict[str, str]]:
+    """The variable from which LiteLLM takes a model's key, and others with their values.
+
+    Args:
+        key: of the configuration, for messages.
+
+    Raises:
+        ConfigError: its endpoint cannot be told to the provider.
+    """
     provider = model.partition("/")[0]
     if provider in PROVIDER_VARIABLES:
         name = PROVIDER_VARIABLES[provider]
-        return {f"{name}_API_KEY": key, f"{name}_API_BASE": config.api_base or ""}
+        return f"{name}_API_KEY", {f"{name}_API_BASE": config.api_base or ""}
     if config.api_base:
         raise ConfigError(
-            f"tau_bench.{role}.api_base: cannot be told to provider {provider!r}; expected one of "
-            f"{', '.join(PROVIDER_VARIABLES)} in tau_bench.{role}.model"
+            f"{key}.api_base: cannot be told to provider {provider!r}; expected one of "
+            f"{', '.join(PROVIDER_VARIABLES)} in {key}.model"
         )
-    return {config.api_key_env: key}
+    return config.api_key_env, {}
 
 
 def _embeddings_folder(config: TauBenchConfig) -> Path:

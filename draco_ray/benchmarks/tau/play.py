@@ -1,0 +1,37 @@
+"""The program of ``agent.command`` that plays one episode of τ-bench: it becomes tau2's own process.
+
+``python -m draco_ray.benchmarks.tau.play`` is started as any agent's program is (docs/any-agent.md). What is to be
+played stands in its task's field ``tau2`` (`draco_ray.benchmarks.tau.environment`); keys are in the environment only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def main() -> None:
+    """Become tau2's process. Raises: SystemExit where that cannot be."""
+    try:
+        task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
+        job = json.loads(task["fields"]["tau2"])
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"no episode of τ-bench to play ({error!r}): expected environment.use=tau") from None
+    environment = {name: os.environ[name] for name in job["passed"] if name in os.environ} | job["variables"]
+    for name, ours in job["keys"].items():
+        if value := os.environ.get(ours):
+            environment[name] = value
+        elif name != job["judge"]["key"]:
+            raise SystemExit(f"no key in {ours}: set it, and name it in agent.pass_environment")
+    agent = job["agent"]["provider"]
+    environment[f"{agent}_API_BASE"] = os.environ["OPENAI_BASE_URL"]
+    environment[f"{agent}_API_KEY"] = os.environ["OPENAI_API_KEY"]
+    job["secrets"] = [f"{agent}_API_KEY", *job["keys"]]
+    file = Path(os.environ["TMPDIR"]) / "tau2_job.json"
+    file.write_text(json.dumps(job), encoding="utf-8")
+    os.execve(job["python"], [job["python"], "-P", job["runner"], "play", str(file)], environment)
+
+
+if __name__ == "__main__":
+    main()
