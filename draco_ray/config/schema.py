@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from draco_ray.config.file_names import FileName
+from draco_ray.config.vllm_arguments import argument_problem
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
 """Marks a key that names a program, where a key or prompts are sent, a weaker jail, or a place that is written: from a
@@ -177,6 +178,16 @@ class EngineConfig(Tree):
     colocate: bool = False
     """Engines and learner take turns on the same GPUs: the engines sleep (base weights in host memory, no KV cache)
     while the learner computes, which then begins only when a step is generated and judged."""
+    vllm: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
+    """Further arguments of vLLM's AsyncEngineArgs, by name, e.g. {kv_cache_dtype: fp8} or {speculative_config: {method:
+    ngram, num_speculative_tokens: 4}}. What a key here says already is refused, and what the engine is built on."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _vllm(cls, arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if (problem := argument_problem(arguments, cpu=info.data.get("gpus_per_engine") == 0)) is not None:
+            raise ValueError(problem)
+        return arguments
 
 
 class PriceTier(Tree):
@@ -534,9 +545,10 @@ class TrainConfig(Tree):
     skip_solved: int | None = Field(None, ge=1)
     """Leave a task out for so many epochs once none of its rollouts failed a criterion in as many visits one after the
     other: by the judge's measure, which no ground truth enters. null: every task in every epoch, as in the paper."""
-    staleness: Literal[0, 1] = 0
-    """1: rollouts of the next step begin while this one's tail is judged and learned, with an adapter at most one
-    version old; learner.importance_cap corrects for it. 0 is exactly on-policy."""
+    staleness: int = Field(0, ge=0, le=8)
+    """Steps that run ahead: their rollouts begin while this one's tail is judged and learned, with an adapter at most
+    so many versions old, and a long one is played across steps, each turn with the adapter that is live then;
+    learner.importance_cap corrects for it. 0 is exactly on-policy."""
     checkpoint_every: int = Field(1, ge=1)
     """Steps between two checkpoints."""
     evaluate_before_after: bool = False

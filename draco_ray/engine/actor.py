@@ -53,8 +53,9 @@ class PolicyEngineActor:
         seed: int,
         name: str,
         run_name: str,
+        staleness: int = 0,
     ) -> None:
-        from draco_ray.engine.vllm_engine import VllmEngine
+        from draco_ray.engine.vllm_engine import VllmEngine, live_adapters
 
         start_run_log()
         self._engine = VllmEngine(
@@ -66,6 +67,7 @@ class PolicyEngineActor:
             name=name,
             run_name=run_name,
             own_process=True,
+            live_adapters=live_adapters(staleness),
         )
         self._model_path = model.path
         self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}
@@ -162,9 +164,16 @@ class PolicyEngineActor:
 
 
 def start_policy_engines(
-    config: EngineConfig, model: ModelConfig, *, max_model_len: int, lora_rank: int, seed: int, run_name: str
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    max_model_len: int,
+    lora_rank: int,
+    seed: int,
+    run_name: str,
+    staleness: int = 0,
 ) -> list[Any]:
-    """One actor handle per engine of the configuration, not started yet."""
+    """One actor handle per engine of the configuration, not started yet; ``staleness`` as of `TrainConfig`."""
     remote = ray.remote(PolicyEngineActor)
     return [
         remote.options(
@@ -182,6 +191,7 @@ def start_policy_engines(
             seed=seed + index,
             name=f"engine-{index}",
             run_name=run_name,
+            staleness=staleness,
         )
         for index in range(config.engines)
     ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
@@ -72,10 +73,30 @@ class RunwiseLora(PunicaWrapperCPU):
         """Do nothing: the learner refuses adapters on the LM head, whose log-probs it computes in chunks."""
 
 
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Each request's value, once for each of its drafted tokens.
+
+    vLLM's own (0.32) leaves what it returns on the CPU unwritten unless it is int64: drafted tokens are then checked at
+    whatever temperature that memory holds.
+
+    Args:
+        x: (requests,).
+        cu_num_tokens: (requests,), drafted tokens up to and with each.
+        num_tokens: all of them.
+        replace_from: a value that ``replace_to`` stands for.
+    Returns: (num_tokens,).
+    """
+    counts = torch.diff(cu_num_tokens.long(), prepend=torch.zeros(1, dtype=torch.long))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker with `RunwiseLora`."""
+    """vLLM's CPU worker with `RunwiseLora`, and with drafted tokens that are sampled at their temperature."""
 
     def init_device(self) -> None:
         """Set up the device; the model that is loaded next asks the platform for its LoRA kernels."""
         current_platform.get_punica_wrapper = lambda: f"{__name__}.{RunwiseLora.__qualname__}"
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         super().init_device()

@@ -49,6 +49,8 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
 """The numbers of the two models' public ``config.json`` that decide their size, and how much text they accept."""
 
 ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Under which a ``config.json`` says how many experts a layer has."""
 _TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
 """Wrapper without a text_config of its own -> what it is then."""
 LayerKind = Literal["full_attention", "linear_attention"]
@@ -256,11 +258,29 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     return read_shape(config, str(file))
 
 
+def check_dense(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a mixture of experts, by the content of its ``config.json``.
+
+    Transformers keeps the experts of a layer in one tensor, which is no linear layer that an adapter could be put on,
+    and vLLM expects adapters of experts under names of its own.
+
+    Raises: ConfigError.
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+    for key in EXPERT_KEYS:
+        if isinstance(number := text.get(key), int) and number > 1:
+            raise ConfigError(
+                f"model {source}: a mixture of experts ({key}={number}), which is not trained here; expected a dense "
+                f"model: {', '.join(ARCHITECTURES)}"
+            )
+
+
 def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     """The shape that the content of a ``config.json`` describes, a multimodal wrapper's language model included.
 
     Raises: ConfigError: unknown architecture, or a key missing.
     """
+    check_dense(config, source)
     text: Mapping[str, Any] = config.get("text_config", config)
     architecture = str(text.get("model_type"))
     architecture = _TEXT_MODELS.get(architecture, architecture)

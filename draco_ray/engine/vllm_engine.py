@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
+import difflib
 import gc
 import itertools
 import os
@@ -35,10 +38,16 @@ CPU_KV_CACHE_GIB = 1.0
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allocates room for; an adapter takes the next one up."""
 LIVE_ADAPTERS = 2
-"""Adapter versions that may generate side by side: the current one, and one that unfinished requests started with."""
+"""Adapter versions that may generate side by side: the current one, and one that unfinished requests started with;
+more where ``train.staleness`` lets a request outlast several syncs."""
 SLEEP_LEVEL = 1
 """vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
 TURN_END = "<|im_end|>"
+
+
+def live_adapters(staleness: int) -> int:
+    """Adapter versions that may generate side by side with this ``train.staleness``."""
+    return max(LIVE_ADAPTERS, 1 + staleness)
 
 
 @dataclass(slots=True)
@@ -70,6 +79,7 @@ class VllmEngine:
         run_name: str,
         use_adapter: bool = True,
         own_process: bool = False,
+        live_adapters: int = LIVE_ADAPTERS,
     ) -> None:
         """Remember the settings; `start` does the work.
 
@@ -81,6 +91,7 @@ class VllmEngine:
             run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``.
             use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
             own_process: this process is the engine's alone; see `draco_ray.engine.forked_core`.
+            live_adapters: adapter versions that may generate side by side; requests of further ones wait.
         """
         self._config = config
         self._model = model
@@ -88,7 +99,7 @@ class VllmEngine:
         self._lora_rank = lora_rank
         self._seed = seed
         self._name = name
-        self._use_adapter = use_adapter
+        self._use_adapter, self._live_adapters = use_adapter, live_adapters
         self._own_process = own_process
         self._files = AdapterFiles(config.adapter_directory, run_name, name)
         self._architectures: tuple[str, ...] = ()
@@ -407,20 +418,50 @@ class VllmEngine:
             try:
                 # Not returned: the pool's thread would hold on to it after `stop`.
                 self._llm = self._construct(current_platform.is_cpu())
+            except EngineError:
+                raise
             except Exception as error:
+                told = f" with engine.vllm={self._config.vllm}" if self._config.vllm else ""
                 raise EngineError(
-                    f"engine {self._name}: vLLM cannot load model {self._model.path}: {_first_line(error)}; "
+                    f"engine {self._name}: vLLM cannot load model {self._model.path}{told}: {_first_line(error)}; "
                     "the engine core's own report is above"
                 ) from error
 
     def _construct(self, cpu: bool) -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
-
-        from draco_ray.engine.executor import AttachedExecutor, AttachedMultiprocExecutor
 
         if cpu:
             _register_imported(self._architectures)
+        self._check_arguments([field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        # A copy: vLLM writes into what is nested.
+        engine_args = AsyncEngineArgs(**self._arguments(cpu) | copy.deepcopy(self._config.vllm))
+        if cpu and engine_args.create_model_config().is_hybrid:
+            # The prefix cache of a model with recurrent layers needs prompts computed in parts.
+            engine_args.enable_prefix_caching = False
+        # As vLLM sizes the parts of long prompts where nobody waits for the first token of an answer.
+        vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
+        # For a model from the hub the architectures are known only now.
+        self._architectures = tuple(vllm_config.model_config.architectures)
+        one_thread = self._config.tensor_parallel == 1 and cpu_environment(self._config)["OMP_NUM_THREADS"] == "1"
+        # Those loggers alone: vLLM's own print lines.
+        loggers = [collector(self.statistics)]
+        with forked_core() if cpu and self._own_process and one_thread else contextlib.nullcontext():
+            return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+
+    def _check_arguments(self, known: Sequence[str]) -> None:
+        """Refuse a name in ``engine.vllm`` that vLLM does not have."""
+        for name in self._config.vllm:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=3)
+                hint = f"did you mean {' or '.join(close)}?" if close else "vLLM's AsyncEngineArgs lists them"
+                raise EngineError(f"engine {self._name}: engine.vllm.{name}: vLLM has no such argument; {hint}")
+
+    def _arguments(self, cpu: bool) -> dict[str, Any]:
+        """What vLLM is told beside ``engine.vllm``."""
+        from draco_ray.engine.executor import AttachedExecutor, AttachedMultiprocExecutor
+
         config = self._config
         arguments: dict[str, Any] = {
             "model": self._model.path,
@@ -443,7 +484,7 @@ class VllmEngine:
         }
         if self._use_adapter:
             rank = next((rank for rank in LORA_RANKS if rank >= self._lora_rank), LORA_RANKS[-1])
-            arguments |= {"enable_lora": True, "max_loras": LIVE_ADAPTERS, "max_lora_rank": rank}
+            arguments |= {"enable_lora": True, "max_loras": self._live_adapters, "max_lora_rank": rank}
         if cpu:
             arguments |= {
                 "worker_cls": "draco_ray.engine.cpu_lora.CpuWorker",
@@ -458,18 +499,7 @@ class VllmEngine:
             arguments["enable_sleep_mode"] = config.colocate
             if config.kv_cache_gib is not None:
                 arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
-        engine_args = AsyncEngineArgs(**arguments)
-        if cpu:
-            # The prefix cache of a model with recurrent layers needs prompts computed in parts.
-            engine_args.enable_prefix_caching = not engine_args.create_model_config().is_hybrid
-        vllm_config = engine_args.create_engine_config()
-        # For a model from the hub the architectures are known only now.
-        self._architectures = tuple(vllm_config.model_config.architectures)
-        one_thread = config.tensor_parallel == 1 and cpu_environment(config)["OMP_NUM_THREADS"] == "1"
-        # Those loggers alone: vLLM's own print lines.
-        loggers = [collector(self.statistics)]
-        with forked_core() if cpu and self._own_process and one_thread else contextlib.nullcontext():
-            return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+        return arguments
 
     def _environment(self) -> dict[str, str]:
         """Environment variables that vLLM and its core process start under."""

@@ -1,4 +1,4 @@
-"""The groups of a training step on their way through the pipeline, and those of the next one that run ahead."""
+"""The groups of a training step on their way through the pipeline, and those of later ones that run ahead."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class RecordedRollouts:
 class Batches:
     """Sends the tasks of each step into the pipeline.
 
-    With ``train.staleness`` the rollouts of the next step begin as soon as those of this one leave slots free. They are
-    sampled with the weights that are live then, so at most one version before those they are learned with.
+    With ``train.staleness`` the rollouts of so many later steps begin as soon as those of this one leave slots free.
+    They are sampled with the weights that are live then, so at most as many versions before those they are learned
+    with. Which groups are a step's is known beforehand and no accident of their lengths: a step waits for its own.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Batches:
         recorded: RecordedRollouts,
     ) -> None:
         self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
-        self._ahead: Batch | None = None
+        self._ahead: dict[int, Batch] = {}
+        """Step -> its groups, of the steps that have begun."""
 
     def note(self, step: int, solved: Sequence[str]) -> None:
         """Take in which tasks of a step that is done nobody failed."""
@@ -90,22 +92,22 @@ class Batches:
 
     @property
     def ahead(self) -> bool:
-        """Whether the next step has begun."""
-        return self._ahead is not None
+        """Whether a later step has begun."""
+        return bool(self._ahead)
 
     async def take(self, step: int) -> Batch:
         """Return the step's groups; those that `run_ahead` began are taken over, others begin now."""
-        batch, self._ahead = self._ahead or await self._begin(step), None
-        return batch
+        return self._ahead.pop(step, None) or await self._begin(step)
 
-    async def run_ahead(self, step: int) -> None:
-        """Begin a step while the one before is judged and learned."""
-        self._ahead = await self._begin(step)
+    async def run_ahead(self, steps: Sequence[int]) -> None:
+        """Begin these steps, where they have not begun, while the one before is judged and learned."""
+        for step in steps:
+            if step not in self._ahead:
+                self._ahead[step] = await self._begin(step)
 
     async def cancel(self) -> None:
         """End what runs ahead."""
-        if self._ahead is not None:
-            await self._ahead.cancel()
+        await asyncio.gather(*(batch.cancel() for batch in self._ahead.values()))
 
     async def _begin(self, step: int) -> Batch:
         """Rollouts of earlier steps come first."""

@@ -8,6 +8,7 @@ checked: they must be made like the others.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -22,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_shape import model_shape
+from draco_ray.engine.model_shape import check_dense, model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
@@ -90,6 +91,17 @@ def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
     except ConfigError:
         # The learner refuses models that it cannot train; here only the size matters.
         return 0
+
+
+def check_trainable(model_path: str) -> None:
+    """Check that the model is one whose linear layers can be adapted, where its ``config.json`` is on this machine.
+
+    Raises:
+        ConfigError: it is a mixture of experts.
+    """
+    file = Path(model_path).expanduser() / "config.json" if Path(model_path).is_dir() else cached_config(model_path)
+    if file is not None:
+        check_dense(json.loads(file.read_text(encoding="utf-8")), model_path)
 
 
 def cached_config(model_path: str) -> Path | None:
@@ -219,11 +231,11 @@ def check_object_store(config: DracoConfig, available: float) -> None:
         ClusterError: too small; Ray would spill to disk and slow the step down.
     """
     size = step_size(config)
-    # With staleness the next step's rollouts are there while this one's are learned.
+    # With staleness later steps' rollouts are there while this one's are learned.
     steps = 1 + config.train.staleness
     needed = steps * size.object_store - (steps - 1) * 2 * size.adapter
     if needed > available:
-        both = "; two steps at a time" if steps > 1 else ""
+        both = f"; {steps} steps at a time" if steps > 1 else ""
         raise ClusterError(
             f"the object stores of the Ray cluster hold {_gib(available)}, a step of {size.rollouts} rollouts may need "
             f"{_gib(needed)} (trajectories {_gib(size.trajectories)}, samples {_gib(size.samples)}, judge "

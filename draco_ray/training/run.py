@@ -22,7 +22,7 @@ from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
 from draco_ray.learner.base import find_learner
@@ -36,7 +36,7 @@ from draco_ray.runs.remote.place import Place, begun, place_at, place_of, workin
 from draco_ray.training.engines import unless_engines_fail
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.order import EarlierTasks, TaskOrder
-from draco_ray.training.preflight import check_disk
+from draco_ray.training.preflight import check_disk, check_trainable
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
@@ -202,6 +202,8 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     find_rule(config.algorithm.rule)
     find_learner(config.learner.use)
     config = checked_model(config)
+    if config.learner.use == LearnerConfig().use:
+        check_trainable(config.model.path)
     prompts = usable_prompts(config, environment, console)
     return config, prompts, task_order(config, list(prompts))
 

@@ -301,6 +301,7 @@ class Actors:
                 lora_rank=config.learner.lora_rank,
                 seed=config.seed,
                 run_name=name,
+                staleness=config.train.staleness,
             )
         )
         self.clients = [EngineClient(index, name) for index in range(len(self.fleet.engines))]

@@ -88,8 +88,8 @@ class Trainer:
         batch = await self._batches.take(step)
         self._watch.begin(f"step {step}/{last}", batch.groups, config.algorithm.group_size)
         try:
-            if config.train.staleness and self._weights.proven and step < last:
-                await self._batches.run_ahead(step + 1)
+            if self._weights.proven:
+                await self._batches.run_ahead(range(step + 1, min(step + config.train.staleness, last) + 1))
             update, probe = await self._learn(batch)
         finally:
             await batch.cancel()

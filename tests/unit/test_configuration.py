@@ -129,6 +129,7 @@ def test_every_key_has_a_type_a_value_and_a_meaning() -> None:
     assert list(keys) == list(dotted_keys())
     assert [name for name, key in keys.items() if not key.meaning.endswith(".") or "anything" in key.kind] == [
         "environment.options",
+        "engine.vllm",
         "judge.extra_body",
         "learner.options",
     ]

@@ -87,6 +87,16 @@ def test_an_option_of_ones_own_does_not_vouch_for_the_others(tmp_path: Path, mon
     assert load_config(str(extending), trust=True).environment.options["facts"] == "Be brief."
 
 
+def test_an_argument_of_vllm_of_ones_own_does_not_vouch_for_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = received(tmp_path / "run", monkeypatch, "engine.vllm={worker_extension_cls: evil.Code}")
+    for overrides in ([], ["engine.vllm.kv_cache_dtype=fp8"]):
+        with pytest.raises(ConfigError, match=r"engine\.vllm=.*evil\.Code.*--trust"):
+            load_config(str(run), overrides)
+    assert load_config(str(run), trust=True).engine.vllm == {"worker_extension_cls": "evil.Code"}
+
+
 def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confirmed() -> None:
     confirmed = {key for key, _ in confirmed_keys()}
     assert set(NAMED) < confirmed
@@ -113,6 +123,8 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
     no_place = {"judge.prompt_cache"}
     named = {key for key in dotted_keys() if key.rsplit(".", 1)[-1].endswith(telling)} - no_place
     # Whatever an environment takes: files of tools, commands, addresses; and an agent that is a program.
+    # Whatever vLLM takes: classes of workers, code of the model's.
+    named |= {"engine.vllm"}
     named |= {"environment.options", "agent.command", "agent.folder", "agent.pass_environment"}
     # An object store, and the folder that is copied to it.
     named |= {"run.root", "run.local"}

@@ -214,6 +214,8 @@ def test_turns_on_the_same_gpus_are_planned_one_after_the_other(capsys: pytest.C
     ahead = printed(capsys, "qwen3.6-27b", "train.staleness=1")
     assert "learning behind generation" in ahead
     assert "one after the other" not in ahead
+    assert "adapter slots (2)" in ahead
+    assert "adapter slots (4)" in printed(capsys, "qwen3.6-27b", "train.staleness=3")
 
 
 def test_an_engine_that_would_wake_into_the_learners_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

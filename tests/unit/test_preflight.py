@@ -6,22 +6,28 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
+from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError, StoreError
+from draco_ray.training import run
 from draco_ray.training.preflight import (
     adapter_bytes,
     check_disk,
     check_object_store,
     check_resources,
+    check_trainable,
     check_writable,
     probe_node,
     step_size,
 )
+from tests.support.tiny_model import build_tiny_model
 
 BIG = {"CPU": 200.0, "GPU": 8.0, "judge": 16.0}
 
@@ -121,7 +127,7 @@ def test_an_object_store_too_small_states_the_estimate(paper: DracoConfig) -> No
     # Of everything but the adapter.
     both = 2 * needed - 2 * step_size(paper).adapter
     check_object_store(ahead, both)
-    with pytest.raises(ClusterError, match="two steps at a time"):
+    with pytest.raises(ClusterError, match="2 steps at a time"):
         check_object_store(ahead, both - 1)
 
 
@@ -167,3 +173,44 @@ def test_a_node_looks_for_the_run_directory_the_data_and_the_model(tmp_path: Pat
         tmp_path.chmod(0o500)
         assert "cannot be written" in str(probe_node(str(marker), [])[0])
         tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [{"num_experts": 4}, {"text_config": {"num_experts": 4}}, {"num_local_experts": 8}, {"n_routed_experts": 256}],
+)
+def test_a_mixture_of_experts_is_refused_in_one_line(
+    tmp_path: Path, text: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Qwen3MoeConfig
+
+    tiny = Qwen3MoeConfig(num_experts=1, hidden_size=64, num_hidden_layers=2, num_attention_heads=4).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**tiny, **text}))
+    inner = text.get("text_config", text)
+    assert isinstance(inner, dict)
+    ((key, number),) = inner.items()
+    with pytest.raises(ConfigError, match=rf"^model .*: a mixture of experts \({key}={number}\), .*; expected a dense"):
+        check_trainable(str(tmp_path))
+    # The plan says the same of it.
+    with pytest.raises(SystemExit):
+        main(["plan", "qwen3.6-27b", f"model.path={tmp_path}"])
+    assert f"a mixture of experts ({key}={number})" in capsys.readouterr().err
+
+
+def test_dense_models_and_those_that_are_not_here_pass(tmp_path: Path) -> None:
+    check_trainable(str(build_tiny_model(tmp_path / "model")))
+    check_trainable("somebody/unknown")
+
+
+def test_training_a_mixture_of_experts_ends_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_experts": 4}))
+    monkeypatch.setattr(run, "with_environment", lambda config: config)
+    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True)
+    monkeypatch.setattr(run, "make_environment", lambda *given: environment)
+    paper = load_config("qwen3.6-27b", [f"model.path={model}"])
+    with pytest.raises(ConfigError, match="a mixture of experts"):
+        run._checked(paper, Console(quiet=True))

@@ -1,4 +1,4 @@
-"""The loop over steps with one step of staleness: what runs ahead, with which adapter, and what is taken over.
+"""The loop over steps with staleness: what runs ahead, with which adapter, and what is taken over.
 
 The trainer is the real one; engines, learner and pipeline are stand-ins that note which adapter samples what.
 """
@@ -45,7 +45,14 @@ def remote(work: Callable[..., Awaitable[Any]]) -> Any:
 class Run:
     """A trainer on stand-ins; everything of note is in its lists."""
 
-    def __init__(self, folder: Path, *overrides: str, start: StartPoint | None = None, grad_norm: float = 0.5) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        start: StartPoint | None = None,
+        grad_norm: float = 0.5,
+        slots: int = 1,
+    ) -> None:
         config = load_config(
             "sandbox",
             [
@@ -65,12 +72,14 @@ class Run:
         """Step -> versions that its rollouts were sampled with."""
         self.began: list[int] = []
         """Steps in the order in which their first rollouts began."""
+        self.learned: list[int] = []
+        """Steps whose metrics were written, in order."""
         self.asked_for_effect: dict[int, bool] = {}
         """Version -> whether the canary asked for an effect of the adapter."""
         self.looked_for: dict[int, list[int]] = {}
         """Step -> versions of which recorded rollouts were looked for."""
         self.taken_over: list[tuple[str, str]] = []
-        self._slots: SlotQueue[str] = SlotQueue([("slot", 1)])
+        self._slots: SlotQueue[str] = SlotQueue([("slot", slots)])
         self._grad_norm = grad_norm
         console = Console(quiet=True)
         learner: Any = SimpleNamespace(
@@ -83,7 +92,7 @@ class Run:
         store = SimpleNamespace(
             spans=remote(self._nothing),
             metrics=remote(self._nothing),
-            finish_step=remote(self._nothing),
+            finish_step=remote(self._finished),
             recorded=remote(self._recorded),
             trajectory_again=SimpleNamespace(remote=self._again),
         )
@@ -164,6 +173,9 @@ class Run:
     def _again(self, step: int, task: str, rollout: int) -> tuple[str, Awaitable[str]]:
         return "trajectory", self._text(f"rollout {rollout}")
 
+    async def _finished(self, step: int, metrics: dict[str, Any]) -> None:
+        self.learned.append(step)
+
     async def _text(self, text: str) -> str:
         return text
 
@@ -201,6 +213,74 @@ async def test_rollouts_run_ahead_by_one_version_at_most(tmp_path: Path, monkeyp
     assert run.asked_for_effect == {1: True, 2: False, 3: False, 4: False, 5: True}
 
 
+@pytest.mark.parametrize("staleness", [2, 3, 8])
+async def test_as_many_steps_run_ahead_as_versions_may_lie_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    run = await trained(Run(tmp_path, f"train.staleness={staleness}"), monkeypatch)
+    # Each step's rollouts come before those of the next, and each is trained on, in order.
+    assert run.began == [1, 2, 3, 4, 5]
+    assert run.learned == [1, 2, 3, 4, 5]
+    assert (run.sampled[1], run.sampled[2]) == ({0}, {1})
+    for step in range(3, STEPS + 1):
+        assert run.sampled[step] <= set(range(max(1, step - 1 - staleness), step))
+    assert run.asked_for_effect == {1: True, 2: False, 3: False, 4: False, 5: True}
+
+
+async def test_a_rollout_that_takes_several_steps_is_waited_for_by_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first group of step 4 is played until step 3 has been learned, across two syncs."""
+    run = Run(tmp_path, "train.staleness=2", slots=100)
+    slow = asyncio.Event()
+    loads: list[int] = []
+    played = run._pipeline
+
+    async def pipeline(group: Group) -> str:
+        if (group.step, group.index) == (4, 0):
+            run.sampled.setdefault(4, set()).add(run.live)
+            await slow.wait()
+        return await played(group)
+
+    async def load(update: int) -> None:
+        loads.append(update)
+        run.live = update
+        if update == 3:
+            # Step 4 has been taken by nobody yet: its turn comes now, and it waits for this group.
+            slow.set()
+
+    monkeypatch.setattr(run.trainer._batches._pipeline, "run", pipeline)
+    monkeypatch.setattr(run.trainer._weights._fleet, "load", load)
+    await trained(run, monkeypatch)
+    assert loads == [1, 2, 3, 4, 5]
+    assert run.learned == [1, 2, 3, 4, 5]
+    # Begun with version 1, two before the weights it was learned on, and ended with version 3.
+    assert run.sampled[4] == {1, 3}
+    assert min(run.sampled[5]) == 2
+
+
+async def test_what_runs_ahead_is_ended_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, "train.staleness=3", slots=100)
+    ended: list[str] = []
+
+    async def pipeline(group: Group) -> str:
+        if group.step < 3:
+            return await run._pipeline(group)
+        try:
+            if group.step == 3:
+                raise RunStopped("the judge's budget is spent")
+            await asyncio.Future()
+        finally:
+            ended.append(group.name)
+        return "samples"
+
+    monkeypatch.setattr(run.trainer._batches._pipeline, "run", pipeline)
+    with pytest.raises(RunStopped, match="budget"):
+        await trained(run, monkeypatch)
+    assert {name.split("/")[0] for name in ended} == {"step3", "step4", "step5"}
+    assert len(ended) == 3 * PROMPTS
+
+
 async def test_nothing_runs_ahead_while_no_adapter_has_an_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +289,10 @@ async def test_nothing_runs_ahead_while_no_adapter_has_an_effect(
     assert not any(run.asked_for_effect.values())
 
 
-@pytest.mark.parametrize(("staleness", "versions"), [(0, {3: [2], 4: [3]}), (1, {3: [1, 2], 4: [2, 3]})])
+@pytest.mark.parametrize(
+    ("staleness", "versions"),
+    [(0, {3: [2], 4: [3]}), (1, {3: [1, 2], 4: [2, 3]}), (2, {3: [0, 1, 2], 4: [1, 2, 3]})],
+)
 async def test_a_resumed_run_takes_over_what_the_step_may_have_been_sampled_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, versions: dict[int, list[int]]
 ) -> None:

@@ -123,7 +123,7 @@ def test_where_too_few_are_left_for_a_step_nobody_rests() -> None:
     assert all(len(set(tasks)) == 2 for tasks in visits(order, 12, lambda task: True))
 
 
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("behind", [0, 1, 3])
 def test_a_run_that_goes_on_chooses_as_one_that_never_stopped(behind: int) -> None:
     def solved(task: str) -> bool:
         return int(task.removeprefix("task")) % 3 == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import LayerKind, ModelShape
-from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LIVE_ADAPTERS, LORA_RANKS
+from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
 
@@ -19,8 +19,8 @@ DELTA_CHUNK = 64
 """Tokens of a chunk in transformers' own gated delta rule, which runs where flash-linear-attention is not installed."""
 UPDATE_COPIES = 3
 """Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
-BATCHED_TOKENS = 2048
-"""Tokens in one of vLLM's forward passes on a GPU where, as here, it is told nothing else."""
+BATCHED_TOKENS = {0: 8192, 70: 16384}
+"""Tokens in one of vLLM's forward passes on a GPU of at least so many GiB, where nobody waits for a first token."""
 WEIGHT_KEYS = "model.path, learner.sharding and learner.workers"
 """What decides how much of the base a worker holds."""
 GATHERED_KEYS = "model.path and learner.sharding"
@@ -250,13 +250,13 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     length = sequence_tokens(config)
     if uses_self_judge(config):
         length = max(length, context_tokens(config))
-    batched = min(BATCHED_TOKENS if on_gpu else max(8192, length), engine.max_num_seqs * length)
+    batched = min(batched_tokens(config, gpu, length), engine.max_num_seqs * length)
     workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
     workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)
     items = [
         Item(name="engine weights", bytes=shape.parameters * width // parallel, keys="engine.tensor_parallel"),
         Item(
-            name=f"adapter slots ({LIVE_ADAPTERS})",
+            name=f"adapter slots ({live_adapters(config.train.staleness)})",
             bytes=_slot_bytes(config, shape, parallel, width),
             keys="learner.lora_rank",
         ),
@@ -274,9 +274,25 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
         items=tuple(items),
         limit=limit,
         kv_cache=cache,
-        sequence=length * kv_bytes(shape, parallel, width) + state_bytes(shape, parallel, width),
+        sequence=length * kv_bytes(shape, parallel, kv_width(config)) + state_bytes(shape, parallel, width),
         length=length,
     )
+
+
+def batched_tokens(config: DracoConfig, gpu: int, length: int) -> int:
+    """Tokens in one of vLLM's forward passes; ``gpu`` bytes, ``length`` tokens of the longest sequence."""
+    if config.engine.gpus_per_engine == 0:
+        return max(8192, length)
+    given = config.engine.vllm.get("max_num_batched_tokens")
+    return given if isinstance(given, int) else max(n for least, n in BATCHED_TOKENS.items() if gpu >= least * GIB)
+
+
+def kv_width(config: DracoConfig) -> int:
+    """Bytes of a number in the KV cache; those of less than 8 bits are counted as the model's."""
+    kind = str(config.engine.vllm.get("kv_cache_dtype", "auto"))
+    if kind.startswith(("fp8", "int8")):
+        return 1
+    return 2 if kind in ("float16", "bfloat16") else DTYPE_BYTES[config.model.dtype]
 
 
 def kv_bytes(shape: ModelShape, parallel: int, width: int) -> int:
@@ -332,7 +348,7 @@ def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: in
         for kind in shape.layers
         for linear in shape.linears(kind)
     )
-    return LIVE_ADAPTERS * rank * numbers * width
+    return live_adapters(config.train.staleness) * rank * numbers * width
 
 
 def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:

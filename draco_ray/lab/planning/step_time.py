@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.engine.model_shape import ModelShape
 from draco_ray.errors import ConfigError
-from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemory, kv_bytes, state_bytes
+from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemory, kv_bytes, kv_width, state_bytes
 
 
 class Assumptions(Tree):
@@ -141,7 +141,7 @@ def _decode_seconds(
     """Seconds for one token of each of `concurrent` sequences, which are on average half as long as they become."""
     parallel, width = config.engine.tensor_parallel, DTYPE_BYTES[config.model.dtype]
     read = shape.matrix_parameters + shape.vocabulary * shape.hidden
-    cache = length / 2 * kv_bytes(shape, parallel, width) + 2 * state_bytes(shape, parallel, width)
+    cache = length / 2 * kv_bytes(shape, parallel, kv_width(config)) + 2 * state_bytes(shape, parallel, width)
     moved = (read * width / parallel + concurrent * cache) / (given.gpu_gb_per_second * 1e9)
     computed = concurrent * 2 * read / parallel / (given.gpu_tflops * 1e12)
     return max(moved, computed) / given.decode_efficiency

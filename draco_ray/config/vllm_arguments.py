@@ -1,0 +1,59 @@
+"""Which of vLLM's own arguments `engine.vllm` may not set, and what is set in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTH = "agent.max_prompt_length and agent.max_response_length"
+_SPLIT = "engine.tensor_parallel and engine.engines"
+TAKEN = {
+    "model": "model.path",
+    "model_weights": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "max_model_len": _LENGTH,
+    "max_num_seqs": "engine.max_num_seqs",
+    "enforce_eager": "engine.enforce_eager",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "engine.kv_cache_gib",
+    "enable_sleep_mode": "engine.colocate",
+    "max_lora_rank": "learner.lora_rank",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": _SPLIT,
+    "prefill_context_parallel_size": _SPLIT,
+    "data_parallel_size": _SPLIT,
+    "data_parallel_size_local": _SPLIT,
+    "nnodes": _SPLIT,
+    "logits_processors": "engine.temperature, engine.top_p and engine.top_k",
+}
+"""vLLM's name -> the key that says it here."""
+FIXED = (
+    *("enable_lora", "max_loras", "logprobs_mode", "skip_tokenizer_init", "tokens_only", "runner", "convert"),
+    *("language_model_only", "distributed_executor_backend", "disable_log_stats", "use_tqdm_on_load"),
+)
+"""What an engine of a run is built on: adapters, the log-probs it records, tokens in and out."""
+FIXED_ON_CPU = ("worker_cls", "enable_chunked_prefill", "max_num_batched_tokens")
+"""What our CPU worker is built on: whole prompts only."""
+
+
+def argument_problem(arguments: Mapping[str, Any], *, cpu: bool) -> str | None:
+    """Why these arguments cannot be handed to vLLM beside the run's own; None if they can.
+
+    Names that vLLM does not have are found where vLLM is (`draco_ray.engine.vllm_engine`).
+
+    Args:
+        arguments: of vLLM's AsyncEngineArgs, by name.
+        cpu: whether the engine runs on the CPU.
+    """
+    for name in arguments:
+        if name in TAKEN:
+            return f"{name} is set by {TAKEN[name]}; set that instead"
+        if name in FIXED or (cpu and name in FIXED_ON_CPU):
+            where = "" if name in FIXED else " on the CPU"
+            return f"{name} cannot be changed: the engine{where} is built on it; leave it out"
+    speculative = arguments.get("speculative_config")
+    if isinstance(speculative, Mapping) and speculative.get("rejection_sample_method") == "synthetic":
+        return "speculative_config.rejection_sample_method=synthetic samples from another policy; leave it out"
+    return None
