@@ -551,6 +551,12 @@ class TrainConfig(Tree):
     learner.importance_cap corrects for it. 0 is exactly on-policy."""
     checkpoint_every: int = Field(1, ge=1)
     """Steps between two checkpoints."""
+    keep_last: int | None = Field(None, ge=1)
+    """Checkpoints that stay beside those of keep_every and keep_best; older ones are removed. null: all stay."""
+    keep_every: int | None = Field(None, ge=1)
+    """With keep_last: checkpoints of every so many steps stay, too. Evaluating the last epochs needs theirs."""
+    keep_best: int = Field(0, ge=0)
+    """With keep_last: so many checkpoints stay whose rollouts, played in a later step, had the highest pass rate."""
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step; where the environment has no
     evaluator the judge's pass rate there stands in."""

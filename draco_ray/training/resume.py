@@ -26,7 +26,16 @@ from draco_ray.runs.store import RunStore
 from draco_ray.training.order import EarlierTasks
 
 FREE = (
-    *("run.", "ray.", "watch.", "judge.limits.", "judge.api_base", "judge.api_key_env", "judge.max_outage_seconds"),
+    *(
+        "run.",
+        "ray.",
+        "watch.",
+        "train.keep_",
+        "judge.limits.",
+        "judge.api_base",
+        "judge.api_key_env",
+        "judge.max_outage_seconds",
+    ),
     *("judge.workers", "judge.max_workers", "judge.concurrency_per_worker", "judge.idle_seconds"),
     *("judge.local.", "judge.start_timeout_seconds", "judge.request_timeout_seconds", "judge.max_attempts"),
 )

@@ -22,6 +22,7 @@ from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.overlap import busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import step_line
+from draco_ray.training.retention import drop_checkpoints
 from draco_ray.training.streaming import StreamedUpdate, streamed_update
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
 
@@ -117,6 +118,7 @@ class Trainer:
             metrics = {**learning, **_seconds(learned_at, started)}
         self._observer.step(metrics)
         await self._store.finish_step.remote(step, metrics)
+        drop_checkpoints(self._run, config.train)
         return metrics
 
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:
