@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -84,12 +84,14 @@ def tables(
     from draco_ray.lab.evaluation.tables import read_settings
 
     settings = read_settings(directories)
-    summaries = {}
+    summaries: dict[str, list[dict[str, Any]]] = {}
     for argument in directories:
         label, separator, name = argument.partition("=")
         if not separator or Path(argument).is_dir():
             label, name = "", argument
-        summaries[label or EvaluationDirectory.open(Path(name)).plan.label] = read_summaries(Path(name))
+        # Several of one label are its training seeds.
+        label = label or EvaluationDirectory.open(Path(name)).plan.label
+        summaries.setdefault(label, []).extend(read_summaries(Path(name)))
     typer.echo("\n".join(render(table, form, shown) for table in tau_tables(settings, summaries)), nl=False)
 
 

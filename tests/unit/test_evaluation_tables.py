@@ -174,6 +174,56 @@ def test_latex_is_escaped_and_spans_headers() -> None:
     assert [many + span - 1 for many, span in zip(ands, spans, strict=True)] == [3] * 5
 
 
+def test_every_row_of_every_latex_table_has_as_many_cells_as_its_tabular(directories: list[str]) -> None:
+    """A row with a cell too many does not compile, one with a cell too few is read in the wrong columns."""
+    settings = read_settings([*directories, f"Block::x={directories[1]}"])
+    made = [make(settings) for make in TABLES.values()]
+    widest = 0
+    for table in [*made, comparison_table(compare(read_settings(directories), "Base"))]:
+        for shown in Shown:
+            text = render(table, TableFormat.LATEX, shown)
+            (columns,) = re.findall(r"\\begin\{tabular\}\{(l?c+)\}", text)
+            widest = max(widest, len(columns))
+            body = text.split(r"\toprule")[1].split(r"\bottomrule")[0]
+            for line in (line for line in body.splitlines() if line.endswith(r"\\")):
+                spans = [int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+                cells = len(re.findall(r"(?<!\\)&", line)) + 1
+                assert cells + sum(spans) == len(columns), line
+            # Whatever its width: it is scaled to the page's.
+            assert text.count(r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%") == 1
+    assert widest >= 20
+
+
+ROLES = {
+    "agent": {"input_tokens": 10, "output_tokens": 1, "dollars": 0.9},
+    "user": {"input_tokens": 20, "output_tokens": 2, "dollars": 1.8},
+    "judge": {"input_tokens": 30, "output_tokens": 3, "dollars": 2.7},
+}
+
+
+def test_the_cost_of_a_conversation_is_that_of_all_its_roles(directories: list[str]) -> None:
+    bank = Path(directories[2])
+    (bank / "summary.json").write_text(json.dumps({"measurements": {"starter": {"costs": ROLES}}}), encoding="utf-8")
+    settings = read_settings(directories)
+    result = settings["draco"]["τ-bench"]
+    # Three runs: a pass is a third.
+    assert result.role_dollars == pytest.approx({"agent": 0.3, "user": 0.6, "judge": 0.9})
+    frontier = frontier_table(settings)
+    cells = dict(zip(headers(frontier), frontier.rows[1][1], strict=True))
+    cost, per_task, own = cells[f"{BANK} Cost ($)"], cells[f"{BANK} $/task"], cells[f"{TN} Cost ($)"]
+    assert cost is not None
+    assert per_task is not None
+    assert own is not None
+    assert (cost.mean, per_task.mean) == (pytest.approx(1.8), pytest.approx(0.2))
+    # AppWorld has one role, whose cost is in its results.
+    assert own.mean == pytest.approx(0.25 * len(TASKS))
+    assert "τ-bench: the cost of agent, user, judge together." in frontier.notes
+    unpriced = {**ROLES, "judge": {**ROLES["judge"], "dollars": None}}
+    (bank / "summary.json").write_text(json.dumps({"measurements": {"starter": {"costs": unpriced}}}), encoding="utf-8")
+    result = read_settings(directories)["draco"]["τ-bench"]
+    assert (result.pass_dollars, result.dollars_per_task) == (None, None)
+
+
 def test_latex_is_scaled_to_the_page_and_its_braces_close(directories: list[str]) -> None:
     """A table of two benchmarks with intervals is three pages wide."""
     wide = main_table(read_settings(directories))

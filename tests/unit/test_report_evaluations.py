@@ -62,6 +62,20 @@ def test_measurements_are_read_where_they_are_finished(run: RunDirectory) -> Non
     assert rows[1]["sgc"] == 0.5
 
 
+def test_the_cost_axis_has_every_role_of_a_conversation(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "small")
+    half = [("a_1", 0, True), ("a_1", 1, True), ("a_2", 0, True), ("a_2", 1, False)]
+    directory = add(run, "tau-banking-last1", "full", {"step00002": half})
+    cost = {"input_tokens": 100, "output_tokens": 50, "dollars": 0.5}
+    costs = {"agent": cost, "user": cost, "judge": {**cost, "dollars": 2.0}}
+    directory.write_summary({"measurements": {"step00002": {"costs": costs}}})
+    (row,) = [row for row in evaluations(run).to_pylist() if row["split"] == "full"]
+    assert (row["dollars_per_pass"], row["tokens_per_pass"]) == (1.5, 225.0)
+    directory.write_summary({"measurements": {"step00002": {"costs": {**costs, "user": {**cost, "dollars": None}}}}})
+    (row,) = [row for row in evaluations(run).to_pylist() if row["split"] == "full"]
+    assert row["dollars_per_pass"] is None
+
+
 def test_consistency_needs_several_runs(run: RunDirectory) -> None:
     rows = [row for row in consistency(run).to_pylist() if row["split"] == "dev"]
     assert [(row["metric"], row["k"], row["pass_hat_k"], row["pass_at_k"]) for row in rows] == [

@@ -261,6 +261,9 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
     assert tokens.mean == 2000  # of one pass of four
     assert paid is not None
     assert paid.mean == pytest.approx(dollars["user"] / 2)
+    total = cells["together", "dollars"]
+    assert total is not None
+    assert total.mean == pytest.approx(sum(dollars.values()) / 2)
     failures = failure_table({"DRACO": [found]})
     shares = dict(zip((column.path[0] for column in failures.columns), failures.rows[0][1], strict=True))
     assert {kind: cell and cell.mean for kind, cell in shares.items()} == {
@@ -274,4 +277,6 @@ def test_an_unknown_price_is_no_price(tmp_path: Path) -> None:
     episodes = read_episodes(write(tmp_path / "r", [simulation("task_001", 0)]), ["task_001"], 1)
     found = summary(episodes, Tokens(), "a/model-without-a-price", DracoConfig(), "unknown")
     assert found["costs"]["agent"]["dollars"] is None
-    assert cost_by_role_table({"x": [found]}).rows[0][1][2] is None
+    cells = cost_by_role_table({"x": [found]}).rows[0][1]
+    assert (cells[2], cells[-1]) == (None, None)
+    assert cells[5] is not None

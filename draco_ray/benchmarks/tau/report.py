@@ -15,21 +15,17 @@ from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import Amount, RolloutResult
+from draco_ray.lab.evaluation.results import RolloutResult
+from draco_ray.lab.evaluation.role_costs import RoleCost
 from draco_ray.lab.evaluation.tables import (
     Settings,
     consistency_table,
     efficiency_table,
+    frontier_table,
     main_table,
 )
 from draco_ray.records import LOST, EpisodeEnd, Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_text
-
-
-class _Costs(BaseModel):
-    input_tokens: NonNegativeInt
-    output_tokens: NonNegativeInt
-    dollars: Amount | None
 
 
 class _Measured(BaseModel):
@@ -39,7 +35,7 @@ class _Measured(BaseModel):
     episodes: PositiveInt
     successes: NonNegativeInt
     failures: dict[str, NonNegativeInt]
-    costs: dict[Literal["agent", "user", "judge"], _Costs]
+    costs: dict[Literal["agent", "user", "judge"], RoleCost]
 
 
 class _Summary(BaseModel):
@@ -121,7 +117,7 @@ def summary(
 
 
 def tau_tables(settings: Settings, summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
-    """SR at p^k, pass@k and turns as for every benchmark, then costs by role and failures by kind.
+    """SR at p^k, pass@k, turns and SR against cost as for every benchmark, then costs by role and failures by kind.
 
     Args:
         settings: label -> split -> result.
@@ -131,13 +127,14 @@ def tau_tables(settings: Settings, summaries: Mapping[str, Sequence[Mapping[str,
         main_table(settings),
         consistency_table(settings),
         efficiency_table(settings),
+        frontier_table(settings),
         cost_by_role_table(summaries),
         failure_table(summaries),
     ]
 
 
 def cost_by_role_table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """Tokens and dollars of one pass over the split, by role."""
+    """Tokens and dollars of one pass over the split, by role, and the dollars of all roles together."""
     names = (("input tokens", 0), ("output tokens", 0), ("dollars", 2))
     rows: list[tuple[str, tuple[Cell | None, ...]]] = []
     for label, measured in summaries.items():
@@ -147,12 +144,17 @@ def cost_by_role_table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
             for key in ("input_tokens", "output_tokens", "dollars"):
                 values = [each["costs"][role][key] for each in measured]
                 cells.append(None if None in values else Cell(sum(values) / passes))
+        dollars = [cell.mean for cell in cells[2::3] if cell is not None]
+        cells.append(Cell(sum(dollars)) if len(dollars) == len(ROLES) else None)
         rows.append((label, tuple(cells)))
     return Table(
         name="tau-costs",
         title="τ-bench banking: tokens and dollars of one pass over the tasks, by role",
         row_header="Setting",
-        columns=tuple(Column((role, name), digits) for role in ROLES for name, digits in names),
+        columns=(
+            *(Column((role, name), digits) for role in ROLES for name, digits in names),
+            Column(("together", "dollars"), 2, "low"),
+        ),
         rows=tuple(rows),
         notes=("Attempts that tau2 repeated after an exception are not in its records; -: no price is known.",),
     )

@@ -14,6 +14,7 @@ from draco_ray.lab.evaluation.consistency import pass_at_k
 from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.evaluation.role_costs import role_costs, together
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
@@ -152,10 +153,16 @@ def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
             yield EvaluationDirectory.open(file.parent)
 
 
+def _all(priced: Sequence[float], many: int) -> float | None:
+    return sum(priced) if len(priced) == many else None
+
+
 def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
     for (step, split), in_training in read_evaluations(run).items():
         yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=in_training)
     for directory in evaluation_directories(run):
+        # Where a conversation has several roles, its cost is that of all.
+        roles = role_costs(directory)
         for name in directory.plan.measurements:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
@@ -169,6 +176,11 @@ def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
                 evaluations=[result.evaluation for result in results],
                 scenarios=directory.plan.scenarios,
                 averaged=1 if UNTRAINED in directory.plan.measurements else len(directory.plan.measurements),
-                dollars=sum(priced) if len(priced) == len(usages) else None,
-                tokens=float(sum(usage.input_tokens + usage.output_tokens for usage in usages)),
+                dollars=together(roles[name]) if name in roles else _all(priced, len(usages)),
+                tokens=float(
+                    sum(
+                        each.input_tokens + each.output_tokens
+                        for each in (roles[name].values() if name in roles else usages)
+                    )
+                ),
             )

@@ -32,7 +32,7 @@ from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
-from draco_ray.lab.evaluation.setting import SplitResult, read_split
+from draco_ray.lab.evaluation.setting import SplitResult, aggregate
 from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.records import Trajectory, Usage, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool
@@ -110,7 +110,8 @@ def evaluate_policy(
             f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
             "the same command with --retry-errors plays them again"
         )
-    result = read_split(directory)
+    # Not `read_split`, which reads the summary that is written here.
+    result = aggregate(directory.plan, list(directory.complete_results().values()))
     directory.write_summary(summary(result))
     return result
 

@@ -19,6 +19,7 @@ from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k, scenario_of
 from draco_ray.lab.evaluation.measures import Measure
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
+from draco_ray.lab.evaluation.role_costs import role_costs
 from draco_ray.records import Evaluation, Termination, Usage
 
 MOST_K = 3
@@ -73,6 +74,17 @@ class SplitResult:
     been."""
     seeds: int = 1
     """Training seeds."""
+    role_dollars: Mapping[str, float | None] | None = None
+    """Dollars of one pass by role, where a conversation has several (agent, user simulator, judge), None for a role
+    whose price is not known; None where there is only the policy."""
+
+    @property
+    def pass_dollars(self) -> float | None:
+        """Dollars of one pass, of all roles together."""
+        if self.role_dollars is None:
+            return self.usage.dollars
+        known = [dollars for dollars in self.role_dollars.values() if dollars is not None]
+        return sum(known) if len(known) == len(self.role_dollars) else None
 
     @property
     def clusters(self) -> int:
@@ -81,8 +93,8 @@ class SplitResult:
 
     @property
     def dollars_per_task(self) -> float | None:
-        """Dollars of one rollout, on average."""
-        return None if self.usage.dollars is None else self.usage.dollars / len(self.plan.tasks)
+        """Dollars of one rollout, on average, of all roles together."""
+        return None if self.pass_dollars is None else self.pass_dollars / len(self.plan.tasks)
 
 
 def read_split(directory: EvaluationDirectory, label: str | None = None) -> SplitResult:
@@ -101,7 +113,8 @@ def read_seeds(directories: Sequence[EvaluationDirectory], label: str | None = N
         ConfigError: rollouts are missing.
     """
     seeds = [list(directory.complete_results().values()) for directory in directories]
-    return aggregate_seeds(directories[0].plan, seeds, label)
+    result = aggregate_seeds(directories[0].plan, seeds, label)
+    return replace(result, role_dollars=_role_dollars(directories))
 
 
 def aggregate(plan: Plan, measurements: Sequence[Sequence[RolloutResult]], label: str | None = None) -> SplitResult:
@@ -208,6 +221,21 @@ def _parts(seeds: measures.Seeds) -> list[Sequence[Sequence[Evaluation]]]:
 
 def _single_runs(measurement: Sequence[Evaluation], runs: int) -> list[list[Evaluation]]:
     return [[replace(each, run=0) for each in measurement if each.run == run] for run in range(runs)]
+
+
+def _role_dollars(directories: Sequence[EvaluationDirectory]) -> dict[str, float | None] | None:
+    """Of one pass; None where any measurement has no roles."""
+    found = [(directory.plan, role_costs(directory)) for directory in directories]
+    if not all(plan.measurements and set(plan.measurements) <= costs.keys() for plan, costs in found):
+        return None
+    measured = [costs[name] for plan, costs in found for name in plan.measurements]
+    passes = sum(plan.runs * len(plan.measurements) for plan, _ in found)
+    dollars: dict[str, float | None] = {}
+    for role in dict.fromkeys(role for each in measured for role in each):
+        known = [each[role].dollars for each in measured if role in each]
+        paid = [each for each in known if each is not None]
+        dollars[role] = sum(paid) / passes if len(paid) == len(measured) else None
+    return dollars
 
 
 def _per_pass(usage: Usage, passes: int) -> Usage:

@@ -254,7 +254,7 @@ def frontier_table(settings: Settings) -> Table:
         for split in titles:
             cells += [_percent(_rate_getter(split, metric, 0)(splits)) for metric in _metrics(settings, split)]
             result = splits.get(split)
-            dollars = (None, None) if result is None else (result.usage.dollars, result.dollars_per_task)
+            dollars = (None, None) if result is None else (result.pass_dollars, result.dollars_per_task)
             cells += [None if value is None else Cell(value) for value in dollars]
         rows.append((label, tuple(cells)))
     return _table(
@@ -264,8 +264,21 @@ def frontier_table(settings: Settings) -> Table:
         row_header="Model",
         columns=tuple(columns),
         rows=tuple(rows),
-        notes=("Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",),
+        notes=(
+            "Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",
+            *(
+                f"{split}: the cost of {', '.join(roles)} together."
+                for split in titles
+                if (roles := _roles(settings, split))
+            ),
+        ),
     )
+
+
+def _roles(settings: Settings, split: str) -> list[str]:
+    """Roles whose costs are known apart on a split."""
+    found = (splits[split].role_dollars for splits in settings.values() if split in splits)
+    return list(dict.fromkeys(role for roles in found for role in roles or ()))
 
 
 def cost_table(settings: Settings) -> Table:
