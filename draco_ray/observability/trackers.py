@@ -1,4 +1,5 @@
-"""Experiment trackers: every finished step's metrics as scalars for TensorBoard (default), W&B or MLflow.
+"""Experiment trackers: every finished step's metrics as scalars for TensorBoard (default), W&B or MLflow, to which its
+rollouts with their verdicts go as a table as well.
 
 TensorBoard event files come from ``tensorboardX``, which Ray Train brings along; looking at them needs the
 ``tensorboard`` package, which this project does not install. W&B and MLflow are extras and read their address and key
@@ -16,12 +17,21 @@ from typing import Any, Protocol
 
 from draco_ray.errors import ConfigError
 
+Table = Mapping[str, Sequence[Any]]
+"""Columns by name, all of one length."""
+
 
 class Tracker(Protocol):
-    """Where scalars go."""
+    """Where scalars and tables go."""
+
+    shows_tables: bool
+    """Whether `rollouts` does anything."""
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Keep the scalars of one training step."""
+
+    def rollouts(self, step: int, table: Table) -> None:
+        """Keep the rollouts of one training step, a row each."""
 
     def close(self) -> None:
         """Write what is buffered."""
@@ -53,7 +63,9 @@ def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) ->
 
 
 class TensorBoard:
-    """Event files in the run directory's ``tensorboard`` folder."""
+    """Event files in the run directory's ``tensorboard`` folder, which hold no tables."""
+
+    shows_tables = False
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         with _without_torch():
@@ -66,6 +78,9 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def rollouts(self, step: int, table: Table) -> None:
+        """See `Tracker.rollouts`."""
+
     def close(self) -> None:
         """See `Tracker.close`."""
         self._writer.close()
@@ -74,8 +89,10 @@ class TensorBoard:
 class WandB:
     """Weights & Biases; the project is WANDB_PROJECT, the key WANDB_API_KEY."""
 
+    shows_tables = True
+
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        package = _package("wandb", "wandb")
+        self._package = package = _package("wandb", "wandb")
         try:
             self._run = package.init(name=run.name, dir=str(run), config=dict(config), resume="allow", id=run.name)
         except Exception as error:
@@ -85,6 +102,11 @@ class WandB:
         """See `Tracker.step`."""
         self._run.log(dict(scalars), step=step)
 
+    def rollouts(self, step: int, table: Table) -> None:
+        """See `Tracker.rollouts`."""
+        rows = [list(row) for row in zip(*table.values(), strict=True)]
+        self._run.log({"rollouts": self._package.Table(columns=list(table), data=rows)}, step=step)
+
     def close(self) -> None:
         """See `Tracker.close`."""
         self._run.finish()
@@ -92,6 +114,8 @@ class WandB:
 
 class MLflow:
     """MLflow; the server is MLFLOW_TRACKING_URI, the experiment MLFLOW_EXPERIMENT_NAME."""
+
+    shows_tables = True
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self._package = _package("mlflow", "mlflow")
@@ -111,6 +135,11 @@ class MLflow:
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """See `Tracker.step`."""
         self._package.log_metrics(dict(scalars), step=step)
+
+    def rollouts(self, step: int, table: Table) -> None:
+        """See `Tracker.rollouts`."""
+        columns = {name: list(values) for name, values in table.items()}
+        self._package.log_table(columns, f"rollouts/step{step:05d}.json")
 
     def close(self) -> None:
         """See `Tracker.close`."""

@@ -34,7 +34,9 @@ from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
 from draco_ray.rollout.pool import RolloutPool
+from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.progress import StepProgress
+from draco_ray.training.rollout_table import rollout_table
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,21 @@ class RunObserver:
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.step(line["step"], scalars(line))
+            except Exception:
+                log.exception("tracker %s failed and is left out from here on", name)
+                del self._trackers[name]
+
+    def rollouts(self, step: int, run: RunDirectory) -> None:
+        """Send a finished step's rollouts with their verdicts to the trackers that show tables."""
+        showing = {name: tracker for name, tracker in self._trackers.items() if tracker.shows_tables}
+        try:
+            table = rollout_table(run, step) if showing else {}
+        except Exception:
+            log.exception("the table of the rollouts of step %d cannot be made", step)
+            return
+        for name, tracker in showing.items():
+            try:
+                tracker.rollouts(step, table)
             except Exception:
                 log.exception("tracker %s failed and is left out from here on", name)
                 del self._trackers[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from functools import partial
@@ -119,6 +120,7 @@ class Trainer:
         self._observer.step(metrics)
         await self._store.finish_step.remote(step, metrics)
         drop_checkpoints(self._run, config.train)
+        await asyncio.to_thread(self._observer.rollouts, step, self._run)
         return metrics
 
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:

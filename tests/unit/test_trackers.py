@@ -12,6 +12,8 @@ import pytest
 
 from draco_ray.errors import ConfigError
 from draco_ray.observability.trackers import open_trackers, scalars
+from draco_ray.training.rollout_table import rollout_table
+from tests.support.small_run import small_run
 
 LINE = {
     "step": 3,
@@ -30,15 +32,18 @@ class WandB(ModuleType):
     def __init__(self) -> None:
         super().__init__("wandb")
         self.begun: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, Mapping[str, float]]] = []
+        self.logged: list[tuple[int, Mapping[str, Any]]] = []
         self.finished = 0
 
     def init(self, *, name: str, dir: str, config: dict[str, Any], resume: str, id: str) -> Any:
         self.begun.append({"name": name, "dir": dir, "config": config, "resume": resume, "id": id})
         return self
 
-    def log(self, data: dict[str, float], step: int) -> None:
+    def log(self, data: dict[str, Any], step: int) -> None:
         self.logged.append((step, data))
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+        return columns, data
 
     def finish(self) -> None:
         self.finished += 1
@@ -51,6 +56,7 @@ class MLflow(ModuleType):
         super().__init__("mlflow")
         self.begun: list[dict[str, Any]] = []
         self.files: list[str] = []
+        self.tables: dict[str, dict[str, list[Any]]] = {}
         self.logged: list[tuple[int, Mapping[str, float]]] = []
         self.finished = 0
 
@@ -63,6 +69,9 @@ class MLflow(ModuleType):
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
+
+    def log_table(self, data: dict[str, list[Any]], artifact_file: str) -> None:
+        self.tables[artifact_file] = data
 
     def end_run(self) -> None:
         self.finished += 1
@@ -110,3 +119,47 @@ def test_a_tracker_that_refuses_is_one_line(
     monkeypatch.setitem(sys.modules, name, package)
     with pytest.raises(ConfigError, match=rf"^run.trackers: {name}: no way in; set {variable} or leave it out$"):
         open_trackers((name,), tmp_path, {})
+
+
+def test_a_step_is_a_table_of_its_rollouts_with_their_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(tmp_path / "run")
+    table = rollout_table(run, 2)
+    assert len(table["rollout"]) == run.table("trajectories", 2).num_rows > 0
+    assert len({len(column) for column in table.values()}) == 1
+    verdicts = run.table("verdicts", 2).to_pylist()
+    titles = {(row["task_id"], row["criterion"]): row["title"] for row in run.table("criteria", 2).to_pylist()}
+    for number, (task, rollout) in enumerate(zip(table["task_id"], table["rollout"], strict=True)):
+        for verdict, name in ((1, "passed"), (-1, "failed"), (0, "not_applicable")):
+            given = [
+                titles[task, row["criterion"]]
+                for row in verdicts
+                if (row["task_id"], row["rollout"], row["verdict"]) == (task, rollout, verdict)
+            ]
+            assert table[name][number] == "\n".join(given)
+    assert any(table["passed"])
+    assert any(table["failed"])
+    rewards = {(row["task_id"], row["rollout"]): row["reward"] for row in run.table("advantages", 2).to_pylist()}
+    assert table["reward"] == [rewards[key] for key in zip(table["task_id"], table["rollout"], strict=True)]
+
+    wandb, mlflow = WandB(), MLflow()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    trackers = open_trackers(("wandb", "mlflow", "tensorboard"), run.path, {})
+    assert [tracker.shows_tables for tracker in trackers.values()] == [True, True, False]
+    for tracker in trackers.values():
+        tracker.rollouts(2, table)
+        tracker.close()
+    ((step, sent),) = wandb.logged
+    assert (step, sent["rollouts"][0], len(sent["rollouts"][1])) == (2, list(table), len(table["rollout"]))
+    assert [row[0] for row in sent["rollouts"][1]] == table["task_id"]
+    assert mlflow.tables == {"rollouts/step00002.json": table}
+
+
+def test_a_step_whose_groups_were_dropped_is_a_table_too(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    for name in ("advantages", "verdicts", "criteria"):
+        (run.tables / name / "step00002.parquet").unlink()
+    table = rollout_table(run, 2)
+    assert set(table["reward"]) == {None}
+    assert set(table["failed"]) == {""}
+    assert rollout_table(run, 9)["rollout"] == []

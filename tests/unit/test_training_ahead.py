@@ -98,7 +98,9 @@ class Run:
         )
         pipeline: Any = SimpleNamespace(run=self._pipeline)
         pool: Any = SimpleNamespace(take_over=lambda group, member: self.taken_over.append((group, member.summary)))
-        observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
+        observer: Any = SimpleNamespace(
+            group=lambda group: None, step=lambda line: None, rollouts=lambda step, run: None
+        )
         fleet: Any = SimpleNamespace(load=self._load)
         engine: Any = "engine"
         recorded = RecordedRollouts(
