@@ -342,12 +342,13 @@ class Flaky(MemoryStore):
 
 def test_an_outage_is_said_once_and_waited_out() -> None:
     said: list[str] = []
-    store = Flaky(5, OSError("AWS Error SLOW_DOWN:\n 503"))
+    # What is in a name says nothing of the answer.
+    store = Flaky(5, OSError("AWS Error SLOW_DOWN:\n 503 of objects/a403"))
     patient = Patient(store, "s3://b/r", said.append, seconds=60, first_wait=0.001)
     patient.write("a", b"1")
     assert store.objects == {"a": b"1"}
     assert said == [
-        "s3://b/r: AWS Error SLOW_DOWN: 503; trying again, the run goes on in its local folder",
+        "s3://b/r: AWS Error SLOW_DOWN: 503 of objects/a403; trying again, the run goes on in its local folder",
         "s3://b/r: answers again",
     ]
     with pytest.raises(StoreError, match="ACCESS_DENIED"):

@@ -233,7 +233,7 @@ class Patient:
 
 def _refused(error: BaseException) -> bool:
     """Whether another try gets the same answer: the bucket or the right to use it is missing."""
-    return any(word in str(error) for word in ("ACCESS_DENIED", "NO_SUCH_BUCKET", "Bucket does not exist", "403"))
+    return any(word in str(error) for word in ("ACCESS_DENIED", "PERMISSION_DENIED", "NO_SUCH_BUCKET"))
 
 
 def one_line(error: BaseException) -> str:
