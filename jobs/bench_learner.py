@@ -214,7 +214,7 @@ def draco_side(folder: Path, rollouts: Sequence[Rollout]) -> tuple[Update, dict[
     metrics = learner.step()
     update = Update(
         **cost(before),
-        computed_tokens=metrics.padded_tokens,
+        computed_tokens=metrics.computed_tokens,
         loss=metrics.policy_loss + KL * metrics.kl,
         grad_norm=metrics.grad_norm,
     )

@@ -144,7 +144,7 @@ class PacedLearnerActor:
             grad_norm=0.0,
             samples=samples,
             valid_tokens=tokens,
-            padded_tokens=tokens,
+            computed_tokens=tokens,
             policy_loss=0.0,
             kl=0.0,
             entropy=0.0,

@@ -514,7 +514,7 @@ class LearnerConfig(Tree):
     minibatch_prompts: int = Field(8, ge=1)
     """Prompts (groups) an optimizer update; verl's reading of "minibatch size 8"."""
     micro_batch_tokens: int = Field(32768, ge=1)
-    """Padded tokens in one forward pass."""
+    """Tokens in one forward pass, a prompt that rollouts share counted once; a longer sequence gets one of its own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = True

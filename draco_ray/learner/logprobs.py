@@ -35,7 +35,8 @@ def token_logprobs(
         target_V: token ids.
         chunk_tokens: positions whose logits exist at one time.
         entropy_gradient: whether the entropy is part of the loss; without, it is a number only.
-    Returns: logprob_V and entropy_V in float32, nats; differentiable in `hidden_VH`, once.
+    Returns: logprob_V and entropy_V, nats, in float32 (float64 where the hidden states are); differentiable in
+            `hidden_VH`, once.
     """
     logprob_V, entropy_V = _ChunkedLogprobs.apply(
         hidden_VH, head.weight, head.bias, target_V, chunk_tokens, entropy_gradient
@@ -55,7 +56,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         tokens = len(target_V)
-        logprob_V = torch.empty(tokens, dtype=torch.float32, device=hidden_VH.device)
+        precision = torch.promote_types(hidden_VH.dtype, torch.float32)
+        logprob_V = torch.empty(tokens, dtype=precision, device=hidden_VH.device)
         entropy_V = torch.empty_like(logprob_V)
         needs_gradient = ctx.needs_input_grad[0]
         logprob_slope_VH = torch.empty_like(hidden_VH) if needs_gradient else None
@@ -98,7 +100,8 @@ def _of_one_chunk(
     A function of its own so that nothing of a chunk outlives it. Two float32 arrays of the size of its logits are the
     most that exists at a time: the logits, and their exponentials, which become probabilities where slopes are needed.
     """
-    logits = torch.nn.functional.linear(hidden_CH, weight, bias).float()
+    logits = torch.nn.functional.linear(hidden_CH, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest_C1 = logits.amax(dim=-1, keepdim=True)
     exponentials = (logits - largest_C1).exp_()
     sum_C1 = exponentials.sum(dim=-1, keepdim=True)

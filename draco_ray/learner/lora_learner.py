@@ -24,7 +24,7 @@ from draco_ray.learner.loss import grpo_loss
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.learner.mismatch import LOG_RATIO_BOUND, SPREAD_BINS, correction, k3_estimates, ratio_quantile, spread
 from draco_ray.learner.model import AdaptedModel
-from draco_ray.learner.packing import pack
+from draco_ray.learner.packing import Packable, Row, lay_out, pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
 
 ADAPTER, OPTIMIZER, COUNTERS = "adapter_model.safetensors", "optimizer.safetensors", "learner.json"
@@ -33,7 +33,7 @@ directories that others may have made."""
 SUMS = (
     "samples",
     "valid_tokens",
-    "padded_tokens",
+    "computed_tokens",
     "policy_loss",
     "kl",
     "entropy",
@@ -50,15 +50,16 @@ SUMS = (
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the device: B right-padded rows, V valid tokens row after row."""
+    """One micro-batch: a row of sequences, V valid tokens of which are on the device, sequence after sequence."""
 
-    token_ids_BT: Tensor
-    valid_BT: Tensor
+    row: Row
+    tokens_S: list[int]
+    """Valid tokens of each sequence."""
     advantage_V: Tensor
     engine_logprob_V: Tensor
     old_logprob_V: Tensor | None
     sample_V: Tensor
-    """The row that a token is of."""
+    """The sequence that a token is of."""
 
 
 class LoraLearner:
@@ -111,10 +112,11 @@ class LoraLearner:
         self._forget_sums()
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        """Rows of `samples` per forward pass; a sample without a valid token is in none."""
-        lengths = [trained_length(sample) for sample in samples]
-        trained = [row for row, length in enumerate(lengths) if length]
-        batches = pack([lengths[row] for row in trained], self._config.micro_batch_tokens)
+        """Indices of `samples` per forward pass; a sample without a valid token is in none."""
+        trained = [index for index, sample in enumerate(samples) if trained_length(sample)]
+        sequences = [_packable(samples[index]) for index in trained]
+        shapes = [(len(one.token_ids_T), one.prompt, one.family) for one in sequences]
+        batches = pack(shapes, self._config.micro_batch_tokens if self.policy.packs else 1)
         return [[trained[index] for index in batch] for batch in batches]
 
     def accumulate(
@@ -139,18 +141,14 @@ class LoraLearner:
         for rows in batches:
             batch = self._collate(samples, rows, old_logprobs)
             with torch.no_grad(), self.policy.adapter_off() if self._config.kl_coefficient > 0 else nullcontext():
-                reference_V = (
-                    self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)[0]
-                    if self._config.kl_coefficient > 0
-                    else None
-                )
-            logprob_V, entropy_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)
+                reference_V = self.policy.logprobs(batch.row)[0] if self._config.kl_coefficient > 0 else None
+            logprob_V, entropy_V = self.policy.logprobs(batch.row)
             old_V = logprob_V.detach() if batch.old_logprob_V is None else batch.old_logprob_V
             weight_V, truncated, masked = correction(old_V, batch.engine_logprob_V, batch.sample_V, self._config)
             loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config, weight_V)
             loss.total.backward()
             added["valid_tokens"] += len(old_V)
-            added["padded_tokens"] += batch.token_ids_BT.numel()
+            added["computed_tokens"] += len(batch.row.token_ids_T)
             added["policy_loss"] += loss.policy.item()
             added["kl"] += loss.kl.item()
             added["entropy"] += entropy_V.detach().sum().item()
@@ -180,9 +178,8 @@ class LoraLearner:
         batches = self.micro_batches(samples)
         for rows in batches:
             batch = self._collate(samples, rows, None)
-            logprob_V = self.policy.logprobs(batch.token_ids_BT, batch.valid_BT)[0]
-            tokens = batch.valid_BT.sum(dim=1).tolist()
-            for row, logprob in zip(rows, logprob_V.split(tokens), strict=True):
+            logprob_V = self.policy.logprobs(batch.row)[0]
+            for row, logprob in zip(rows, logprob_V.split(batch.tokens_S), strict=True):
                 logprobs[row] = logprob.cpu().numpy()
         for _ in range(len(batches), passes):
             self._empty_pass()
@@ -222,7 +219,7 @@ class LoraLearner:
             grad_norm=norm,
             samples=int(sums["samples"]),
             valid_tokens=int(sums["valid_tokens"]),
-            padded_tokens=int(sums["padded_tokens"]),
+            computed_tokens=int(sums["computed_tokens"]),
             policy_loss=sums["policy_loss"] / tokens,
             kl=sums["kl"] / tokens,
             entropy=sums["entropy"] / tokens,
@@ -254,11 +251,9 @@ class LoraLearner:
     @torch.no_grad()
     def token_logprobs(self, token_ids_T: IntArray | Sequence[int], *, adapter: bool = True) -> FloatArray:
         """Log-prob of every token given those before it, 0.0 for the first; without `adapter`, of the base model."""
-        token_ids_BT = torch.tensor(np.asarray(token_ids_T, dtype=np.int64), device=self._device)[None]
-        wanted_BT = torch.ones_like(token_ids_BT, dtype=torch.bool)
-        wanted_BT[:, 0] = False
+        row = _whole(np.asarray(token_ids_T, dtype=np.int64))
         with nullcontext() if adapter else self.policy.adapter_off():
-            logprob_V = self.policy.logprobs(token_ids_BT, wanted_BT)[0]
+            logprob_V = self.policy.logprobs(row)[0]
         return np.concatenate([np.zeros(1, dtype=np.float32), logprob_V.cpu().numpy()])
 
     def save(self, directory: Path) -> None:
@@ -362,23 +357,15 @@ class LoraLearner:
 
     def _empty_pass(self) -> Tensor:
         """A forward pass over two tokens that count for nothing: other workers need this one's part of the base."""
-        token_ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
-        return self.policy.logprobs(token_ids_BT, torch.tensor([[False, True]], device=self._device))[0]
+        return self.policy.logprobs(_whole(np.zeros(2, dtype=np.int64)))[0]
 
     def _collate(
         self, samples: Sequence[TrainingSample], rows: Sequence[int], old_logprobs: Sequence[FloatArray] | None
     ) -> Batch:
         if old_logprobs is not None and len(old_logprobs) != len(samples):
             raise ValueError(f"{len(samples)} samples with old log-probs for {len(old_logprobs)}")
-        length = max(trained_length(samples[row]) for row in rows)
-        token_ids_BT = np.zeros((len(rows), length), dtype=np.int64)
-        valid_BT = np.zeros((len(rows), length), dtype=np.bool_)
-        for index, row in enumerate(rows):
-            sample = samples[row]
-            kept = trained_length(sample)
-            token_ids_BT[index, :kept] = sample.token_ids_T[:kept]
-            valid_BT[index, :kept] = sample.loss_mask_T[:kept]
         masks = [samples[row].loss_mask_T for row in rows]
+        tokens_S = [int(mask.sum()) for mask in masks]
 
         def of_valid_tokens(arrays: Sequence[FloatArray]) -> Tensor:
             valid = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
@@ -387,15 +374,15 @@ class LoraLearner:
         old_V = None
         if old_logprobs is not None:
             old_V = torch.from_numpy(np.concatenate([old_logprobs[row] for row in rows])).to(self._device)
-            if len(old_V) != sum(int(mask.sum()) for mask in masks):
+            if len(old_V) != sum(tokens_S):
                 raise ValueError("old log-probs are not one per valid token of their sample")
         return Batch(
-            token_ids_BT=torch.from_numpy(token_ids_BT).to(self._device),
-            valid_BT=torch.from_numpy(valid_BT).to(self._device),
+            row=lay_out([_packable(samples[row]) for row in rows]),
+            tokens_S=tokens_S,
             advantage_V=of_valid_tokens([samples[row].advantage_T for row in rows]),
             engine_logprob_V=of_valid_tokens([samples[row].logprob_T for row in rows]),
             old_logprob_V=old_V,
-            sample_V=torch.from_numpy(np.repeat(np.arange(len(rows)), [mask.sum() for mask in masks])).to(self._device),
+            sample_V=torch.from_numpy(np.repeat(np.arange(len(rows)), tokens_S)).to(self._device),
         )
 
 
@@ -418,6 +405,18 @@ def _read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tens
             problem = " ".join(f"{type(error).__name__} {error}".split())
             raise LearnerError(f"checkpoint file {path}: cannot be read ({problem}); resume from another one") from None
     return read[0], read[1], read[2]
+
+
+def _packable(sample: TrainingSample) -> Packable:
+    """A sample up to its last valid token."""
+    kept = trained_length(sample)
+    prompt = min(sample.prompt_length, int(np.argmax(sample.loss_mask_T)))
+    return Packable(sample.token_ids_T[:kept], sample.loss_mask_T[:kept], prompt)
+
+
+def _whole(token_ids_T: IntArray) -> Row:
+    """A row of one sequence, every token of which but the first is wanted."""
+    return lay_out([Packable(token_ids_T, np.arange(len(token_ids_T)) > 0, 0)])
 
 
 def trained_length(sample: TrainingSample) -> int:

@@ -20,8 +20,8 @@ class UpdateMetrics:
     """Before clipping."""
     samples: int
     valid_tokens: int
-    padded_tokens: int
-    """Tokens of the forward passes, padding included."""
+    computed_tokens: int
+    """Tokens of the forward passes; a prompt that sequences of a row share counts once."""
     policy_loss: float
     kl: float
     """k3 estimate against the base model, nats a token; 0 where its coefficient is 0."""

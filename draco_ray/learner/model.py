@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
@@ -21,9 +22,14 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.logprobs import token_logprobs
 from draco_ray.learner.lora import FusedLora
+from draco_ray.learner.packing import Packable, Row, lay_out
+from draco_ray.learner.segments import NotPlainError, install
 from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
 
+PACKING_TOLERANCE = 0.1
+"""Largest mean relative difference between the decoder's outputs in a row of sequences and alone: bfloat16 rounds, and
+what sees another sequence, or not all of its own, is far from it."""
 HEAD_TOLERANCE = 1e-3
 """Largest relative difference between the model's logits and its head applied to the decoder's output."""
 
@@ -31,8 +37,7 @@ HEAD_TOLERANCE = 1e-3
 class AdaptedModel:
     """Base model plus adapter. `adapter_off()` turns it into the reference policy.
 
-    The decoder is called without an attention mask: sequences are padded on the right, no kept position can attend to
-    what comes after it, and without a mask the fast causal kernels run.
+    A pass is one row of sequences without padding (`draco_ray.learner.packing`).
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class AdaptedModel:
         if mesh is not None:
             shard_base(base, mesh, device)
         self._check_head(model.path)
+        self.packs = self._takes_segments(base)
+        """Whether several sequences may be in a row; otherwise each is a pass of its own."""
         self._architectures = _architectures(model.path)
         self.adapter_config = _as_saved(self.peft.peft_config["default"])
 
@@ -85,22 +92,18 @@ class AdaptedModel:
         """The adapter's tensors, in a fixed order: all that is trained."""
         return [parameter for name, parameter in sorted(self.peft.named_parameters()) if "lora_" in name]
 
-    def logprobs(self, token_ids_BT: Tensor, predicted_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of the marked tokens, each given all before it.
+    def logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of a row's V wanted tokens, each given all before it in its sequence.
 
-        Args:
-            token_ids_BT: right-padded sequences.
-            predicted_BT: the V tokens wanted; never the first of a row, which nothing predicts.
-        Returns: logprob_V and entropy_V in float32, row after row.
+        Returns: logprob_V and entropy_V, nats, in float32 (float64 for a base in float64).
         """
-        hidden_BTH = self._decoder(input_ids=token_ids_BT, use_cache=False).last_hidden_state
-        wanted_BT = predicted_BT[:, 1:]
+        hidden_VH = self._predicting(row)
         # The backward of the log-probs needs no weight: the head is whole for the forward only.
         with gathered(self._head):
             return token_logprobs(
-                hidden_BTH[:, :-1][wanted_BT],
+                hidden_VH,
                 self._head,
-                token_ids_BT[:, 1:][wanted_BT],
+                torch.from_numpy(row.target_V).to(self.device),
                 chunk_tokens=self._chunk_tokens,
                 entropy_gradient=self._entropy_gradient,
             )
@@ -144,6 +147,36 @@ class AdaptedModel:
                 f"shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; is it of this base model and rank?"
             )
         set_peft_model_state_dict(self.peft, tensors)
+
+    def _predicting(self, row: Row) -> Tensor:
+        """The decoder's output for the token before each wanted one."""
+        token_ids_1T, position_1T = (
+            torch.from_numpy(array).to(self.device)[None] for array in (row.token_ids_T, row.position_T)
+        )
+        how = {"segments": row.segments} if self.packs else {}
+        hidden_1TH: Tensor = self._decoder(
+            input_ids=token_ids_1T, position_ids=position_1T, use_cache=False, **how
+        ).last_hidden_state
+        return hidden_1TH[0, torch.from_numpy(row.predictor_V).to(self.device)]
+
+    @torch.no_grad()
+    def _takes_segments(self, base: Any) -> bool:
+        """Put our attention into the model, and find out whether a row of sequences is what each is alone."""
+        ids_T = np.arange(8)
+        sequences = [Packable(ids_T % step, ids_T >= 3, prompt) for step, prompt in ((5, 3), (4, 2), (3, 3), (6, 3))]
+        usual = base.config._attn_implementation
+        self.packs = False
+        alone_VH = torch.cat([self._predicting(lay_out([sequence])) for sequence in sequences]).float()
+        try:
+            self.packs = install(base)
+            # The prompt 0 1 2 is that of the first, third and fourth: computed once, and each goes on behind it.
+            found_VH = self._predicting(lay_out(sequences)).float() if self.packs else torch.zeros_like(alone_VH)
+            self.packs = bool((found_VH - alone_VH).abs().mean() <= PACKING_TOLERANCE * alone_VH.abs().mean())
+        except NotPlainError:
+            self.packs = False
+        if not self.packs:
+            base.set_attn_implementation(usual)
+        return self.packs
 
     def _check_head(self, path: str) -> None:
         """Refuse architectures that scale or cap the logits after the head: our log-probs would be wrong there."""

@@ -193,7 +193,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(model: ModelConfig, chang
     samples = make_samples()
     expected, found = whole.accumulate(samples), cut.accumulate(samples)
     torch.testing.assert_close(gradients(cut), gradients(whole), rtol=1e-4, atol=1e-5)
-    assert {**found, "padded_tokens": 0} == pytest.approx({**expected, "padded_tokens": 0}, rel=1e-4)
+    assert {**found, "computed_tokens": 0} == pytest.approx({**expected, "computed_tokens": 0}, rel=1e-4)
 
 
 def test_nor_on_how_many_calls_it_took(model: ModelConfig) -> None:
@@ -239,6 +239,10 @@ def test_token_logprobs_equal_the_models_own(model: ModelConfig) -> None:
         found = learner.token_logprobs(token_ids[0].tolist(), adapter=adapter)
         assert found[0] == 0.0
         np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-5)
+
+
+def test_of_one_token_nothing_is_predicted(model: ModelConfig) -> None:
+    assert make_learner(model).token_logprobs([7]).tolist() == [0.0]
 
 
 def test_an_untrained_adapter_is_the_base_model(model: ModelConfig) -> None:
@@ -366,7 +370,7 @@ def test_a_sample_without_valid_tokens_adds_nothing(model: ModelConfig) -> None:
         **{**{f: getattr(sample, f) for f in sample.__slots__}, "loss_mask_T": np.zeros_like(sample.loss_mask_T)}
     )
     learner = make_learner(model)
-    assert learner.accumulate([silent])["padded_tokens"] == 0
+    assert learner.accumulate([silent])["computed_tokens"] == 0
     assert [len(logprobs) for logprobs in learner.old_logprobs([silent, sample])] == [0, int(sample.loss_mask_T.sum())]
 
 

@@ -119,7 +119,7 @@ def test_the_extremes_of_an_update_are_those_of_all_workers() -> None:
         grad_norm=1.0,
         samples=1,
         valid_tokens=1,
-        padded_tokens=1,
+        computed_tokens=1,
         policy_loss=0.0,
         kl=0.0,
         entropy=0.0,

@@ -1,35 +1,81 @@
-"""Micro-batches and the dealing of samples to workers."""
+"""Rows of sequences and the dealing of samples to workers."""
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.learner.packing import deal, pack
+from draco_ray.learner.packing import Packable, Segment, deal, lay_out, pack
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
+shapes = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(0, 3)).map(lambda one: (one[0] + 40 * one[1], 40 * one[1], one[1])),
+    max_size=40,
+)
+"""Tokens, tokens of the prompt, family; family 0 has no prompt."""
 
 
-@given(lengths, st.integers(1, 2000))
-def test_every_sequence_is_in_exactly_one_micro_batch(lengths: list[int], budget: int) -> None:
-    assert sorted(index for batch in pack(lengths, budget) for index in batch) == list(range(len(lengths)))
+def row_tokens(sequences: list[tuple[int, int, int]], row: list[int]) -> int:
+    prompts = {sequences[index][2]: sequences[index][1] for index in row}
+    return sum(prompts.values()) + sum(sequences[index][0] - sequences[index][1] for index in row)
 
 
-@given(lengths, st.integers(1, 2000))
-def test_padded_tokens_stay_in_the_budget_unless_one_sequence_exceeds_it(lengths: list[int], budget: int) -> None:
-    for batch in pack(lengths, budget):
-        padded = len(batch) * max(lengths[index] for index in batch)
-        assert padded <= budget or len(batch) == 1
+@given(shapes, st.integers(1, 2000))
+def test_every_sequence_is_in_exactly_one_row(sequences: list[tuple[int, int, int]], budget: int) -> None:
+    rows = pack(sequences, budget)
+    assert sorted(index for row in rows for index in row) == list(range(len(sequences)))
 
 
-@given(lengths, st.integers(1, 2000))
-def test_the_longest_come_first(lengths: list[int], budget: int) -> None:
-    order = [lengths[index] for batch in pack(lengths, budget) for index in batch]
-    assert order == sorted(order, reverse=True)
+@given(shapes, st.integers(1, 2000))
+def test_a_row_stays_in_the_budget_unless_one_sequence_exceeds_it(
+    sequences: list[tuple[int, int, int]], budget: int
+) -> None:
+    for row in pack(sequences, budget):
+        assert row_tokens(sequences, row) <= budget or len(row) == 1
 
 
-def test_similar_lengths_share_a_micro_batch() -> None:
-    assert pack([2, 100, 2, 98, 2], token_budget=200) == [[1, 3], [0, 2, 4]]
+@given(shapes, st.integers(1, 2000))
+def test_the_first_row_has_the_longest_piece(sequences: list[tuple[int, int, int]], budget: int) -> None:
+    rows = pack(sequences, budget)
+    if rows and max(one[0] for one in sequences) > budget:
+        assert row_tokens(sequences, rows[0]) == max(one[0] for one in sequences)
+
+
+@given(shapes, st.integers(1, 2000), st.integers(0, 10))
+def test_the_first_rows_are_the_same_without_the_others(
+    sequences: list[tuple[int, int, int]], budget: int, kept: int
+) -> None:
+    """Sharded workers make as many passes as each other, and keep what is in later rows for the next time."""
+    rows = pack(sequences, budget)[:kept]
+    mine = sorted(index for row in rows for index in row)
+    again = pack([sequences[index] for index in mine], budget)
+    assert [[mine[index] for index in row] for row in again] == rows
+
+
+def test_a_group_shares_its_prompt_and_a_row() -> None:
+    group = [(110, 100, "a"), (120, 100, "a"), (105, 100, "a")]
+    assert pack([*group, (30, 10, "b")], token_budget=165) == [[1, 0, 2, 3]]
+    assert pack([*group, (31, 10, "b")], token_budget=165) == [[1, 0, 2], [3]]
+
+
+def test_a_row_has_the_prompt_once_and_wanted_tokens_in_the_order_of_the_sequences() -> None:
+    def packable(token_ids: list[int], wanted: list[int], prompt: int) -> Packable:
+        return Packable(np.array(token_ids), np.isin(np.arange(len(token_ids)), wanted), prompt)
+
+    row = lay_out(
+        [packable([7, 8, 1, 2], [2, 3], 2), packable([5, 6, 4], [1, 2], 1), packable([7, 8, 3], [2], 2)],
+    )
+    assert row.token_ids_T.tolist() == [7, 8, 1, 2, 3, 5, 6, 4]
+    assert row.position_T.tolist() == [0, 1, 2, 3, 2, 0, 1, 2]
+    assert row.segments == (Segment(0, 2, None), Segment(2, 2, 0), Segment(4, 1, 0), Segment(5, 3, None))
+    assert row.predictor_V.tolist() == [1, 2, 5, 6, 1]
+    assert row.target_V.tolist() == [1, 2, 6, 4, 3]
+
+
+def test_sequences_without_a_prompt_share_nothing() -> None:
+    alike = Packable(np.array([1, 2]), np.array([False, True]), 0)
+    assert lay_out([alike, alike]).segments == (Segment(0, 2, None), Segment(2, 2, None))
 
 
 @given(lengths, st.integers(1, 8))

@@ -16,11 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draco_ray.config.schema import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, read_shape
-from draco_ray.lab.planning.memory import LearnerMemory, chunk_bytes, learner_memory, saved_bytes, total
+from draco_ray.lab.planning.memory import (
+    LearnerMemory,
+    chunk_bytes,
+    learner_memory,
+    saved_bytes,
+    shared_prompt_bytes,
+    total,
+)
 from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.learner.packing import Packable, lay_out
 from draco_ray.records import TrainingSample
 
 TOKENS = 256
+PROMPT = 64
 WORDS = 320
 QWEN2 = {
     "model_type": "qwen2",
@@ -135,7 +144,7 @@ class LiveBytes(TorchDispatchMode):
 def settings(path: str, *, dtype: Any, checkpointing: bool) -> DracoConfig:
     return DracoConfig(
         model=ModelConfig(path=path, dtype=dtype),
-        agent=AgentConfig(max_prompt_length=1, max_response_length=TOKENS - 1),
+        agent=AgentConfig(max_prompt_length=PROMPT, max_response_length=TOKENS - PROMPT),
         algorithm=AlgorithmConfig(group_size=2),
         learner=LearnerConfig(
             gpus_per_worker=0,
@@ -147,20 +156,25 @@ def settings(path: str, *, dtype: Any, checkpointing: bool) -> DracoConfig:
     )
 
 
-def sample() -> TrainingSample:
-    mask_T = np.ones(TOKENS, dtype=np.bool_)
-    mask_T[0] = False
-    return TrainingSample(
-        group="step0/t",
-        task_id="t",
-        rollout=0,
-        policy_version=0,
-        token_ids_T=np.arange(TOKENS) % WORDS,
-        loss_mask_T=mask_T,
-        advantage_T=mask_T.astype(np.float32),
-        logprob_T=-mask_T.astype(np.float32),
-        prompt_length=1,
-    )
+def samples() -> list[TrainingSample]:
+    """A group of two that fills a row; its segments are of whole chunks of the delta rule."""
+    made = []
+    for rollout, length in enumerate((2 * PROMPT, 3 * PROMPT)):
+        mask_T = np.arange(length) >= PROMPT
+        made.append(
+            TrainingSample(
+                group="step0/t",
+                task_id="t",
+                rollout=rollout,
+                policy_version=0,
+                token_ids_T=np.arange(length) % WORDS,
+                loss_mask_T=mask_T,
+                advantage_T=mask_T.astype(np.float32),
+                logprob_T=-mask_T.astype(np.float32),
+                prompt_length=PROMPT,
+            )
+        )
+    return made
 
 
 class Measured:
@@ -175,7 +189,7 @@ class Measured:
         self.shape: ModelShape = read_shape(model.config.to_dict(), "toy")
         self.plan: LearnerMemory = learner_memory(self.config, self.shape)
         self.learner = LoraLearner(self.config.model, self.config.learner, seed=0)
-        self.learner.accumulate([sample()])  # from here on gradients exist
+        assert self.learner.accumulate(samples())["computed_tokens"] == TOKENS  # from here on gradients exist
         self.parameters = list(self.learner.policy.peft.parameters())
 
     def item(self, name: str) -> int:
@@ -184,7 +198,7 @@ class Measured:
     def activation_peak(self) -> int:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         with LiveBytes([*self.parameters, *self.learner.policy.peft.buffers(), *gradients]) as live:
-            self.learner.accumulate([sample()])
+            self.learner.accumulate(samples())
         return live.peak
 
     def saved(self, index: int) -> int:
@@ -205,8 +219,8 @@ class Measured:
                 return forward(*args, **kwargs)
 
         layer.forward = watched
-        token_ids = torch.arange(TOKENS)[None] % WORDS
-        self.learner.policy.logprobs(token_ids, token_ids > 0)
+        sequences = [Packable(one.token_ids_T, one.loss_mask_T, PROMPT) for one in samples()]
+        self.learner.policy.logprobs(lay_out(sequences))
         layer.forward = forward
         return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -218,8 +232,9 @@ def test_what_a_layer_keeps_is_what_the_plan_says(tmp_path: Path, name: str, dty
     for index, kind in enumerate(measured.shape.layers):
         if index == 0:
             continue  # its norm has nothing to keep: nothing below it is trained
-        width, tolerance = (2, 0.02) if dtype == "bfloat16" else (4, 0.06)
+        width, tolerance = (2, 0.03) if dtype == "bfloat16" else (4, 0.07)
         planned = TOKENS * saved_bytes(measured.shape, kind, width, 1)
+        planned += shared_prompt_bytes(measured.config, measured.shape, kind)
         assert planned == pytest.approx(measured.saved(index), rel=tolerance)
 
 
@@ -249,7 +264,7 @@ def test_weights_gradients_and_optimizer_take_what_the_plan_says(tmp_path: Path)
 def test_an_update_copies_the_gradients_as_often_as_planned(tmp_path: Path) -> None:
     measured = Measured(tmp_path, QWEN2, dtype="bfloat16", checkpointing=True)
     measured.learner.step()
-    measured.learner.accumulate([sample()])
+    measured.learner.accumulate(samples())
     states = measured.learner._optimizer.state.values()
     known = [value for state in states for value in state.values()]
     known += [p.grad for p in measured.parameters if p.grad is not None]

@@ -50,7 +50,7 @@ class LearnerMemory:
     """In the backward of the layer that keeps most."""
     update: tuple[Item, ...]
     tokens: int
-    """Padded tokens of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
 
     @property
     def moment(self) -> str:
@@ -101,7 +101,7 @@ def sequence_tokens(config: DracoConfig) -> int:
 
 
 def micro_batch_tokens(config: DracoConfig) -> int:
-    """Padded tokens of the largest forward pass: a sequence over the budget gets a pass of its own."""
+    """Tokens of the largest forward pass: a sequence over the budget gets a pass of its own."""
     longest = sequence_tokens(config)
     return max(longest, min(config.learner.micro_batch_tokens, config.algorithm.group_size * longest))
 
@@ -125,7 +125,10 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         Item(name="optimizer", bytes=(2 * adapter + matrices) * FLOAT32, keys=rank_key),
         Item(name="gradients", bytes=adapter * FLOAT32, keys=rank_key),
     )
-    kept = {kind: tokens * saved_bytes(shape, kind, width, learner.lora_rank) for kind in set(shape.layers)}
+    kept = {
+        kind: tokens * saved_bytes(shape, kind, width, learner.lora_rank) + shared_prompt_bytes(config, shape, kind)
+        for kind in set(shape.layers)
+    }
     layers, recomputed = _activations(config, shape, tokens, kept)
     head = Item(
         # The last norm in float32, its output, the positions wanted of it, and their slopes.
@@ -224,6 +227,14 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> in
     return adapters + norms + mlp + mixer
 
 
+def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, kind: LayerKind) -> int:
+    """What one decoder layer keeps of a prompt again for each rollout of a group that shares it."""
+    if kind != "full_attention":
+        return 0
+    copies = config.algorithm.group_size * config.agent.max_prompt_length
+    return copies * 2 * DTYPE_BYTES[config.model.dtype] * shape.keys
+
+
 def chunk_bytes(config: DracoConfig) -> int:
     """Bytes of one word of one token while its log-prob is computed.
 
@@ -312,8 +323,9 @@ def state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
 
 def _attention_bytes(shape: ModelShape, width: int) -> int:
     queries, keys = shape.queries, shape.keys
-    # Queries and output, keys and values, and the softmax's normaliser of each head.
-    kept = 2 * width * (queries + keys) + FLOAT32 * shape.heads
+    # Queries and output, keys and values, and the softmax's normaliser of each head; output, keys and values once more,
+    # joined from and for the segments of a row.
+    kept = width * (3 * queries + 4 * keys) + FLOAT32 * shape.heads
     if shape.query_norm:
         kept += FLOAT32 * (queries + keys + shape.heads + shape.kv_heads)
     if shape.gated:

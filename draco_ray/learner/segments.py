@@ -1,0 +1,151 @@
+"""One row of segments through a decoder: attention and recurrent states that end where a sequence ends.
+
+Everything else in a decoder is of one token alone. Attention is computed segment by segment, over the keys of the
+segment and of the one that it continues; on a GPU each is one call of a Flash kernel. A gated delta net
+(Qwen3.5 and 3.6) is called segment by segment with the states that the segment before left, so the model's own code
+computes both, with whatever kernels it has. Gradients go back through keys, values and states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from draco_ray.learner.packing import Segment
+
+ATTENTION = "draco_segments"
+"""Name of this attention among transformers'."""
+PLAIN = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""What a layer may ask its attention for that is not done here."""
+PLAIN_LAYERS = {"full_attention", "linear_attention"}
+FLASH_HEAD = 256
+"""Largest head of the kernels that take grouped keys."""
+
+
+class NotPlainError(Exception):
+    """A layer asks for more than causal attention."""
+
+
+def install(base: Any) -> bool:
+    """Make a causal language model take rows of segments (the keyword ``segments`` of its decoder).
+
+    Returns: False if its layers are not known to be of the kinds that are done here; it is as it was then.
+    """
+    text = base.config.get_text_config()
+    if not set(getattr(text, "layer_types", None) or ()) <= PLAIN_LAYERS:
+        return False
+    AttentionInterface.register(ATTENTION, _attention)
+    base.set_attn_implementation(ATTENTION)
+    if base.get_decoder().config._attn_implementation != ATTENTION:
+        return False
+    for module in base.get_decoder().modules():
+        mixer = getattr(module, "linear_attn", None)
+        if mixer is not None:
+            mixer.forward = _by_segment(mixer.forward)
+    return True
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    segments: Sequence[Segment] | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: arrays are batch x heads x tokens x head; without `segments` all is one."""
+    for name in PLAIN:
+        if asked.get(name) is not None:
+            raise NotPlainError(name)
+    if segments is None:
+        segments = (Segment(0, query.shape[2], None),)
+    outputs = []
+    for segment in segments:
+        mine = slice(segment.start, segment.start + segment.length)
+        keys, values = key[:, :, mine], value[:, :, mine]
+        if segment.after is not None:
+            before = segments[segment.after]
+            prompt = slice(before.start, before.start + before.length)
+            keys = torch.cat([key[:, :, prompt], keys], dim=2)
+            values = torch.cat([value[:, :, prompt], values], dim=2)
+        outputs.append(_causal(query[:, :, mine], keys, values, scaling).transpose(1, 2))
+    return (outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+    """Attention of the last tokens of a sequence, all of whose keys are given."""
+    tokens, seen = query.shape[2], keys.shape[2]
+    groups = query.shape[1] // keys.shape[1]
+    grouped = groups > 1 and keys.shape[3] == values.shape[3] <= FLASH_HEAD
+    if groups > 1 and not grouped:
+        keys, values = (array.repeat_interleave(groups, dim=1) for array in (keys, values))
+    how: dict[str, Any] = {"scale": scaling, "enable_gqa": grouped}
+    if tokens == seen:
+        return scaled_dot_product_attention(query, keys, values, is_causal=True, **how)
+    if query.is_cuda:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=causal_lower_right(tokens, seen), **how)
+    mask = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, **how)
+
+
+class _States:
+    """A gated delta net's states between two segments, as its layer asks a cache for them."""
+
+    record_past = True
+    """So that nothing is changed in place: several segments continue the same one, and all have gradients."""
+
+    def __init__(self, before: _States | None) -> None:
+        self.before = before
+        self.recurrent_states: list[Tensor] = before.recurrent_states if before is not None else []
+        self.inputs: Tensor | None = None
+
+    @property
+    def layers(self) -> _States:
+        """No attribute: an object that holds itself keeps its tensors until the garbage collector runs."""
+        return self
+
+    def __getitem__(self, layer: int) -> _States:
+        return self
+
+    def has_previous_state(self, layer: int, **_: Any) -> bool:
+        return self.before is not None
+
+    def update_conv_state(self, inputs: Tensor, layer: int, conv_kernel_size: int, **_: Any) -> Tensor:
+        if self.before is not None and self.before.inputs is not None:
+            inputs = torch.cat([self.before.inputs, inputs], dim=-1)
+        self.inputs = inputs[..., -(conv_kernel_size - 1) :]
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, layer: int, **_: Any) -> Tensor:
+        self.recurrent_states = [state]
+        return state
+
+
+def _by_segment(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a gated delta net, segment after segment where there are several."""
+
+    def call(hidden_states: Tensor, *, segments: Sequence[Segment] | None = None, **given: Any) -> Tensor:
+        if segments is None or len(segments) == 1:
+            return forward(hidden_states=hidden_states, **given)
+        given = given | {"attention_mask": None}
+        continued = {segment.after for segment in segments}
+        left: dict[int, _States] = {}
+        outputs = []
+        for index, segment in enumerate(segments):
+            states = None
+            if index in continued or segment.after is not None:
+                states = _States(left[segment.after] if segment.after is not None else None)
+                left[index] = states
+            mine = hidden_states[:, segment.start : segment.start + segment.length]
+            outputs.append(forward(hidden_states=mine, **given | {"cache_params": states}))
+        return torch.cat(outputs, dim=1)
+
+    return call
