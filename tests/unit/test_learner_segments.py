@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
@@ -214,3 +216,30 @@ def test_a_model_with_windows_is_computed_one_sequence_a_pass(name: str, tmp_pat
         with torch.no_grad():
             every = base(input_ids=ids_BT).logits[0, :-1].log_softmax(-1).gather(1, ids_BT[0, 1:, None])[:, 0]
         np.testing.assert_allclose(found, every.numpy()[sample.loss_mask_T[1:]], atol=1e-4)
+
+
+def test_offloading_without_recomputation_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"learner\.offload_activations without learner\.gradient_checkpointing"):
+        LearnerConfig(offload_activations=True, gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5_text"])
+def test_a_row_that_is_computed_leaves_nothing_for_the_garbage_collector(name: str, folder: Path) -> None:
+    """A cycle around a layer's states would keep a pass's memory until the collector happens to run."""
+    learner = LoraLearner(
+        ModelConfig(path=str(folder / name), dtype="float32"), LearnerConfig(gpus_per_worker=0), seed=0
+    )
+    samples = samples_of(CASES["several groups"])
+    learner.accumulate(samples)
+    gc.collect()
+    gc.disable()
+    try:
+        learner.accumulate(samples)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [found for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []
