@@ -248,6 +248,8 @@ def _print_learner(console: Console, config: DracoConfig, memory: LearnerMemory,
     table.add_row(f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak))
     if room is not None:
         table.add_row("available", _size(room))
+    if memory.host:
+        table.add_row("in the host's memory", _size(total(memory.host)))
     console.print(table)
 
 

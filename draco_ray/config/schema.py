@@ -519,16 +519,23 @@ class LearnerConfig(Tree):
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = True
     """Compute activations again in the backward pass instead of keeping them."""
+    offload_activations: bool = False
+    """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
     max_failures: int = Field(3, ge=0)
     """Times dead workers are replaced, from the last checkpoint, before the run stops."""
 
     @model_validator(mode="after")
-    def _mask(self) -> Self:
+    def _consistent(self) -> Self:
         low, high = self.mask_low, self.mask_high
         if low is not None and high is not None and low > high:
             raise ValueError(
                 f"learner.mask_low={low:g} is above learner.mask_high={high:g}, which would leave every token out; "
                 "expected a range of ratios, such as 0.5 to 2"
+            )
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
+                "the host and back; set both, or neither"
             )
         return self
 

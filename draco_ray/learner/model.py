@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class AdaptedModel:
         self.device = device
         self._chunk_tokens = config.logprob_chunk_tokens
         self._entropy_gradient = config.entropy_coefficient > 0
+        self._offload = config.offload_activations
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
         if mesh is not None:
@@ -97,16 +98,17 @@ class AdaptedModel:
 
         Returns: logprob_V and entropy_V, nats, in float32 (float64 for a base in float64).
         """
-        hidden_VH = self._predicting(row)
-        # The backward of the log-probs needs no weight: the head is whole for the forward only.
-        with gathered(self._head):
-            return token_logprobs(
-                hidden_VH,
-                self._head,
-                torch.from_numpy(row.target_V).to(self.device),
-                chunk_tokens=self._chunk_tokens,
-                entropy_gradient=self._entropy_gradient,
-            )
+        with self._keeping():
+            hidden_VH = self._predicting(row)
+            # The backward of the log-probs needs no weight: the head is whole for the forward only.
+            with gathered(self._head):
+                return token_logprobs(
+                    hidden_VH,
+                    self._head,
+                    torch.from_numpy(row.target_V).to(self.device),
+                    chunk_tokens=self._chunk_tokens,
+                    entropy_gradient=self._entropy_gradient,
+                )
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
@@ -147,6 +149,12 @@ class AdaptedModel:
                 f"shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; is it of this base model and rank?"
             )
         set_peft_model_state_dict(self.peft, tensors)
+
+    def _keeping(self) -> AbstractContextManager[object]:
+        """Where what is computed inside the block is kept for its backward: on the device, or in the host's memory."""
+        if not self._offload:
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def _predicting(self, row: Row) -> Tensor:
         """The decoder's output for the token before each wanted one."""

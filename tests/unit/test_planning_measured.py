@@ -246,6 +246,38 @@ def test_the_peak_of_a_real_update_is_within_the_plan(tmp_path: Path, name: str,
     assert 0.98 * peak < planned < 1.15 * peak
 
 
+@pytest.mark.parametrize("name", TOYS)
+def test_what_is_kept_on_the_host_is_what_the_plan_says_and_changes_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measured(tmp_path, TOYS[name], dtype="bfloat16", checkpointing=True)
+    keys = measured.config.learner.model_copy(update={"offload_activations": True})
+    config = measured.config.model_copy(update={"learner": keys})
+    kept: list[int] = []
+
+    class Copies(torch.autograd.graph.saved_tensors_hooks):
+        """In the place of `save_on_cpu`, which copies nothing that is on the CPU already."""
+
+        def __init__(self, pin_memory: bool) -> None:
+            assert not pin_memory
+            super().__init__(self._keep, lambda tensor: tensor.clone())
+
+        def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor.numel() * tensor.element_size())
+            return tensor.clone()
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Copies)
+    offloading = LoraLearner(config.model, config.learner, seed=0)
+    offloading.accumulate(samples())
+    planned = learner_memory(config, measured.shape)
+    assert 0.8 * total(planned.host) < sum(kept) <= total(planned.host)
+    assert planned.peak < measured.plan.peak
+    for offloaded, plain in zip(offloading.policy.parameters, measured.learner.policy.parameters, strict=True):
+        assert offloaded.grad is not None
+        assert plain.grad is not None
+        assert torch.equal(offloaded.grad, plain.grad)
+
+
 def test_weights_gradients_and_optimizer_take_what_the_plan_says(tmp_path: Path) -> None:
     measured = Measured(tmp_path, QWEN3_5, dtype="bfloat16", checkpointing=True)
     named = list(measured.learner.policy.peft.named_parameters())

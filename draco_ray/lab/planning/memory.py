@@ -51,6 +51,8 @@ class LearnerMemory:
     update: tuple[Item, ...]
     tokens: int
     """Tokens of the largest micro-batch."""
+    host: tuple[Item, ...] = ()
+    """In the host's memory instead of the GPU's."""
 
     @property
     def moment(self) -> str:
@@ -153,6 +155,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         backward=(*layers, head, *gathered_layers, *recomputed, slope),
         update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
         tokens=tokens,
+        host=(layer_inputs(config, shape, tokens), head) if learner.offload_activations else (),
     )
 
 
@@ -202,11 +205,22 @@ def _activations(
     if not config.learner.gradient_checkpointing:
         every = sum(kept[kind] for kind in shape.layers)
         return (Item(name="activations: all layers", bytes=every, keys="learner.gradient_checkpointing"),), ()
-    inputs = len(shape.layers) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
+    inputs = layer_inputs(config, shape, tokens)
+    if config.learner.offload_activations:
+        # One is at work or recomputed, another on its way.
+        inputs = Item(
+            name="activations: inputs of two layers", bytes=2 * inputs.bytes // len(shape.layers), keys=LENGTH_KEYS
+        )
     return (
-        (Item(name="activations: inputs of all layers", bytes=inputs, keys=LENGTH_KEYS),),
+        (inputs,),
         (Item(name="activations: one layer, recomputed", bytes=max(kept.values()), keys=LENGTH_KEYS),),
     )
+
+
+def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
+    """What is kept of a pass whose layers are recomputed."""
+    inputs = len(shape.layers) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
+    return Item(name="activations: inputs of all layers", bytes=inputs, keys=LENGTH_KEYS)
 
 
 def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> int:
