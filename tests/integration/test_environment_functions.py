@@ -13,7 +13,7 @@ import pytest_asyncio
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.appworld.functions import AppWorldFunctions
-from draco_ray.environments.base import World, make_environment
+from draco_ray.environments.base import GuardedWorld, World, make_environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.agent import RolloutRequest, find_agent
@@ -98,6 +98,36 @@ async def test_a_rollout_of_the_tool_calling_agent_is_evaluated(sandbox_root: Pa
     assert "canary" not in tools
     verdict = await world.evaluate()
     assert verdict.success, verdict.failures
+
+
+async def test_a_program_behind_the_endpoint_plays_the_same_world(
+    sandbox_root: Path, spotify: AppWorldFunctions
+) -> None:
+    task_id, answer = question(sandbox_root, spotify)
+    config = load_config("appworld-endpoint", ["agent.thinking=false"])
+    assert (config.environment.use, config.agent.use) == ("appworld_functions", "command")
+    lines = [
+        call("supervisor__show_account_passwords"),
+        call("venmo__login"),
+        call("supervisor__complete_task", answer=answer, status="success"),
+        f"I am done.{END}",
+    ]
+    policy = TokenPolicy(ScriptedSampler(lines), CHAT, config.agent)
+    agent = find_agent("command")(policy, config.agent, agent_template(config.agent.prompt, spotify.agent_prompt))
+    world = GuardedWorld(await spotify.open(task_id), "spotify", 60)
+    played = await agent.run(world, RolloutRequest(task_id=task_id, group="g", rollout=0, attempt=0, seed=1))
+    assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None), played.turns[-1].text
+    assert "account_name" in (played.steps[0].observation or "")
+    assert played.steps[1].observation == "error: venmo__login: no such function"
+    assert spotify.termination(played) is Termination.SUBMITTED
+    # The documents are the tools of its requests, and the prompt's two parts are two messages.
+    opening = {turn.role: turn.text for turn in played.turns[:3]}
+    assert "spotify__login" in opening["tools"]
+    assert opening["system"].startswith("You are an assistant")
+    assert opening["user"].startswith("I am ")
+    verdict = await world.evaluate()
+    assert verdict.success, verdict.failures
+    await world.close()
 
 
 def test_the_judge_is_told_of_functions_and_of_no_code(spotify: AppWorldFunctions, sandbox_root: Path) -> None:
