@@ -20,6 +20,7 @@ from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote import place as places
 from draco_ray.runs.remote.claim import Claim, ClaimLost, take
+from draco_ray.runs.remote.frozen import listing
 from draco_ray.runs.remote.manifest import latest_manifest
 from draco_ray.runs.remote.marker import Marker
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, readable, working
@@ -41,8 +42,7 @@ LARGE = 2**20
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a run, but for those of this machine."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {path: (folder / path).read_bytes() for path in listing(folder)}
 
 
 class SmallRun:
