@@ -12,10 +12,12 @@ from typing import Any
 
 import ray
 import ray._private.services
+from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.training.preflight import check_resources, has_autoscaler
+from draco_ray.training.room import wait_for_room
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
 """Variables that reach the workers of a cluster that was started elsewhere."""
@@ -29,17 +31,18 @@ LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
 
 
-def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
+def connect(config: DracoConfig, *, judges: bool = True, console: Console | None = None) -> dict[str, Any]:
     """Join the cluster of ``ray.address`` or RAY_ADDRESS, or start Ray on this machine.
 
     Args:
         config: what is going to run.
         judges: whether judge workers are part of it.
+        console: is told what is waited for where others use the cluster, or nodes have yet to come.
 
     Returns: the cluster's resources.
     Raises:
         ConfigError: if the cluster lacks ``judge`` slots and cannot get them, or GPUs that the configuration asks for.
-        ClusterError: if Ray does not start on this machine.
+        ClusterError: if Ray does not start on this machine, or the cluster has no room in ``watch.start_seconds``.
     """
     # Read by the processes Ray starts as well: no price map is fetched, no model hub is asked.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -67,7 +70,11 @@ def connect(config: DracoConfig, *, judges: bool = True) -> dict[str, Any]:
         ) from None
     resources: dict[str, Any] = ray.cluster_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    check_resources(config, resources, nodes, judges=judges, autoscaled=has_autoscaler())
+    autoscaled = has_autoscaler()
+    check_resources(config, resources, nodes, judges=judges, autoscaled=autoscaled)
+    if address:
+        wait_for_room(config, console, judges=judges, autoscaled=autoscaled)
+        resources = ray.cluster_resources()
     return resources
 
 

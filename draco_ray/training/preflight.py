@@ -1,6 +1,6 @@
 """Checks whether the cluster can carry the run: once, before anything is loaded, with one line where it cannot.
 
-What is checked: GPUs and CPUs of the whole cluster, and ``judge`` slots where a rubric is used and no autoscaler brings
+What is checked: GPUs and CPUs of the whole cluster, and ``judge`` slots where a rubric is used, if no autoscaler brings
 them; that one node holds a whole engine; object store and disk against an upper estimate of a training step; that every
 node sees the run directory, the data and the model under the same path. Nodes that an autoscaler adds later cannot be
 checked: they must be made like the others.
@@ -169,7 +169,7 @@ def check_resources(
         cluster: resources of all nodes together.
         nodes: of each.
         judges: whether judge workers are started where the setting uses a rubric.
-        autoscaled: whether nodes come as they are asked for; judge slots may then be fewer than the run needs.
+        autoscaled: whether nodes come as they are asked for; there may then be less of everything than the run needs.
 
     Raises:
         ConfigError: too few of a resource.
@@ -186,6 +186,9 @@ def check_resources(
     local = config.judge.local
     served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
     gpus = engine.engines * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
+    if autoscaled:
+        # `draco_ray.training.room` asks for what is missing, and waits for it.
+        return
     if gpus + served * local.gpus_per_replica > cluster.get("GPU", 0):
         who, keys = "engines and learner", "engine.engines, engine.gpus_per_engine or learner.gpus_per_worker"
         if served:
@@ -258,6 +261,22 @@ def check_writable(run: Path) -> None:
         raise StoreError(
             f"run directory {run} cannot be written: {error.strerror}; set run.root to a folder this user owns"
         ) from None
+
+
+def check_outlives_job(root: Path | str) -> None:
+    """Check that run directories outlive the job that makes them.
+
+    Raises:
+        ConfigError: they would lie where Ray unpacks a submitted job's files, which it deletes.
+    """
+    if isinstance(root, str):
+        return  # An object store.
+    folder = root.resolve()
+    if {"runtime_resources", "working_dir_files"} <= set(folder.parts):
+        raise ConfigError(
+            f"run.root={root} lies among the files that were submitted with this job ({folder}), which Ray deletes: "
+            "set run.root to a folder that outlives the job and that every node sees"
+        )
 
 
 def check_disk(config: DracoConfig, run: Path) -> None:

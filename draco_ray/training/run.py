@@ -36,7 +36,7 @@ from draco_ray.runs.remote.place import Place, begun, place_at, place_of, workin
 from draco_ray.training.engines import unless_engines_fail
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.order import EarlierTasks, TaskOrder
-from draco_ray.training.preflight import check_disk, check_trainable
+from draco_ray.training.preflight import check_disk, check_outlives_job, check_trainable
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
@@ -59,6 +59,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
     """
     console = console or Console(highlight=False, soft_wrap=True)
+    check_outlives_job(config.run.root)
     config, prompts, order = _checked(config, console)
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     with working(place_of(config.run, name), partial(console.print, markup=False), new=True) as path:

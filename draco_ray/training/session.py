@@ -191,7 +191,7 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
 def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator[None]:
     """Ray for as long as the block runs; ``console`` shows that it is being started."""
     with contextlib.nullcontext() if console is None else shown(console, "starting Ray"):
-        connect(config)
+        connect(config, console=console)
     try:
         yield
     finally:

@@ -76,9 +76,13 @@ class Head:
         answer.raise_for_status()
         return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}
 
-    def submit(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard."""
-        command = [*RAY, "job", "submit", "--", str(Path(sys.executable).with_name("draco")), *words]
+    def submit(self, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard.
+
+        ``folder`` goes with it, and is where it runs.
+        """
+        working = [] if folder is None else ["--working-dir", str(folder)]
+        command = [*RAY, "job", "submit", *working, "--", str(Path(sys.executable).with_name("draco")), *words]
         while True:
             done = subprocess.run(
                 command, env=self.environment, capture_output=True, text=True, timeout=400, check=False
@@ -169,6 +173,14 @@ def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path:
     assert all((row["passed_tests"] == row["total_tests"] > 0) == row["success"] for row in verdicts.values())
     modes = run.table("evaluations").column("termination").to_pylist()
     assert set(modes) <= {mode.value for mode in Termination}
+
+
+def test_a_job_whose_run_would_go_with_it_is_refused(head: Head, sandbox_root: Path, tmp_path: Path) -> None:
+    """As `ray job submit --working-dir FOLDER` unpacks a folder, with run.root as it is by default."""
+    (tmp_path / "mine.yaml").write_text("extends: sandbox\n", encoding="utf-8")
+    submitted = head.submit("train", "mine.yaml", f"data.root={sandbox_root}", folder=tmp_path)
+    assert submitted.returncode != 0
+    assert "run.root=runs lies among the files that were submitted with this job" in submitted.stdout
 
 
 def test_evaluation(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:

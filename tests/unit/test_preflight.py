@@ -21,6 +21,7 @@ from draco_ray.training.preflight import (
     adapter_bytes,
     check_disk,
     check_object_store,
+    check_outlives_job,
     check_resources,
     check_trainable,
     check_writable,
@@ -62,6 +63,21 @@ def test_judge_slots_are_asked_for_only_where_a_rubric_is_used_and_nothing_bring
     check_resources(paper, BIG | {"judge": 0.0}, judges=False)
     for setting in ("outcome", "random"):
         check_resources(load_config("qwen3.6-27b", setting=setting), BIG | {"judge": 0.0})
+
+
+def test_a_gpu_group_that_scales_from_zero_is_not_refused(paper: DracoConfig) -> None:
+    head = {"CPU": 0.0, "judge": 4.0}
+    assert "need 8 GPUs" in refusal(paper, head, [head])
+    check_resources(paper, head, [head], autoscaled=True)
+
+
+def test_run_directories_among_a_jobs_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
+    package.mkdir(parents=True)
+    monkeypatch.chdir(package)
+    with pytest.raises(ConfigError, match=r"^run.root=runs lies among the files .* set run.root to a folder that outl"):
+        check_outlives_job(Path("runs"))
+    check_outlives_job(tmp_path / "runs")
 
 
 def test_too_few_gpus(paper: DracoConfig) -> None:

@@ -103,7 +103,7 @@ def evaluate_policy(
             evaluator = _Evaluator(
                 config, policy, api or ApiOptions(), directory, environment, console, max_lost_share=max_lost_share
             )
-            with _stopped_plainly(directory, console), _ray(config, policy):
+            with _stopped_plainly(directory, console), _ray(config, policy, console):
                 asyncio.run(evaluator.run())
     if lost := directory.lost():
         console.print(
@@ -400,7 +400,7 @@ def turn_tokens(model: str, agent: AgentConfig) -> int:
 
 
 @contextlib.contextmanager
-def _ray(config: DracoConfig, policy: EvaluatedPolicy) -> Iterator[None]:
+def _ray(config: DracoConfig, policy: EvaluatedPolicy, console: Console) -> Iterator[None]:
     """Ray for as long as the block runs, with room for engines and slots."""
     # Evaluation needs no learner and no judge.
     learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
@@ -409,7 +409,7 @@ def _ray(config: DracoConfig, policy: EvaluatedPolicy) -> Iterator[None]:
     if policy.api_model is not None:
         engine = engine.model_copy(update={"gpus_per_engine": 0.0, "cpus_per_engine": 0.0})
     needed = {"learner": learner, "engine": engine, "train": train}
-    resources = connect(config.model_copy(update=needed), judges=False)
+    resources = connect(config.model_copy(update=needed), judges=False, console=console)
     try:
         environment = config.environment
         workers = -(-environment.slots // environment.slots_per_worker)

@@ -51,6 +51,7 @@ from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdi
 from draco_ray.rollout.pool import Member
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
+from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import (
     Actors,
@@ -106,6 +107,7 @@ def author_rubric(
     environment.tasks(config.data.train_split)
     config = checked_model(config)
     prompts = dict(list(usable_prompts(config, environment, console).items())[: settings.tasks])
+    check_outlives_job(config.run.root)
     name = config.run.name or f"rubric-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(place_of(config.run, name).local, dump_config(config))
     console.print(

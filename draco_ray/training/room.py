@@ -1,0 +1,124 @@
+"""Waiting until a run has room on a cluster that others use, or that an autoscaler has yet to grow."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import ray
+import ray._private.state
+from ray.autoscaler.sdk import request_resources
+from rich.console import Console
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ClusterError
+from draco_ray.judging.outage import span
+
+Bundle = tuple[float, float]
+"""GPUs and CPUs that one process asks for on one node."""
+LOOK_SECONDS = 5.0
+"""Between two looks at what is free."""
+SAY_SECONDS = 60.0
+"""Between two lines on what is waited for."""
+PARTS = 1e-6
+"""Ray counts resources in ten-thousandths; sums of floats are off by less than this."""
+
+
+def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:
+    """What a run's processes ask for, by what they are called; those that need none are left out."""
+    engine, learner, environment, local = config.engine, config.learner, config.environment, config.judge.local
+    sets = 2 if config.train.evaluate_before_after else 1
+    rollouts = sets * -(-environment.slots // environment.slots_per_worker)
+    served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
+    asked: dict[str, list[Bundle]] = {
+        "engines": [(engine.gpus_per_engine, engine.cpus_per_engine)] * engine.engines,
+        "learner workers": [(learner.gpus_per_worker, learner.cpus_per_worker)] * learner.workers,
+        "judge servers": [(local.gpus_per_replica, local.cpus_per_replica)] * served,
+        "rollout workers": [(0.0, environment.cpus_per_worker)] * rollouts,
+    }
+    return {name: each for name, each in asked.items() if each and any(each[0])}
+
+
+def without_place(asked: Mapping[str, Sequence[Bundle]], free: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """How many processes of each kind no node has room for; the largest are placed first, where few GPUs are left.
+
+    So GPUs that are free but lie on too many nodes are seen: an engine of two needs both on one.
+    """
+    left = [[node.get("GPU", 0.0), node.get("CPU", 0.0)] for node in free]
+    missing: Counter[str] = Counter()
+    every = sorted(((bundle, name) for name, of in asked.items() for bundle in of), reverse=True)
+    for (gpus, cpus), name in every:
+        fits = [node for node in left if node[0] + PARTS >= gpus and node[1] + PARTS >= cpus]
+        if not fits:
+            missing[name] += 1
+            continue
+        node = min(fits, key=lambda each: each[0])
+        node[0], node[1] = node[0] - gpus, node[1] - cpus
+    return dict(missing)
+
+
+def wait_for_room(
+    config: DracoConfig,
+    console: Console | None,
+    *,
+    judges: bool = True,
+    autoscaled: bool = False,
+    free: Callable[[], Sequence[Mapping[str, float]]] | None = None,
+    ask: Callable[[Sequence[Mapping[str, float]]], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Return once every process of a run has a place on some node, the autoscaler having been asked for them all.
+
+    What is free is counted and not what there is: of two runs that each hold half of what they need, none would end.
+
+    Args:
+        config: the run's.
+        console: is told what is waited for; None for nobody.
+        judges: as of `draco_ray.training.preflight.check_resources`.
+        autoscaled: whether nodes come as they are asked for.
+        free: what is free on each node; None asks Ray. The next three are for tests, too.
+        ask: asks the autoscaler for bundles.
+        clock: seconds.
+        sleep: waits for so many.
+
+    Raises:
+        ClusterError: there is no room after ``watch.start_seconds``.
+    """
+    free, ask = free or _free, ask or (lambda wanted: request_resources(bundles=[dict(each) for each in wanted]))
+    asked, began, said, requested = bundles(config, judges=judges), clock(), -float("inf"), False
+    try:
+        while missing := without_place(asked, found := free()):
+            if autoscaled and not requested:
+                requested = True
+                ask([{"GPU": gpus, "CPU": cpus} for of in asked.values() for gpus, cpus in of])
+            waited, limit = clock() - began, config.watch.start_seconds
+            waiting = _waiting(asked, missing, found)
+            if limit is not None and waited >= limit:
+                raise ClusterError(f"no room on the Ray cluster after watch.start_seconds={limit:g}: {waiting}")
+            if console is not None and clock() - said >= SAY_SECONDS:
+                said = clock()
+                nodes = "nodes were asked for" if autoscaled else "another run may hold the rest (`ray status`)"
+                line = f"waiting for room on the Ray cluster, for {span(waited)}: {waiting}; {nodes}"
+                console.print(line, markup=False)
+            sleep(LOOK_SECONDS)
+    finally:
+        if requested:
+            # The run's own processes ask from here on.
+            ask([])
+
+
+def _free() -> list[Mapping[str, float]]:
+    return list(ray._private.state.available_resources_per_node().values())
+
+
+def _waiting(
+    asked: Mapping[str, Sequence[Bundle]], missing: Mapping[str, int], free: Sequence[Mapping[str, float]]
+) -> str:
+    parts = []
+    for name, number in missing.items():
+        gpus, cpus = asked[name][0]
+        parts.append(f"{number} of {len(asked[name])} {name} ({gpus:g} GPUs and {cpus:g} CPUs each, on one node)")
+    gpus_free, cpus_free = (sum(node.get(kind, 0) for node in free) for kind in ("GPU", "CPU"))
+    return f"{', '.join(parts)} have no place; free are {gpus_free:g} GPUs and {cpus_free:g} CPUs on {len(free)} nodes"
