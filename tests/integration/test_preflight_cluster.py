@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from rich.console import Console
 
 from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError
 from draco_ray.training import preflight
 from draco_ray.training.cluster import connect
+from draco_ray.training.room import wait_for_room
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +37,32 @@ def two_nodes() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
+def waits_while_another_holds_the_cpus(config: DracoConfig) -> None:
+    """Real Ray's word for what is free: an actor holds every CPU until the second look."""
+
+    @ray.remote(num_cpus=2)
+    class Other:
+        def there(self) -> None:
+            pass
+
+    other: Any = Other.remote()  # type: ignore[attr-defined]
+    ray.get(other.there.remote())
+    text, looks = io.StringIO(), 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            ray.kill(other)
+        time.sleep(0.2)
+
+    wait_for_room(config, Console(file=text, width=1000), sleep=sleep)
+    assert looks >= 1
+    assert text.getvalue().startswith("waiting for room on the Ray cluster, for ")
+    assert "rollout workers" in text.getvalue()
+    assert "free are 0 GPUs and 0 CPUs on 2 nodes; another run may hold the rest" in text.getvalue()
+
+
 def test_a_cluster_knows_the_run_and_every_node_is_asked(
     two_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +76,7 @@ def test_a_cluster_knows_the_run_and_every_node_is_asked(
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("DRACO_RUN_DIRECTORY", str(run))
     assert connect(config)["judge"] == 4
+    waits_while_another_holds_the_cpus(config)
     seen = ray.get(ray.remote(num_cpus=0)(lambda: dict(os.environ)).remote())
     assert seen["DRACO_RUN_DIRECTORY"] == str(run)
     assert seen["LITELLM_LOCAL_MODEL_COST_MAP"] == "true"
