@@ -148,7 +148,7 @@ class EngineConfig(Tree):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one engine's weights."""
     gpus_per_engine: float = Field(1.0, ge=0)
-    """0 runs vLLM's CPU build."""
+    """0 runs vLLM's CPU build. With colocate the sum of its shares, e.g. 1.2 of two GPUs."""
     cpus_per_engine: float = Field(1.0, ge=0)
     """Of a PolicyEngine actor; a CPU engine computes with as many threads, which tensor-parallel ranks share, at least
     one each."""
@@ -741,17 +741,18 @@ class DracoConfig(Tree):
         where = "engine.colocate: "
         if engine.gpus_per_engine == 0 or learner.gpus_per_worker == 0:
             raise ValueError(f"{where}vLLM cannot sleep on the CPU, and needs no turns there; set it to false")
-        if engine.tensor_parallel != 1 or engine.engines != learner.workers:
+        parallel = engine.tensor_parallel
+        if engine.engines * parallel != learner.workers:
             raise ValueError(
-                f"{where}{engine.engines} engines of {engine.tensor_parallel} GPUs and {learner.workers} learner "
-                "workers; expected engine.tensor_parallel=1 and engine.engines equal to learner.workers"
+                f"{where}{engine.engines} engines of {parallel} GPUs and {learner.workers} learner workers; expected "
+                "engine.engines times engine.tensor_parallel to be learner.workers"
             )
-        share, rest = engine.gpus_per_engine, learner.gpus_per_worker
+        share, rest = engine.gpus_per_engine / parallel, learner.gpus_per_worker
         if not (0.5 < share < 1 and (1 - share) / 2 < rest <= 1 - share + 1e-9):
             raise ValueError(
                 f"{where}shares of {share:g} GPU an engine and {rest:g} a learner worker do not put one of each on a "
-                "GPU; expected more than half of one and the rest of it, e.g. engine.gpus_per_engine=0.6 and "
-                "learner.gpus_per_worker=0.4"
+                f"GPU; expected more than half of one and the rest of it, e.g. engine.gpus_per_engine="
+                f"{0.6 * parallel:g} and learner.gpus_per_worker=0.4"
             )
         if self.train.staleness:
             raise ValueError(f"{where}sleeping engines cannot run ahead; expected train.staleness=0")

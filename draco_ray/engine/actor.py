@@ -17,9 +17,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.placement import actor_resources, shared_gpus, visible_gpus
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
@@ -54,6 +56,7 @@ class PolicyEngineActor:
         name: str,
         run_name: str,
         staleness: int = 0,
+        group: PlacementGroup | None = None,
     ) -> None:
         from draco_ray.engine.vllm_engine import VllmEngine, live_adapters
 
@@ -69,6 +72,7 @@ class PolicyEngineActor:
             own_process=True,
             live_adapters=live_adapters(staleness),
         )
+        self._config, self._group = config, group
         self._model_path = model.path
         self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}
         self._readers_made = threading.Lock()
@@ -79,6 +83,9 @@ class PolicyEngineActor:
         """Load the model, then the weights of ``update`` if there is one yet; raises EngineError."""
         if self._serving.is_set():
             return
+        if self._group is not None:
+            # Ray shows an actor the GPUs of its own bundle only. CUDA reads this when it is first used.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(await visible_gpus(self._config, self._group))
         await self._engine.start()
         if update is not None:
             await self._engine.load(update)
@@ -175,11 +182,11 @@ def start_policy_engines(
 ) -> list[Any]:
     """One actor handle per engine of the configuration, not started yet; ``staleness`` as of `TrainConfig`."""
     remote = ray.remote(PolicyEngineActor)
+    groups = [shared_gpus(config) for _ in range(config.engines)]
     return [
         remote.options(
             name=_actor_name(index, run_name),
-            num_gpus=config.gpus_per_engine,
-            num_cpus=config.cpus_per_engine,
+            **actor_resources(config, group),
             max_concurrency=MAX_CALLS,
             max_restarts=config.max_failures,
             max_task_retries=-1,
@@ -192,8 +199,9 @@ def start_policy_engines(
             name=f"engine-{index}",
             run_name=run_name,
             staleness=staleness,
+            group=group,
         )
-        for index in range(config.engines)
+        for index, group in enumerate(groups)
     ]
 
 

@@ -198,7 +198,10 @@ def check_resources(
             f"{cluster.get('GPU', 0):g}: lower {keys} (0 GPUs each run on the CPU)"
         )
     check_largest(local.gpus_per_replica if served else 0.0, "judge.local.gpus_per_replica", nodes)
-    check_largest(engine.gpus_per_engine, "engine.gpus_per_engine", nodes)
+    if engine.colocate:
+        check_largest(engine.tensor_parallel, "engine.tensor_parallel", nodes)
+    else:
+        check_largest(engine.gpus_per_engine, "engine.gpus_per_engine", nodes)
     workers = -(-environment.slots // environment.slots_per_worker)
     # The evaluation's workers run beside those that train.
     sets = 2 if config.train.evaluate_before_after else 1

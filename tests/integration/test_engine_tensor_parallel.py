@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ def ranks() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "Worker_TP" in child.name()]
 
 
-async def test_two_ranks_sample_what_the_learner_trained(tmp_path: Path) -> None:
+async def test_two_ranks_sample_what_the_learner_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     model = ModelConfig(path=str(build_tiny_model(tmp_path / "model")), dtype="float32")
     learner = LoraLearner(model, LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16), seed=0)
@@ -49,6 +50,18 @@ async def test_two_ranks_sample_what_the_learner_trained(tmp_path: Path) -> None
         sample = await engine.sample(PROMPT, max_tokens=40, seed=3)
         trained = learner.token_logprobs(PROMPT + sample.token_ids)[len(PROMPT) :]
         np.testing.assert_allclose(sample.logprobs, trained, atol=1e-3)
+
+        # A step's turns (`engine.colocate`): both ranks sleep and wake, take the next adapter, and serve that.
+        monkeypatch.setattr(engine, "_config", config.model_copy(update={"colocate": True}))
+        await engine.sleep()
+        waiting = asyncio.create_task(engine.sample(PROMPT, max_tokens=20, seed=0))
+        await engine.wake()
+        assert (await waiting).policy_version == 1
+        learner.policy.load_adapter({name: 2 * values for name, values in moved.items()}, "a perturbed copy")
+        await engine.load_adapter(learner.adapter(2))
+        expected = learner.token_logprobs(PROMPT)[1:]
+        await run_canary(engine, [PROMPT], [expected], version=2, moved=True, tolerance=1e-2)
+        assert ranks() == processes
     finally:
         await engine.stop()
     # Children of the engine core, whose end they notice.

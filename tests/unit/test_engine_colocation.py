@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.load import load_config
+from draco_ray.engine.placement import gpu_share
 from draco_ray.errors import ConfigError
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
@@ -21,6 +22,7 @@ from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.observer import StepWatch
 from draco_ray.training.order import TaskOrder
+from draco_ray.training.preflight import check_resources
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.trainer import Trainer
 from tests.unit.test_training_metrics import an_update
@@ -34,8 +36,22 @@ SHARED = (
 )
 
 
-def test_one_engine_and_one_worker_on_each_gpu_are_accepted() -> None:
-    assert load_config(overrides=SHARED).engine.colocate
+SPLIT = (*SHARED, "engine.engines=4", "engine.tensor_parallel=2", "engine.gpus_per_engine=1.2")
+
+
+@pytest.mark.parametrize("overrides", [SHARED, SPLIT, [*SPLIT, "engine.engines=1", "learner.workers=2"]])
+def test_one_rank_of_an_engine_and_one_worker_on_each_gpu_are_accepted(overrides: Sequence[str]) -> None:
+    config = load_config(overrides=overrides)
+    assert gpu_share(config.engine) == 0.6
+    cluster = {"GPU": float(config.learner.workers), "CPU": 1000.0, "judge": 16.0}
+    check_resources(config, cluster, [cluster])
+
+
+def test_the_gpus_of_an_engine_are_on_one_node() -> None:
+    config = load_config(overrides=SPLIT)
+    node = {"GPU": 1.0, "CPU": 1000.0, "judge": 16.0}
+    with pytest.raises(ConfigError, match=r"^engine\.tensor_parallel=2, but no node .* more than 1 GPUs"):
+        check_resources(config, {**node, "GPU": 8.0}, [node] * 8)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +59,19 @@ def test_one_engine_and_one_worker_on_each_gpu_are_accepted() -> None:
     [
         (("engine.gpus_per_engine=0",), "vLLM cannot sleep on the CPU"),
         (("learner.gpus_per_worker=0",), "vLLM cannot sleep on the CPU"),
-        (("engine.tensor_parallel=2",), "8 engines of 2 GPUs and 8 learner workers; expected engine.tensor_parallel=1"),
+        (
+            ("engine.tensor_parallel=2",),
+            "8 engines of 2 GPUs and 8 learner workers; expected engine.engines times engi",
+        ),
         (("learner.workers=4",), "8 engines of 1 GPUs and 4 learner workers"),
         # Two engines fit one GPU; two workers do; the pair does not.
         (("engine.gpus_per_engine=0.5",), "shares of 0.5 GPU an engine and 0.4 a learner worker do not put one"),
         (("learner.gpus_per_worker=0.2",), "shares of 0.6 GPU an engine and 0.2 a learner worker"),
         (("learner.gpus_per_worker=0.5",), "shares of 0.6 GPU an engine and 0.5 a learner worker"),
+        (
+            ("engine.engines=4", "engine.tensor_parallel=2", "engine.gpus_per_engine=0.6"),
+            "shares of 0.3 GPU an engine .* engine.gpus_per_engine=1.2 and learner.gpus_per_worker=0.4",
+        ),
         (("train.staleness=1",), "expected train.staleness=0"),
     ],
 )

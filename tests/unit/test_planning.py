@@ -218,6 +218,17 @@ def test_turns_on_the_same_gpus_are_planned_one_after_the_other(capsys: pytest.C
     assert "adapter slots (4)" in printed(capsys, "qwen3.6-27b", "train.staleness=3")
 
 
+def test_turns_of_engines_of_two_gpus_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    split = ("engine.engines=4", "engine.tensor_parallel=2", "engine.gpus_per_engine=1.2")
+    output = printed(capsys, "qwen3.6-27b", *TURNS, *split)
+    assert "engines: 4, tensor parallel 2" in output
+    # Half of the weights on each GPU, and all of the GPU for the learner while they sleep.
+    weights = next(line for line in output.splitlines() if line.startswith("engine weights"))
+    assert weights.split()[-2:] == ["25.05", "GiB"]
+    assert "available                                76.00 GiB" in output
+    assert "engines and learner take turns: awake, an engine's 68.00 GiB" in output
+
+
 def test_an_engine_that_would_wake_into_the_learners_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     high = "engine.gpu_memory_utilization=0.95"
     error = refused(capsys, "qwen3.6-27b", *TURNS, high)

@@ -384,7 +384,8 @@ def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
             f"engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {shape.heads} attention "
             "heads; choose one that does"
         )
-    if 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
+    # Engines that share GPUs with the learner reserve a share of each (`DracoConfig`).
+    if not engine.colocate and 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
         raise ConfigError(
             f"engine.tensor_parallel={engine.tensor_parallel} needs as many GPUs, engine.gpus_per_engine is "
             f"{engine.gpus_per_engine:g}; set it to {engine.tensor_parallel}"
