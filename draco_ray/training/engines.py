@@ -137,15 +137,20 @@ async def engines_asleep(
     await fleet.wake()
 
 
-async def unless_engines_fail(fleet: EngineFleet, work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work``, or raise what became of an engine that was lost for good: rollouts would wait for it."""
-    task, failure = asyncio.ensure_future(work), asyncio.ensure_future(fleet.failure())
+async def unless_lost(work: Coroutine[Any, Any, None], *losses: Coroutine[Any, Any, None]) -> None:
+    """Do ``work``, or raise what became of something that is lost for good, without which it would wait for ever.
+
+    Args:
+        losses: each waits for one such loss, and raises.
+    """
+    task, *watched = (asyncio.ensure_future(each) for each in (work, *losses))
     try:
-        await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
-        if failure.done():
-            await failure
+        await asyncio.wait({task, *watched}, return_when=asyncio.FIRST_COMPLETED)
+        for loss in watched:
+            if loss.done():
+                await loss
         await task
     finally:
-        for each in (task, failure):
+        for each in (task, *watched):
             each.cancel()
-        await asyncio.gather(task, failure, return_exceptions=True)
+        await asyncio.gather(task, *watched, return_exceptions=True)

@@ -33,7 +33,8 @@ from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
-from draco_ray.training.engines import unless_engines_fail
+from draco_ray.training.engines import unless_lost
+from draco_ray.training.head import head_failure
 from draco_ray.training.memory import PeakMemory
 from draco_ray.training.order import EarlierTasks, TaskOrder
 from draco_ray.training.preflight import check_disk, check_outlives_job, check_trainable
@@ -294,7 +295,8 @@ async def _run(
     with _said_at_once(console), PeakMemory() as memory:
         async with training_session(config, judge, prompts, order, run, start, console) as session:
             console.print(f"actors ready in {time.time() - started:.0f}s")
-            await unless_engines_fail(session.actors.fleet, _train_and_measure(session, start.step, last))
+            work = _train_and_measure(session, start.step, last)
+            await unless_lost(work, session.actors.fleet.failure(), head_failure())
     console.print(
         f"done in {time.time() - started:.0f}s, peak memory {memory.peak_bytes / 2**30:.1f} GiB in all: {run.path}"
     )

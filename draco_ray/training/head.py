@@ -1,0 +1,48 @@
+"""Noticing that the cluster's head is gone, before Ray ends this process for it without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import ray
+
+from draco_ray.errors import ClusterError
+
+LOOK_SECONDS = 5.0
+GONE_SECONDS = 30.0
+"""Half of the minute after which Ray ends a driver whose head does not come back."""
+
+
+async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
+    """Wait until the head of the cluster has not answered for long.
+
+    Looks are counted and not the time between them, which also passes while this process is stopped.
+
+    Args:
+        address: HOST:PORT of the head; None is that of the cluster that was joined.
+        look: seconds between two looks, and for an answer.
+        gone: seconds.
+
+    Raises:
+        ClusterError: then.
+    """
+    address = address or str(ray.get_runtime_context().gcs_address)
+    host, _, port = address.rpartition(":")
+    missed = 0
+    while missed * look < gone:
+        await asyncio.sleep(look)
+        try:
+            async with asyncio.timeout(look):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError):
+            missed += 1
+            continue
+        missed = 0
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    raise ClusterError(
+        f"the Ray cluster's head at {address} has not answered for {gone:g} s; start a cluster again, or run where one "
+        "is, and continue with draco train --resume"
+    )

@@ -1,0 +1,90 @@
+"""A run whose cluster has lost its head."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from draco_ray.errors import ClusterError, EngineError
+from draco_ray.training.engines import unless_lost
+from draco_ray.training.head import head_failure
+
+
+async def test_a_head_that_answers_is_there_and_one_that_does_not_is_gone() -> None:
+    looked = asyncio.Event()
+    looks = 0
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            looked.set()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    watch = asyncio.create_task(head_failure(f"127.0.0.1:{port}", look=0.01, gone=0.05))
+    await looked.wait()
+    assert not watch.done()
+    server.close()
+    with pytest.raises(ClusterError, match=rf"the Ray cluster's head at 127.0.0.1:{port} has not answered for 0.05 s"):
+        await watch
+
+
+async def test_a_head_that_comes_back_in_time_was_never_gone() -> None:
+    seen = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.set()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    # Far more looks than the test lasts.
+    watch = asyncio.create_task(head_failure(f"127.0.0.1:{port}", look=0.01, gone=600))
+    await seen.wait()
+    server.close()
+    await server.wait_closed()
+    seen.clear()
+    server = await asyncio.start_server(answer, "127.0.0.1", port)
+    await seen.wait()
+    assert not watch.done()
+    watch.cancel()
+    server.close()
+
+
+async def test_the_first_loss_ends_the_work() -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def lost() -> None:
+        raise EngineError("lost")
+
+    with pytest.raises(EngineError, match="lost"):
+        await unless_lost(work(), never(), lost())
+    assert ended == ["work"]
+
+
+async def test_work_that_ends_is_not_waited_for_by_what_watches_it() -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    await unless_lost(work(), never(), never())
+
+    async def fails() -> None:
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        await unless_lost(fails(), never())
