@@ -14,6 +14,7 @@ import random
 import re
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tasks import REFUNDED, THINGS, WORDS, rows
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
 from draco_ray.records import EpisodeEnd, Task
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.endpoint.episode import Episode
@@ -71,6 +73,15 @@ class Script:
         """The next turn of whoever is asked."""
         ids = self.tokenizer.encode(self._turn(self.tokenizer.decode(token_ids)), add_special_tokens=False)
         return Sample(token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason="stop", policy_version=0)
+
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
+        """The calls of a turn, read as an engine reads them."""
+        return self.reader.read(text, tools, thinking=thinking)
+
+    @cached_property
+    def reader(self) -> ToolCallReader:
+        """Of the calls that the chat template writes."""
+        return ToolCallReader(self.chat, None)
 
     def _turn(self, prompt: str) -> str:
         if DESK in prompt:
