@@ -90,7 +90,8 @@ def rate(evaluations: Sequence[Evaluation]) -> ClusteredMean:
     successes: dict[str, list[bool]] = defaultdict(list)
     for evaluation in evaluations:
         successes[evaluation.task_id].append(evaluation.success)
-    scenario = {evaluation.task_id: evaluation.scenario for evaluation in evaluations}
+    # Where an environment groups no tasks each is a scenario of its own.
+    scenario = {evaluation.task_id: evaluation.scenario or evaluation.task_id for evaluation in evaluations}
     means = {task: sum(found) / len(found) for task, found in successes.items()}
     return clustered_mean([means], scenario.__getitem__, trials=len(evaluations))
 

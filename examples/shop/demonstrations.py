@@ -38,7 +38,6 @@ def tasks(number: int, split: str, rng: random.Random) -> list[dict[str, Any]]:
             {
                 "id": f"{split}-{index:03d}",
                 "split": split,
-                "group": "one order" if len(asked) == 1 else "two orders",
                 "instruction": rng.choice(ONE if len(asked) == 1 else TWO).format(*asked),
                 "customer": rng.choice(NAMES),
                 "orders": orders,
