@@ -49,7 +49,7 @@ def need(package: str) -> None:
 def uncollected() -> Iterator[None]:
     """Import large packages inside the block without the garbage collector.
 
-    It looks for cycles again and again while what is imported only grows: a fifth of the time that vLLM's import takes.
+    It looks for cycles again and again while what is imported only grows: much of the time that vLLM's import takes.
     """
     enabled = gc.isenabled()
     gc.disable()

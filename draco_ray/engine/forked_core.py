@@ -1,8 +1,8 @@
 """An engine core that is forked from its front end's process instead of started as a new interpreter.
 
-A new interpreter imports PyTorch, vLLM and the model's class once more: about 10 CPU seconds and 400 MiB an engine, of
-which a fork needs none. vLLM itself forks its core wherever it may; inside a Ray actor it does not, since what it runs
-there might call Ray. The core of one worker on CPU calls nothing of Ray's.
+A new interpreter imports PyTorch, vLLM and the model's class once more, which takes seconds and memory; a fork needs
+neither. vLLM itself forks its core wherever it may; inside a Ray actor it does not, since what it runs there might call
+Ray. The core of one worker on CPU calls nothing of Ray's.
 
 A fork is safe only where nothing of the process needs its other threads afterwards: in a process that is the engine's
 alone, with one OpenMP thread (libgomp's own threads do not survive a fork), on CPU (CUDA's context does not either).
