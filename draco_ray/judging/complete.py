@@ -95,16 +95,29 @@ def reply_of(choice: Any) -> tuple[str, str]:
     """
     if choice is None:
         return "", "stop"
-    message, reason = choice.message, str(choice.finish_reason or "stop")
+    text, reason = _said(choice.message, str(choice.finish_reason or "stop"))
+    # JSON may hold halves of surrogate pairs; no file and no further request can.
+    return text.encode("utf-8", "replace").decode("utf-8"), reason
+
+
+def _said(message: Any, reason: str) -> tuple[str, str]:
     text = message.content or ""
     # LiteLLM keeps what only some providers send apart.
     further = getattr(message, "provider_specific_fields", None) or {}
     if refusal := getattr(message, "refusal", None) or further.get("refusal"):
         return text or str(refusal), "refusal"
     calls = getattr(message, "tool_calls", None) or filter(None, [getattr(message, "function_call", None)])
-    functions = [getattr(call, "function", call) for call in calls]
-    if functions and not text.strip():
-        return "\n".join(f"{function.name}({function.arguments})" for function in functions), "tool_calls"
+    tools = [_called(call) for call in calls]
+    if tools and not text.strip():
+        return "\n".join(tools), "tool_calls"
     if not text.strip() and reason == "stop" and getattr(message, "reasoning_content", None):
         return "", "reasoning"
     return text, "stop" if reason in ("tool_calls", "function_call") and text.strip() else reason
+
+
+def _called(call: Any) -> str:
+    """A call of a tool, of whichever kind, as text."""
+    kind = next((kind for kind in ("function", "custom") if getattr(call, kind, None)), None)
+    tool = call if kind is None else getattr(call, kind)
+    said = next(filter(None, (getattr(tool, name, None) for name in ("arguments", "input"))), "")
+    return f"{getattr(tool, 'name', None) or 'a tool without a name'}({said})"

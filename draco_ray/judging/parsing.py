@@ -18,7 +18,6 @@ names nothing, and what a phase tolerates in the last reply (`draco_ray.judging.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
@@ -26,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.reply_json import BEGIN, NO_ARRAY, arrays_of_objects, integer, without_json
+from draco_ray.judging.reply_json import BEGIN, NO_ARRAY, arrays_of_objects, comparable, integer, without_json
 from draco_ray.records import Criterion
 
 MAX_REPLY_CHARACTERS = 400_000
@@ -259,7 +258,7 @@ def _entry(schema: type[EntryT], position: int, value: object) -> EntryT:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
+        problem = error.errors()[0]
         field = ".".join(str(part) for part in problem["loc"])
         found = "" if problem["type"] == "missing" else f", found {str(problem['input'])[:60]!r}"
         raise ReplyError(f"entry {position}, field {field}: {problem['msg']}{found}") from None
@@ -315,7 +314,7 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
 
 def _normal(title: str) -> str:
     """Titles compare without case, punctuation and spacing."""
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", title).casefold()))
+    return " ".join(re.findall(r"\w+", comparable(title)))
 
 
 def _wanted(rubric: Sequence[Criterion]) -> str:

@@ -25,6 +25,8 @@ MAX_LENIENT_CHARACTERS = 80_000
 MAX_SCANNED = 20_000_000
 """Characters looked at in search of JSON among reasoning, beginnings that turn out to be none included."""
 MAX_DEPTH = 20
+MAX_COMPARED_CHARACTERS = 300
+"""Of a name that is compared with others. Unicode's normal form of many accents takes time in the square of them."""
 
 BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Where an array of objects or an object begins: ``[3]`` in prose is a citation, ``{x}`` a name."""
@@ -58,6 +60,11 @@ def integer(value: object) -> object:
         plain = value.strip(" \t\n\r").translate(_ASCII_MINUS)
         return int(plain) if INTEGER.fullmatch(plain) else value
     return str(value) if isinstance(value, bool | float) else value
+
+
+def comparable(name: str) -> str:
+    """The beginning of a name, whatever case and width its letters have."""
+    return unicodedata.normalize("NFKC", name[:MAX_COMPARED_CHARACTERS]).casefold()
 
 
 def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
@@ -162,7 +169,8 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[str] = set()
     for key, value in pairs:
-        name = "".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", key).casefold())) or key
+        short = len(key) <= MAX_COMPARED_CHARACTERS
+        name = ("".join(re.findall(r"[^\W_]+", comparable(key))) if short else "") or key
         if name in seen:
             raise ReplyError(f"the key {key[:60]!r} comes twice in one object; write every key once")
         seen.add(name)
@@ -194,10 +202,12 @@ def _lenient_array(text: str, named: re.Pattern[str]) -> list[Any]:
 class _Lenient:
     """Reads one array of objects from ``text``, beginning at its bracket."""
 
+    _where: str
+    """The entry or field that is being read."""
+
     def __init__(self, text: str, position: int, named: re.Pattern[str]) -> None:
         self._text = text
         self._named = named
-        self._where = "the array"
         self.position = position
 
     def entries(self) -> list[dict[str, Any]]:

@@ -14,6 +14,11 @@ _TIMED_OUT = {408, 504, 522, 524}
 _AGAIN = {425, 429}
 _FLAGGED = re.compile(r"flagged|moderat|content[ _-]?(policy|filter|management)|safety|prohibited|inappropriate", re.I)
 _TOO_LARGE = re.compile(r"request too large|too large for|reduce (the|your) (length|prompt|message)", re.I)
+_UNPAID = re.compile(r"billing_hard_limit|credit balance is too low to access")
+"""Narrow: an error may quote the prompt, and a rollout may be about money."""
+_UNPAID_CODES = {"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"}
+_UNREADABLE = re.compile(r"Error converting to valid response block|Error in response object")
+"""How LiteLLM says that the answer was no error, and no completion either; it calls that a bad request."""
 _ADVICE = (
     (re.compile(r"temperature", re.I), "judge.temperature=null leaves it out"),
     (re.compile(r"max_(completion_)?tokens", re.I), "judge.max_tokens sets it"),
@@ -31,6 +36,8 @@ def classify(error: BaseException) -> Trouble:
         return Trouble.OWN
     if status in _REFUSED or (status == 400 and "LLM Provider NOT provided" in text):
         return Trouble.REFUSED
+    if status in (400, 422) and _UNREADABLE.search(text):
+        return Trouble.UNAVAILABLE
     if status == 429 and _TOO_LARGE.search(text):
         # The request is larger than what a minute allows: asking again would never help.
         return Trouble.OWN
@@ -129,4 +136,7 @@ def _status(error: BaseException) -> int | None:
 def _quota_spent(error: BaseException) -> bool:
     body = getattr(error, "body", None)
     named = (body.get("code"), body.get("type")) if isinstance(body, dict) else ()
-    return "insufficient_quota" in named or (_status(error) == 429 and "insufficient_quota" in str(error))
+    if not _UNPAID_CODES.isdisjoint(name for name in named if isinstance(name, str)):
+        return True
+    status, text = _status(error), str(error)
+    return (status == 429 and "insufficient_quota" in text) or (status == 400 and _UNPAID.search(text) is not None)

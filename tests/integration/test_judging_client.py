@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 
@@ -518,6 +519,8 @@ async def test_schemas_can_be_turned_off_and_a_second_question_goes_without() ->
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
+CUSTOM_CALL = {"id": "1", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+NAMELESS_CALL = {"id": "1", "type": "function", "function": {"arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -526,6 +529,8 @@ CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments
         (Reply(None, message={"refusal": "I cannot judge this."}), "refusal", "refused to answer: 'I cannot judge"),
         (Reply(None, finish_reason="tool_calls", message={"tool_calls": [CALL]}), "tool_calls", "search"),
         (Reply("", message={"tool_calls": [CALL]}), "tool_calls", "called a tool"),
+        (Reply("", message={"tool_calls": [CUSTOM_CALL]}), "tool_calls", r"run(ls)"),
+        (Reply("", message={"tool_calls": [NAMELESS_CALL]}), "tool_calls", "a tool without a name({})"),
         (Reply("", message={"reasoning_content": CRITERION}), "reasoning", "reasoning that no answer follows"),
         (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "cut off"),
     ],
@@ -536,3 +541,12 @@ async def test_an_answer_that_is_none_is_named_as_what_it_is(reply: Reply, reaso
     assert judged.error is not None
     assert message in judged.error
     assert judged.calls[0].finish_reason == reason
+
+
+async def test_half_a_surrogate_pair_in_a_reply_is_kept_out_of_files_and_of_the_next_question() -> None:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "no JSON \ud83d"}}
+    body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+    with ScriptedJudgeServer(Reply(raw=body, headers={"content-type": "application/json"}), Reply(CRITERION)) as server:
+        judged = await build_judge(config(server.base)).ask(Stage1(PROMPT), WHERE)
+    assert judged.ok
+    assert [call.reply for call in judged.calls] == ["no JSON ?", CRITERION]

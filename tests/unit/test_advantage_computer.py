@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -174,5 +175,26 @@ async def test_every_group_draws_noise_of_its_own() -> None:
 async def test_the_probe_is_the_beginning_of_a_sample() -> None:
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     samples, *_ = await actor.from_noise("step1/example_1", range(2), trajectories(2), (0, 1, 0))
+    later = [replace(samples[1], token_ids_T=samples[1].token_ids_T + 100), samples[0]]
     assert actor.probe(samples, 3) == samples[0].token_ids_T[:3].tolist()
+    assert actor.probe(later, 3) == later[0].token_ids_T[:3].tolist() != actor.probe(samples, 3)
     assert actor.probe([], 3) == []
+
+
+async def test_without_a_rubric_a_closing_turn_takes_the_advantage_as_well() -> None:
+    """It belongs to no step, and has none to share the advantage with."""
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome"))
+    given = [evaluation(True, 3), evaluation(False, 0)]
+    samples, advantages, *_ = await actor.from_evaluations("step1/example_1", range(2), trajectories(2), given)
+    for sample, share in zip(samples, advantages.rollouts, strict=True):
+        assert sample.advantage_T == pytest.approx(share.advantage * sample.loss_mask_T, rel=1e-6)
+
+
+async def test_the_summary_tells_spreads_where_credit_acts_from_spreads_where_it_does_not() -> None:
+    """The appendix compares the two; a rollout of which no step is cited has no spread."""
+    actor: Any = AdvantageComputerActor(AlgorithmConfig())
+    cited = [credit((0, 1, (1,)), (1, -1, (2,))), credit((0, -1, (1,)), (1, -1, (1,))), credit((0, 1, ()), (1, 0, ()))]
+    asked = [scores(1, -1), scores(-1, -1), scores(1, 0)]
+    *_, summary = await actor.from_verdicts("step1/example_1", range(3), trajectories(3), asked, cited)
+    assert summary.active_spreads == (0.5,)
+    assert summary.inert_spreads == (0.0,)

@@ -10,7 +10,7 @@ import pytest
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter
-from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Next, Outage, Trouble
+from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Next, Outage, Pause, Trouble
 
 NOBODY = math.inf
 
@@ -100,6 +100,74 @@ def test_an_outage_is_one_line_with_the_times_and_its_end_another(caplog: pytest
     (line,) = [record.getMessage() for record in caplog.records]
     assert "answers again after" in line
     assert outage.pause(now + 200) is None
+
+
+def test_the_line_of_an_outage_and_of_its_end_say_how_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without chance: every wait is as long as it may be."""
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
+    caplog.set_level(logging.WARNING)
+    outage = Outage(max_seconds=600, max_backoff_seconds=60, who="judge m")
+    # At 0, 1, 3 and 7 seconds; the last of them, the fourth in a row, is said.
+    assert down(outage, 0.0, rounds=3) == 3.0
+    assert not caplog.records
+    assert outage.pause(3.0) is None
+    assert down(outage, 3.0, rounds=1) == 7.0
+    down(outage, 7.0, rounds=1)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "judge m answers nobody (503 overloaded): judging is paused, nothing is dropped; next try in 8 s, the run "
+        "stops in 9 min 53 s (judge.max_outage_seconds=600)"
+    )
+    assert outage.pause(20.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=11.0, gives_up=580.0)
+    assert outage.pause(700.0) == Pause(reason="503 overloaded", lasted=700.0, next_try=0.0, gives_up=0.0)
+    assert outage.given_up(599.9) is None
+    assert outage.given_up(600.0) == (
+        "judge m: no answer for 10 min 0 s (judge.max_outage_seconds=600), the last: 503 overloaded"
+    )
+    caplog.clear()
+    outage.answered(80.0)
+    outage.answered(90.0)
+    assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging goes on"]
+    assert outage.pause(80.0) is None
+    # Of the next one everything is said again.
+    caplog.clear()
+    down(outage, 100.0, rounds=4)
+    assert len(caplog.records) == 1
+
+
+def test_what_a_small_question_means() -> None:
+    outage = Outage(max_seconds=600)
+    now = down(outage, 0.0)
+    assert outage.must_ask()
+    now += outage.seconds_to_wait(now)
+    assert outage.seconds_to_wait(now) == 0.0
+    outage.ask()
+    assert outage.seconds_to_wait(now) == NOBODY
+    counted = []
+    for trouble in (None, *Trouble):
+        outage.asked(trouble)
+        assert outage.seconds_to_wait(now) == 0.0
+        counted.append(outage.unanswered)
+    # Rate limited, unavailable and timed out say that nobody was answered.
+    assert counted == [0, 1, 2, 3, 3, 3, 3]
+
+
+def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rate_limit_asks_for() -> None:
+    outage = Outage(max_seconds=600)
+    outage.failed(Trouble.OWN, "too long", None, 0.0, 0.0)
+    outage.answered(0.0)
+    assert outage.answers == 2
+    now = down(outage, 0.0)
+    assert outage.seconds_to_wait(now) > 0
+    outage.answered(now)
+    assert (outage.seconds_to_wait(now), outage.must_ask()) == (0.0, False)
+    down(outage, now, rounds=1)
+    assert outage.seconds_to_wait(now) <= 1.0
+    # A hint beyond what others would wait, and one second later at most.
+    outage.failed(Trouble.RATE_LIMITED, "429", 100.0, now, now)
+    assert 100.0 <= outage.seconds_to_wait(now) <= 101.0
 
 
 def test_a_request_that_hangs_is_not_repeated_by_everybody_before_a_small_question_is() -> None:

@@ -26,12 +26,13 @@ from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.worker import JudgeWorkerActor, phase_summary
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.pipeline import Group
-from draco_ray.records import Criterion, Judged
+from draco_ray.records import Attribution, Criterion, Judged
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.metrics import step_metrics
@@ -144,6 +145,44 @@ def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
         main(["prompts", "render", name])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "no judge phase; expected one of stage1, stage2, union, score, credit" in said
+
+
+def test_the_examples_are_of_one_group_and_show_what_each_phase_is_given() -> None:
+    rollout, other = example_trajectory(), example_trajectory(1)
+    assert Stage1.example().messages == PROMPT
+    stage2, score, credit, union = (PHASES[name].example() for name in ("stage2", "score", "credit", "union"))
+    assert isinstance(stage2, Stage2)
+    assert stage2.existing == RUBRIC[:1]
+    assert isinstance(union, Union)
+    assert (union.messages, union.candidates) == (PROMPT, RUBRIC)
+    assert [each.rollout for each in union.trajectories] == [rollout.rollout, other.rollout]
+    assert isinstance(score, Score)
+    assert isinstance(credit, Credit)
+    assert score.rubric == credit.rubric == RUBRIC
+    assert credit.scores == SCORES
+    assert {each.identity for each in (stage2, score, credit, union)} == {rollout.group}
+
+
+@pytest.mark.parametrize("phase", PHASES.values(), ids=list(PHASES))
+def test_every_placeholder_is_filled_and_evidence_carries_the_code(phase: Phase) -> None:
+    values = phase.example().values("c0de")
+    assert values.keys() == phase.placeholders
+    blocks = [str(value) for value in values.values() if str(value).startswith("[BEGIN EVIDENCE ")]
+    assert blocks
+    for block in blocks:
+        assert "c0de]" in block
+        assert "None]" not in block
+        assert 'code="None"' not in block
+
+
+def test_verdicts_and_citations_of_no_rollout_are_no_rows() -> None:
+    attribution = Attribution(criterion=0, verdict=SCORES[0].verdict, steps=(1, 2))
+    for phase, table, value, rows in ((Score, "verdicts", SCORES, 2), (Credit, "citations", (attribution,), 2)):
+        asked: Any = phase
+        assert asked.rows(1, "t_1", None, value) is None
+        found = asked.rows(1, "t_1", 3, value)
+        assert (found[0], len(found[1])) == (table, rows)
+        assert {(row["task_id"], row["rollout"]) for row in found[1]} == {("t_1", 3)}
 
 
 def test_later_phases_are_more_urgent_and_what_is_of_no_phase_is_least() -> None:

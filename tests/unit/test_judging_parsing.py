@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draco_ray.errors import ReplyError
+from draco_ray.judging import reply_json
 from draco_ray.judging.parsing import MAX_REPLY_CHARACTERS, after_thinking, check_finish, parse_criteria
 from draco_ray.judging.phases.credit import parse_attributions
 from draco_ray.judging.phases.score import parse_scores
+from draco_ray.judging.reply_json import MAX_DEPTH, MAX_LENIENT_CHARACTERS, arrays_of_objects, without_json
 from draco_ray.records import Criterion, Verdict
 
 RUBRIC = tuple(
@@ -142,6 +145,31 @@ def test_replies_without_one_whole_array_are_refused(text: str, message: str) ->
         parse_scores(text, RUBRIC)
 
 
+NO_ANSWER = "no complete JSON array of objects was found in the reply"
+
+
+@pytest.mark.parametrize(
+    ("text", "seems"),
+    [
+        ("All of them pass.", ""),
+        ("<tool_call>search</tool_call>", "; it is a call of a tool, and there is none"),
+        ("x" * 1989 + "<tool_call>", "; it is a call of a tool, and there is none"),
+        ("x" * 1990 + "<tool_call>", ""),
+        ("\n<think>All of them pass.", "; it is reasoning that no answer follows"),
+        ("I am sorry, " * 10, f"; it reads like a refusal: {('I am sorry, ' * 10)[:100]!r}"),
+        ("x" * 54 + " sorry, no", f"; it reads like a refusal: {'x' * 54 + ' sorry, no'!r}"),
+        ("x" * 55 + " sorry, no", ""),
+        (" " * 195 + "sorry, no", "; it reads like a refusal: 'sorry'"),
+        (" " * 196 + "sorry, no", ""),
+    ],
+    ids=lambda value: "" if len(str(value)) > 60 else None,
+)
+def test_what_a_reply_without_an_answer_seems_to_be_is_said(text: str, seems: str) -> None:
+    with pytest.raises(ReplyError) as problem:
+        parse_scores(text, RUBRIC)
+    assert str(problem.value) == NO_ANSWER + seems
+
+
 @pytest.mark.parametrize("ending", ["", '"}]', '", "score": -1}, {"rubric_index": 1'])
 def test_a_quotation_inside_a_broken_reply_is_not_taken_for_the_answer(ending: str) -> None:
     forged = json.dumps(scores(1, 1, 1))
@@ -155,6 +183,115 @@ def test_a_quotation_with_its_own_quotes_cannot_add_or_replace_a_verdict() -> No
     broken = PLAIN.replace("step 0", f"it printed {forged}")
     with pytest.raises(ReplyError):
         parse_scores(broken, RUBRIC)
+
+
+# --- JSON that is broken ----------------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> str:
+    return f'[{{"a": {"[" * depth}{"]" * depth},}}]'
+
+
+def padded(characters: int) -> str:
+    return f'[{{"a": "{"x" * (characters - 12)}",}}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('[ {"a" : true ,\n"b":null,} , ]', [{"a": True, "b": None}]),
+        ('[{"a": false,}, {"b": -12.0}]', [{"a": False}, {"b": -12}]),
+        ('[{"a": {"c": [1, [], {}], "d": 0,},}]', [{"a": {"c": [1, [], {}], "d": 0}}]),
+        (
+            '[{"a": ["x", "it said "y" twice", ], "b": "p\\q \\n\\u00e4\\"",}]',
+            [{"a": ["x", 'it said "y" twice'], "b": 'p\\q \nä"'}],
+        ),
+        ('{"any": [{"a": 1,}]} and so on', [{"a": 1}]),
+        ('as [1] says: [{"a": 1,}]', [{"a": 1}]),
+        (nested(MAX_DEPTH), None),
+        (padded(MAX_LENIENT_CHARACTERS), None),
+        ("prose " + padded(MAX_LENIENT_CHARACTERS), None),
+    ],
+    ids=lambda value: "" if len(str(value)) > 60 else None,
+)
+def test_what_is_broken_without_a_doubt_is_mended(text: str, read: list[object] | None) -> None:
+    (found,) = arrays_of_objects(text, ["a", "b"])
+    assert found == (json.loads(text.removeprefix("prose ").replace(",}", "}")) if read is None else read)
+
+
+@pytest.mark.parametrize(
+    ("text", "doubt"),
+    [
+        ('[{"a": 1,}', ": entry 0: ',' was expected, it ends there"),
+        ('[{"b": 0}, {"a": 1 2}]', ": entry 1: ',' was expected before '2}]'"),
+        ('[{"a": 1}{"a": 2}]', """: entry 0: ',' was expected before '{"a": 2}]'"""),
+        ('[{"a": 1,}; 1]', ": entry 0: ',' was expected before '; 1]'"),
+        ('[{"a": 1}, 2, {"b": 1,}]', ": entry 1: '{' was expected before '2, {\"b\": 1,}]'"),
+        ("[{a: 1}]" + "x" * 50, ": entry 0: a field's name was expected before 'a: 1}]" + "x" * 34 + "'"),
+        ('[{"a": 1,,}]', ": entry 0: a field's name was expected before ',}]'"),
+        ('[{"a": {"b": 1, "c" 2}}]', """: entry 0, field a: a field's name was expected before '"c" 2}}]'"""),
+        ('[{"a": {"b": }}]', ": entry 0, field a, field b: a value was expected before '}}]'"),
+        ('[{"a": "x', ": it ends within a string"),
+        (
+            '[{"b": "he said "a": 2 now",}]',
+            """: entry 0, field b: a text may hold further fields before '"he said "a": 2 now",}]'""",
+        ),
+        ('[{"a": 1, "b": {"a": 2},}]', ": entry 0: a field is written more often than it can be read before ']'"),
+        (nested(MAX_DEPTH + 1), f": entry 0, field a: too deeply nested before '[{']' * (MAX_DEPTH + 1)},}}]'"),
+        ('[{"a": 1,}] and "b": 2', ": it is broken, and more fields follow it"),
+        ('[{"a": 1}] and "b": 2', ": fields stand outside of it"),
+        ('"b": 2 [{"a": 1}]', ": fields stand outside of it"),
+        ('{"x": 1, "y": [{"a": 1,}]}', ": there is broken JSON in front of it"),
+        ("prose " + padded(MAX_LENIENT_CHARACTERS + 1), ": it is broken, and too long to be mended"),
+    ],
+    ids=lambda value: "" if len(str(value)) > 60 else None,
+)
+def test_a_doubt_names_its_place(text: str, doubt: str) -> None:
+    with pytest.raises(ReplyError) as problem:
+        arrays_of_objects(text, ["a", "b"])
+    assert str(problem.value) == NO_ANSWER + doubt
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"a": ~1 }, {"b": 1,}]', "entry 0, field a: '~1' is not a plain value"),
+        ('[{"a": NaN}]', "entry 0, field a: 'NaN' is not a plain value"),
+        ('[{"a": 1.50,}]', "entry 0, field a: '1.50' is not a plain value"),
+        (f'[{{"a": {"x" * 50},}}]', f"entry 0, field a: {'x' * 40!r} is not a plain value"),
+        ('[{"a": 1, "A": 2}]', "the key 'A' comes twice in one object; write every key once"),
+        ('[{"ab": 1, "A_B": 2}]', "the key 'A_B' comes twice in one object; write every key once"),
+        ('[{"a b": 1, "A_B": 2,}]', "the key 'A_B' comes twice in one object; write every key once"),
+        (
+            f'[{{"{"k" * 70}": 1, "{"K" * 70}": 2}}]',
+            f"the key {'K' * 60!r} comes twice in one object; write every key once",
+        ),
+    ],
+)
+def test_what_cannot_be_told_apart_is_quoted(text: str, problem: str) -> None:
+    with pytest.raises(ReplyError) as raised:
+        arrays_of_objects(text, ["a", "b"])
+    assert str(raised.value) == problem
+
+
+def test_the_search_for_json_among_reasoning_is_bounded_by_what_it_has_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    too_much = "^the reasoning holds too much broken JSON to tell where it ends; answer without it$"
+    # Found to be none at the characters 2, 6 and 10; at the end, which is the end of the text; read to its own end.
+    for text, looked_at in (
+        ("[{x [{x [{x", 2 + 6),
+        ('[{"x [{x', 8 + 8),
+        ('[{"x": 1}] [{"x": 1}] [{x', 10 + 10),
+        ('[{"x": 1}] [{x []', 10 + 13),
+    ):
+        monkeypatch.setattr(reply_json, "MAX_SCANNED", looked_at)
+        assert len(without_json(text)) == len(text)
+        monkeypatch.setattr(reply_json, "MAX_SCANNED", looked_at - 1)
+        with pytest.raises(ReplyError, match=too_much):
+            without_json(text)
+    whole, lone = ('[{"x": "1\n"}]', '{"y": [2]}')
+    assert without_json(f"a {whole}b{lone} c [3]") == f"a {' ' * len(whole)}b{' ' * len(lone)} c [3]"
 
 
 # --- reasoning in front of the answer ---------------------------------------------------------------------------------
@@ -190,22 +327,32 @@ def test_reasoning_may_hold_drafts_whole_or_broken() -> None:
 @pytest.mark.parametrize(
     ("text", "reason", "message"),
     [
-        (PLAIN, "length", "cut off at the token limit"),
-        (PLAIN, "content_filter", "withheld"),
-        ("I will not grade this.", "refusal", "the judge refused to answer: 'I will not grade this.'"),
-        ("search(q=1)", "tool_calls", "called a tool instead of answering"),
-        ("", "reasoning", "reasoning that no answer follows"),
-        (" \n", "stop", "empty"),
-        ("x" * 1_000_000, "stop", "1000000 characters"),
+        (PLAIN, "length", "the reply was cut off at the token limit; answer with shorter texts"),
+        (" \n", "content_filter", "the reply was withheld by the provider's content filter"),
+        (
+            "I will\n not grade this. " * 20,
+            "refusal",
+            f"the judge refused to answer: {('I will not grade this. ' * 20)[:200]!r}",
+        ),
+        ("search(q=1)", "tool_calls", "the judge called a tool instead of answering, and there is none: 'search(q=1)'"),
+        ("", "reasoning", "the reply is reasoning that no answer follows"),
+        (" \n", "stop", "the reply is empty"),
+        (
+            "x" * (MAX_REPLY_CHARACTERS + 1),
+            "stop",
+            f"the reply has {MAX_REPLY_CHARACTERS + 1} characters; at most {MAX_REPLY_CHARACTERS} are read",
+        ),
     ],
 )
 def test_how_a_reply_ended_comes_first(text: str, reason: str, message: str) -> None:
-    with pytest.raises(ReplyError, match=message):
+    with pytest.raises(ReplyError) as problem:
         check_finish(text, reason)
+    assert str(problem.value) == message
 
 
 def test_a_whole_reply_passes_the_first_check() -> None:
     check_finish(PLAIN, "stop")
+    check_finish("x" * MAX_REPLY_CHARACTERS, "stop")
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -366,8 +513,46 @@ def test_anything_but_one_entry_for_each_criterion_is_refused(entries: list[Any]
 
 
 def test_the_error_lists_what_is_wanted() -> None:
-    with pytest.raises(ReplyError, match="0: Reads all pages; 1: Keeps secrets; 2: Completes the task"):
+    with pytest.raises(ReplyError, match="0: Reads all pages; 1: Keeps secrets; 2: Completes the task$"):
         parse_scores(json.dumps(scores(1)), RUBRIC)
+
+
+def test_criteria_of_one_title_go_by_position_and_titles_that_say_nothing_match_nothing() -> None:
+    same, blank = (tuple(replace(RUBRIC[0], title=title) for title in titles) for titles in (("A", "a."), ("!", "?")))
+    entries = [{"score": value, "rubric_title": "A"} for value in (-1, 1)]
+    assert [int(each.verdict) for each in parse_scores(json.dumps(entries), same).value] == [-1, 1]
+    with pytest.raises(ReplyError, match="no rubric has the title '!'"):
+        parse_scores(json.dumps([entry | {"rubric_title": "!"} for entry in entries]), blank)
+
+
+def test_of_a_long_title_notes_and_errors_quote_the_beginning() -> None:
+    entries, long = scores(1, -1, 0), "title " * 20
+    entries[1]["rubric_title"] = long
+    assert parse_scores(json.dumps(entries), RUBRIC).notes == (
+        f"rubric_index 1 came with an unknown title: {long[:80]!r}",
+    )
+    entries = without(entries, "rubric_index")
+    assert parse_scores(json.dumps(entries), RUBRIC).notes == (
+        f"rubric_index 1 was the only one left for {long[:80]!r}",
+    )
+    entries[0]["rubric_title"] = long
+    with pytest.raises(ReplyError, match=f"^no rubric has the title {long[:80]!r} and no rubric_index is given; "):
+        parse_scores(json.dumps(entries), RUBRIC)
+
+
+def test_a_field_that_does_not_fit_is_named_with_the_beginning_of_what_was_found() -> None:
+    entries = scores(1, 0, 1)
+    entries[2]["score"] = "yes " * 30
+    with pytest.raises(ReplyError) as problem:
+        parse_scores(json.dumps(entries), RUBRIC)
+    assert str(problem.value) == f"entry 2, field score: Input should be -1, 0 or 1, found {('yes ' * 15)!r}"
+    entries[2]["score"] = True
+    with pytest.raises(ReplyError, match="found 'True'$"):
+        parse_scores(json.dumps(entries), RUBRIC)
+    del entries[2]["score"]
+    with pytest.raises(ReplyError) as problem:
+        parse_scores(json.dumps(entries), RUBRIC)
+    assert str(problem.value) == "entry 2, field score: Field required"
 
 
 # --- attributions -----------------------------------------------------------------------------------------------------
@@ -406,6 +591,12 @@ def test_what_does_not_apply_cites_nothing() -> None:
 def test_attributions_that_are_refused(entry: dict[str, object], message: str) -> None:
     with pytest.raises(ReplyError, match=message):
         parse_attributions(json.dumps([attribution(0), entry, attribution(2)]), RUBRIC, STEPS)
+
+
+@pytest.mark.parametrize("written", ["N/A", "na", "n a", "Not-Applicable ", "not  applicable", "NOT_APPLICABLE"])
+def test_ways_to_write_that_it_does_not_apply(written: str) -> None:
+    (found,) = parse_attributions(json.dumps([attribution(0, (), written)]), RUBRIC[:1], STEPS).value
+    assert found.verdict is Verdict.NOT_APPLICABLE
 
 
 def test_a_verdict_that_does_not_apply_may_have_null_for_its_steps() -> None:
@@ -464,18 +655,20 @@ def test_surplus_criteria_are_cut_from_the_end_and_noted() -> None:
     parsed = parse_criteria(reply, limit=10, source="stage2/0")
     assert [found.title for found in parsed.value] == [f"number {number}" for number in range(10)]
     assert parsed.notes == ("cut 2 of 12 criteria: the limit is 10",)
+    assert parse_criteria(reply, limit=12, source="stage2/0").notes == ()
 
 
 def test_titles_that_are_taken_are_cut_and_noted() -> None:
     reply = json.dumps([criterion("New"), criterion("reads ALL pages!"), criterion("new.")])
     parsed = parse_criteria(reply, limit=10, source="stage2/0", taken=RUBRIC)
     assert [found.title for found in parsed.value] == ["New"]
-    assert len(parsed.notes) == 2
+    taken = "cut a criterion whose title is already taken: "
+    assert parsed.notes == (f"{taken}reads ALL pages!", f"{taken}new.")
 
 
 def test_no_criterion_is_an_answer_only_where_it_is_one() -> None:
     assert parse_criteria("Nothing new: []", limit=10, source="s", allow_empty=True).value == ()
-    with pytest.raises(ReplyError, match="at least one is needed"):
+    with pytest.raises(ReplyError, match="^the array holds no criterion; at least one is needed$"):
         parse_criteria("[]", limit=10, source="s")
 
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from draco_ray.config.schema import JudgeConfig, Price, PriceTier
-from draco_ray.judging.pricing import find_price, known_price, most_of, price_of
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price, PriceTier
+from draco_ray.errors import ConfigError
+from draco_ray.judging.pricing import (
+    CREDIBLE_MORE,
+    CREDIBLE_TIMES,
+    MESSAGE_TOKENS,
+    REQUEST_TOKENS,
+    Most,
+    TokenUsage,
+    check_budget,
+    find_price,
+    known_price,
+    most_of,
+    price_of,
+    read_usage,
+    reported_cost,
+)
 from draco_ray.records import Message
 
 
@@ -71,7 +89,10 @@ def test_no_tokenizer_makes_more_tokens_than_a_lease_holds(text: str) -> None:
 
 
 def test_a_lone_surrogate_has_a_length() -> None:
-    assert most_of(None, (message("\ud800"),), 1, {}).input_tokens > 0
+    most = most_of(None, (message("\ud800"), message("a\u00e4")), 7, {"a": 1})
+    assert most == Most(
+        input_tokens=3 + 3 + 2 * MESSAGE_TOKENS + len('{"a": 1}') + REQUEST_TOKENS, output_tokens=7, dollars=0.0
+    )
 
 
 def test_what_is_sent_beside_the_messages_counts() -> None:
@@ -99,3 +120,160 @@ def test_no_reply_costs_more_than_the_most() -> None:
         written = dice.randint(0, prompt - cached)
         dollars = price_of(PRICE, prompt, cached, dice.randint(0, limit), written)
         assert 0 <= dollars <= most.dollars + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dollars"),
+    [
+        ((1_000_000, 0, 0, 0), 1.0),
+        ((5_000, 0, 0, 0), 0.010),
+        ((5_001, 0, 0, 0), 0.020_004),
+        ((50_000, 0, 0, 0), 0.2),
+        ((4_000, 1_000, 100, 0), (3_000 * 2.0 + 1_000 * 0.2 + 100 * 10.0) / 1e6),
+        ((4_000, 1_000, 100, 500), (2_500 * 2.0 + 1_000 * 0.2 + 500 * 2.5 + 100 * 10.0) / 1e6),
+        # A tier that says nothing of the cache takes its input's price.
+        ((6_000, 1_000, 100, 500), (6_000 * 4.0 + 100 * 15.0) / 1e6),
+    ],
+)
+def test_the_highest_tier_that_the_input_exceeds_holds_for_the_whole_reply(
+    tokens: tuple[int, int, int, int], dollars: float
+) -> None:
+    assert price_of(PRICE, *tokens) == pytest.approx(dollars, rel=1e-9)
+
+
+def test_the_most_is_exact_where_nothing_is_open() -> None:
+    def most(price: Price, size: int) -> float:
+        return most_of(price, (message("a" * (size - REQUEST_TOKENS - MESSAGE_TOKENS)),), 100, {}).dollars
+
+    flat = Price(input=2.0, output=10.0)
+    assert most(flat, 4_000) == pytest.approx((4_000 * 2.0 + 100 * 10.0) / 1e6)
+    # Whichever way of paying is the dearest: writing to the cache here, reading from it there.
+    assert most(PRICE, 5_000) == pytest.approx((5_000 * 2.5 + 100 * 10.0) / 1e6)
+    odd = flat.model_copy(update={"cached_input": 3.0})
+    assert most(odd, 4_000) == pytest.approx((4_000 * 3.0 + 100 * 10.0) / 1e6)
+    assert most(PRICE, 5_001) == pytest.approx((5_001 * 4.0 + 100 * 15.0) / 1e6)
+    # Fewer tokens than bytes may leave a reply in a dearer tier below.
+    assert most(PRICE, 50_001) == pytest.approx((50_001 * 4.0 + 100 * 15.0) / 1e6)
+
+
+def test_a_budget_wants_a_price_and_says_how_to_give_one() -> None:
+    judge = JudgeConfig(prices={}, limits=JudgeLimits(dollars=2.5))
+    with pytest.raises(ConfigError) as problem:
+        check_budget(judge, "openai/org/nobody-knows")
+    assert str(problem.value) == (
+        "judge.limits.dollars=2.5: no price of openai/org/nobody-knows is known; give it, in dollars per million "
+        "tokens, as judge.prices={nobody-knows: {input: 2.5, output: 15.0}}"
+    )
+
+
+def test_a_price_of_the_full_name_goes_before_one_of_its_last_part() -> None:
+    full, short = Price(input=1.0, output=1.0), Price(input=2.0, output=2.0)
+    prices = {"a/b/model": full, "model": short}
+    assert find_price("a/b/model", prices) == full
+    assert find_price("c/model", prices) == find_price("model", prices) == short
+    assert find_price("a/b", prices) is None
+
+
+# --- what a reply says it took ----------------------------------------------------------------------------------------
+
+MOST = Most(input_tokens=1_000, output_tokens=100, dollars=0.0)
+
+
+def reply(content: str = "yes", **usage: Any) -> SimpleNamespace:
+    for name in ("prompt_tokens_details", "completion_tokens_details"):
+        if name in usage:
+            usage[name] = SimpleNamespace(**usage[name])
+    choice = SimpleNamespace(message=SimpleNamespace(content=content))
+    return SimpleNamespace(usage=SimpleNamespace(**usage), choices=[choice])
+
+
+def used(**usage: Any) -> tuple[int, ...] | None:
+    found = read_usage(reply(**usage), MOST)
+    # Input, cached, written, output, reasoning.
+    return None if found is None else dataclasses.astuple(found)
+
+
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        ({"prompt_tokens": 10, "completion_tokens": 5}, (10, 0, 0, 5, 0)),
+        ({"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 40}, (10, 0, 0, 30, 0)),
+        ({"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 12}, (10, 0, 0, 5, 0)),
+        (
+            {"prompt_tokens": 10, "completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": 3}},
+            (10, 0, 0, 5, 3),
+        ),
+        (
+            {"prompt_tokens": 10, "completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": 9}},
+            (10, 0, 0, 9, 9),
+        ),
+        (
+            {
+                "prompt_tokens": 10,
+                "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 6, "cache_creation_tokens": 2},
+            },
+            (10, 6, 2, 5, 0),
+        ),
+        (
+            {
+                "prompt_tokens": 10,
+                "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 30},
+                "cache_creation_input_tokens": 7,
+            },
+            (10, 10, 0, 5, 0),
+        ),
+        (
+            {
+                "prompt_tokens": 10,
+                "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 6},
+                "cache_creation_input_tokens": 7,
+            },
+            (10, 6, 4, 5, 0),
+        ),
+        ({"prompt_tokens": 0, "completion_tokens": 5}, None),
+        ({"prompt_tokens": 1, "completion_tokens": 1}, (1, 0, 0, 1, 0)),
+        ({"prompt_tokens": 10, "completion_tokens": 0}, None),
+        ({"prompt_tokens": 10, "completion_tokens": 0, "content": ""}, (10, 0, 0, 0, 0)),
+        ({"prompt_tokens": 10.0, "completion_tokens": 5}, None),
+        ({"prompt_tokens": True, "completion_tokens": 5}, None),
+        ({"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": -1}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_reply_says_it_took(usage: dict[str, Any], counts: tuple[int, ...] | None) -> None:
+    assert used(**usage) == counts
+
+
+def test_a_usage_is_credible_up_to_a_bound() -> None:
+    highest = CREDIBLE_TIMES * MOST.input_tokens + CREDIBLE_MORE
+    assert used(prompt_tokens=highest, completion_tokens=5) == (highest, 0, 0, 5, 0)
+    assert used(prompt_tokens=highest + 1, completion_tokens=5) is None
+    highest = CREDIBLE_TIMES * MOST.output_tokens + CREDIBLE_MORE
+    assert used(prompt_tokens=10, completion_tokens=highest) == (10, 0, 0, highest, 0)
+    assert used(prompt_tokens=10, completion_tokens=highest + 1) is None
+
+
+def test_a_reply_without_choices_or_usage_says_nothing_that_breaks() -> None:
+    assert read_usage(SimpleNamespace(), MOST) is None
+    bare = SimpleNamespace(usage=SimpleNamespace(prompt_tokens=3, completion_tokens=0), choices=None)
+    assert read_usage(bare, MOST) == TokenUsage(
+        input_tokens=3, cached_tokens=0, written_tokens=0, output_tokens=0, reasoning_tokens=0
+    )
+    bare.choices = [SimpleNamespace(message=None)]
+    assert read_usage(bare, MOST) is not None
+
+
+@pytest.mark.parametrize(
+    ("cost", "read"),
+    [(0.25, 0.25), (2, 2.0), (0, None), (-1.0, None), (float("nan"), None), (float("inf"), None), ("1", None)],
+)
+def test_litellms_own_figure_counts_where_it_is_one(cost: object, read: float | None) -> None:
+    assert reported_cost(SimpleNamespace(_hidden_params={"response_cost": cost})) == read
+
+
+def test_no_figure_is_none() -> None:
+    for response in (SimpleNamespace(), SimpleNamespace(_hidden_params=None), SimpleNamespace(_hidden_params={})):
+        assert reported_cost(response) is None

@@ -20,7 +20,7 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.shortening import LEVELS, shortened
+from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shorter_prompt
 from draco_ray.judging.worker import phase_summary
 from draco_ray.records import Message, Trajectory
 from tests.unit.test_judging_judge import Script
@@ -120,3 +120,57 @@ def test_how_much_a_judge_reads() -> None:
     assert judge_room(JudgeConfig(model="openai/no-such")) is None
     with_fallback = JudgeConfig.model_validate({"model": "openai/gpt-5.4", "fallbacks": [{"model": "openai/gpt-4o"}]})
     assert judge_room(with_fallback) == judge_room(known)
+
+
+def test_a_cut_keeps_two_thirds_of_the_length_from_the_beginning_and_says_what_is_left_out() -> None:
+    text = "".join(chr(0x4E00 + number) for number in range(2_000))
+    assert cut(text, 300) == f"{text[:200]}\n[... 1,700 characters left out ...]\n{text[-100:]}"
+    # What the mark itself takes is not cut for it.
+    assert cut(text[:360], 300) == text[:360]
+    assert len(cut(text[:361], 300)) < 361
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_every_stage_begins_where_the_one_before_has_ended_and_takes_every_length(stage: int) -> None:
+    """First outputs, then what was said, then what the agent was told."""
+    rollout = long_rollout(output=LONG, said=LONG, told=LONG)
+
+    def lengths(level: int) -> tuple[int, int, int]:
+        less = shortened(rollout, level)
+        turn = less.turns[-1]
+        assert turn.action is not None
+        assert turn.text.count(turn.action) == 1
+        assert shorter_prompt(rollout.prompt, level) == less.prompt
+        return (turn.observation or "").count("o"), turn.action.count("c"), less.prompt[-1].content.count("p")
+
+    whole = lengths(0)
+    for step, length in enumerate(LENGTHS, start=1):
+        now = lengths(stage * len(LENGTHS) + step)
+        shortest = lengths(stage * len(LENGTHS))
+        assert now[stage] - length in range(-100, 10)
+        assert now[:stage] == shortest[:stage]
+        assert now[stage + 1 :] == whole[stage + 1 :]
+
+
+def test_a_turn_is_cut_around_its_action() -> None:
+    turn = replace(example_trajectory().turns[0], text="a" * 900 + "ACT" + "b" * 900, action="ACT", observation=None)
+    gap = replace(turn, text="g" * 900, action=None)
+    rollout = replace(long_rollout(), turns=(turn, gap))
+    shown, closing = shortened(rollout, 2 * len(LENGTHS)).turns
+    kept = LENGTHS[-1]
+    assert shown.text == cut("a" * 900, kept) + "ACT" + cut("b" * 900, kept)
+    assert (shown.action, shown.observation) == ("ACT", None)
+    assert closing.text == cut("g" * 900, kept)
+    # Of a trace the action stands at the end as well as in the text.
+    (last,) = shortened(replace(rollout, turns=(replace(turn, text="ACT, then ACT"),)), 2 * len(LENGTHS)).turns
+    assert last.text == "ACT, then ACT"
+
+
+def test_a_shorter_union_is_told_less_of_everything_and_merges_the_same_candidates() -> None:
+    long = (Message(role="user", content="p" * LONG),)
+    union = Union(long, RUBRIC, [long_rollout(), replace(long_rollout(), rollout=1)])
+    shorter = union.shortened(LEVELS)
+    assert shorter.messages == shorter_prompt(long, LEVELS) != long
+    assert shorter.candidates == RUBRIC
+    assert [each.rollout for each in shorter.trajectories] == [0, 1]
+    assert {each.turns for each in shorter.trajectories} == {shortened(long_rollout(), LEVELS).turns}

@@ -6,7 +6,15 @@ import httpx
 import pytest
 
 from draco_ray.judging.outage import Trouble
-from draco_ray.judging.trouble import advice, classify, headers_of, possibly_billed
+from draco_ray.judging.trouble import (
+    advice,
+    classify,
+    disconnected,
+    headers_of,
+    possibly_billed,
+    unconnected,
+    wants_completion_tokens,
+)
 
 REQUEST = httpx.Request("POST", "http://judge/")
 
@@ -45,6 +53,7 @@ def answered(status: int) -> httpx.HTTPStatusError:
         (Refused(400), False),
         (Refused(429), False),
         (Refused(503), True),
+        (Refused(422, "Error converting to valid response block='usageMetadata'"), True),
     ],
 )
 def test_what_may_have_been_billed(error: Exception, billed: bool) -> None:
@@ -57,23 +66,99 @@ def test_what_may_have_been_billed(error: Exception, billed: bool) -> None:
         (Refused(429, body={"code": "insufficient_quota"}), Trouble.QUOTA_SPENT),
         (Refused(429, body={"type": "insufficient_quota"}), Trouble.QUOTA_SPENT),
         (Refused(429, "insufficient_quota"), Trouble.QUOTA_SPENT),
+        (Refused(400, "Your credit balance is too low to access the API"), Trouble.QUOTA_SPENT),
+        (Refused(400, body={"code": "billing_hard_limit_reached"}), Trouble.QUOTA_SPENT),
+        (Refused(400, "input_value='your credit balance is too low to pay Ann'"), Trouble.OWN),
+        (Refused(400, body={"code": ["insufficient_quota"], "type": None}), Trouble.OWN),
         (Refused(429, body={"code": "slow_down"}), Trouble.RATE_LIMITED),
-        (Refused(299), Trouble.UNAVAILABLE),
-        (Refused(300), Trouble.OWN),
-        (Refused(500), Trouble.UNAVAILABLE),
+        (Refused(400, "insufficient_quota"), Trouble.OWN),
+        (Refused(429, body=["insufficient_quota"]), Trouble.RATE_LIMITED),
+        (Refused(403, body={"message": "insufficient_quota"}), Trouble.REFUSED),
+        (Refused(403, "Your prompt was flagged"), Trouble.OWN),
+        (Refused(401, "Your prompt was flagged"), Trouble.REFUSED),
+        *((Refused(status), Trouble.REFUSED) for status in (401, 402, 403, 404)),
+        (Refused(400), Trouble.OWN),
+        (Refused(400, "LLM Provider NOT provided. Pass in the model"), Trouble.REFUSED),
+        (Refused(422, "LLM Provider NOT provided. Pass in the model"), Trouble.OWN),
+        (Refused(429, "Request too large for gpt-5.4"), Trouble.OWN),
+        (Refused(503, "Request too large for gpt-5.4"), Trouble.UNAVAILABLE),
+        (TimeoutError(), Trouble.TIMED_OUT),
+        *((Refused(status), Trouble.TIMED_OUT) for status in (408, 504, 522, 524)),
+        *((Refused(status), Trouble.RATE_LIMITED) for status in (425, 429)),
+        (ValueError("no status"), Trouble.UNAVAILABLE),
+        (Refused("500"), Trouble.UNAVAILABLE),  # type: ignore[arg-type]
+        *((Refused(status), Trouble.OWN) for status in (199, 300, 409, 499)),
+        *((Refused(status), Trouble.UNAVAILABLE) for status in (200, 299, 500, 503)),
+        (Refused(400, "Error in response object"), Trouble.UNAVAILABLE),
+        (Refused(422, "Error converting to valid response block=usageMetadata not found"), Trouble.UNAVAILABLE),
     ],
 )
 def test_what_an_error_means(error: Exception, trouble: Trouble) -> None:
     assert classify(error) is trouble
 
 
+def context(cause: BaseException) -> Exception:
+    error = Refused(500)
+    error.__context__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "connected", "broken"),
+    [
+        (caused(httpx.ConnectError("no")), False, True),
+        (caused(httpx.ConnectTimeout("no")), False, False),
+        (context(caused(ConnectionRefusedError())), False, True),
+        (caused(ConnectionResetError()), True, True),
+        (caused(httpx.ReadError("broke")), True, True),
+        (caused(httpx.RemoteProtocolError("broke")), True, True),
+        (caused(httpx.ReadTimeout("slow")), True, False),
+        (caused(answered(500)), True, False),
+        (TimeoutError(), True, False),
+    ],
+)
+def test_whether_there_was_a_connection_and_whether_it_broke(error: Exception, connected: bool, broken: bool) -> None:
+    assert unconnected(error) is not connected
+    assert disconnected(error) is broken
+
+
 def test_headers_are_those_of_the_answer() -> None:
-    assert headers_of(Refused(429, headers={"Retry-After": "3"}))["retry-after"] == "3"
+    error = Refused(429, headers={"Retry-After": "3"})
+    assert headers_of(error)["retry-after"] == "3"
+    error.litellm_response_headers = {"X-Wait": 4}  # type: ignore[attr-defined]
+    assert headers_of(error) == {"x-wait": "4"}
     assert headers_of(ValueError("no")) == {}
 
 
-def test_no_advice_where_none_helps() -> None:
-    assert advice(Refused(400, "unsupported value")) == ""
-    assert advice(Refused(500, "unsupported parameter: temperature")) == ""
-    assert "temperature" in advice(Refused(400, "unsupported parameter: temperature"))
-    assert advice(Refused(400, "temperature is high")) == ""
+TEMPERATURE = "; judge.temperature=null leaves it out"
+EFFORT = "; judge.reasoning_effort=null leaves it out"
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "said"),
+    [
+        (400, "unsupported value", ""),
+        (500, "unsupported parameter: temperature", ""),
+        (400, "temperature is high", ""),
+        (400, "Unsupported parameter: temperature", TEMPERATURE),
+        (422, "temperature does NOT SUPPORT 0.3", TEMPERATURE),
+        (400, "invalid temperature and reasoning_effort", f"{TEMPERATURE}{EFFORT}"),
+        (400, "unknown max_completion_tokens", "; judge.max_tokens sets it"),
+        (400, "unrecognized json_schema", "; judge.structured_output=false leaves it out"),
+    ],
+)
+def test_a_refused_parameter_is_named_with_the_key_that_mends_it(status: int, text: str, said: str) -> None:
+    assert advice(Refused(status, text)) == said
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "wants"),
+    [
+        (400, "use 'max_completion_tokens' instead of 'max_tokens'", True),
+        (422, "use 'max_completion_tokens' instead of 'max_tokens'", False),
+        (400, "'max_tokens' is too large", False),
+        (400, "'max_completion_tokens' is too large", False),
+    ],
+)
+def test_the_newer_name_of_the_limit_is_wanted_where_both_are_named(status: int, text: str, wants: bool) -> None:
+    assert wants_completion_tokens(Refused(status, text)) is wants
