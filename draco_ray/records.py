@@ -84,6 +84,11 @@ class Task:
     tools: str = ""
     """What may be called to do it: a JSON array of function schemas, as in OpenAI's ``tools``. Empty: nothing."""
 
+    @property
+    def scenario(self) -> str:
+        """What the task is drawn with in intervals: its group, or itself."""
+        return self.group or self.task_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -419,7 +424,7 @@ class Evaluation:
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
     scenario: str = ""
-    """The task's group."""
+    """The task's: its group, or its id."""
     reward: float | None = None
     """Where the environment gives more than yes or no."""
 
@@ -436,7 +441,7 @@ class JudgedRollout:
     task_id: str
     run: int
     scenario: str = ""
-    """The task's group."""
+    """The task's: its group, or its id."""
     verdicts: tuple[int, ...] = ()
     """+1, -1 or 0 by criterion of its task's rubric."""
     again: tuple[int, ...] = ()
@@ -457,5 +462,5 @@ def lost_evaluation(task: Task, run: int) -> Evaluation:
         ended=EpisodeEnd.SERVER_ERROR,
         termination=Termination.SERVER_ERROR,
         failures=(LOST,),
-        scenario=task.group,
+        scenario=task.scenario,
     )

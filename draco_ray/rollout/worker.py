@@ -167,7 +167,7 @@ async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
         difficulty=verdict.difficulty,
         failures=verdict.failures,
         termination=trajectory.termination,
-        scenario=world.task.group,
+        scenario=world.task.scenario,
         reward=verdict.reward,
     )
     return Evaluated(evaluation=evaluation, saved=verdict.saved)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.cli import main
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from tests.support.evaluations import a_plan, a_result, write_evaluation
@@ -86,6 +87,9 @@ def test_a_damaged_file_of_an_evaluation(
         {"seconds": "1"},
         {"usage": {"dollars": float("nan")}},
         {"usage": {"input_tokens": -5}},
+        {"usage": {"input_tokens": 10**400}},
+        {"usage": {"dollars": 1e308}},
+        {"seconds": 1e308},
         {"evaluation": {"success": "no"}},
         {"evaluation": {"success": 1}},
         {"evaluation": {"ended": "vanished"}},
@@ -113,6 +117,33 @@ def test_a_line_of_results_that_is_none_is_named_with_its_number(tmp_path: Path,
     # It is neither played again over what is there, nor counted.
     with pytest.raises(DamagedRun):
         EvaluationDirectory.open(tmp_path).finished()
+
+
+@pytest.mark.parametrize("change", [{"measurements": []}, {"tasks": {}}, {"runs": 0}, {"runs": 10**9}], ids=str)
+def test_a_plan_of_nothing_or_of_everything_is_one_line(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "evaluation")
+    plan = json.loads((run / PLAN).read_text(encoding="utf-8")) | change
+    (run / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        # It would be a list of so many pairs.
+        patch.setattr(EvaluationDirectory, "missing", lambda *_: pytest.fail("they are counted one by one"))
+        code, lines = attempt(["tables", "RUN"], run, tmp_path / "out", capsys)
+    assert code in (1, 2)
+    (line,) = lines
+    assert str(run) in line
+
+
+def test_a_received_label_commands_no_terminal(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(whole, tmp_path / "evaluation")
+    plan = json.loads((run / PLAN).read_text(encoding="utf-8")) | {"label": "a\x1b[2J\nb", "benchmark": "c\x07"}
+    (run / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+    with pytest.raises(SystemExit, match="0"):
+        main(["tables", str(run)])
+    shown = capsys.readouterr().out
+    assert "a [2J b" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
 
 
 def test_a_rollout_that_is_there_twice_is_not_counted_twice(tmp_path: Path) -> None:

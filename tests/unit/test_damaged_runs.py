@@ -259,9 +259,49 @@ def test_a_lock_that_is_none_is_named(whole: Path, tmp_path: Path, damage: Calla
         pass
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("verdicts", "criterion", -1),
+        ("verdicts", "criterion", 99),
+        ("citations", "criterion", -1),
+        ("citations", "criterion", 99),
+        ("citations", "step", 0),
+        ("citations", "step", 99),
+        ("advantages", "step_advantage", []),
+    ],
+)
+def test_rows_about_what_is_not_there_are_one_line(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, column: str, value: object
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    file = run / "tables" / table / "step00001.parquet"
+    rows = pq.read_table(file)
+    values = [value, *rows.column(column).to_pylist()[1:]]
+    place = rows.schema.get_field_index(column)
+    pq.write_table(rows.set_column(place, rows.schema.field(column), pa.array(values, rows.schema.types[place])), file)
+    code, lines = attempt(["replay", "RUN"], run, tmp_path / "out", capsys)
+    assert code == 1
+    (line,) = lines
+    assert f"{run / 'tables'}: damaged: rows of step 1, task" in line
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "-" + "9" * 400])
+def test_an_integer_that_no_number_can_be_is_named_with_its_line(tmp_path: Path, value: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics_file.write_text(f'{{"step": 1, "reward": {value}}}\n', encoding="utf-8")
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: line 1: reward is no number"):
+        run.metrics()
+
+
 def test_files_that_are_not_a_runs_are_left_alone(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole, tmp_path / "run")
-    for stray in ("checkpoints/step-old", "tables/steps/steps.parquet", "tables/mine/step00001"):
+    for stray in (
+        "checkpoints/step-old",
+        "tables/steps/steps.parquet",
+        "tables/mine/step00001",
+        f"tables/steps/step{'9' * 240}",
+    ):
         (run / stray).mkdir(parents=True)
     (run / "tables" / "steps" / "stepping").mkdir()
     opened = RunDirectory.open(run)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draco_ray.lab.evaluation.comparison import holm
@@ -82,6 +82,7 @@ def closed_testing(p_values: list[float]) -> list[float]:
     return adjusted
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=6))
 def test_holm_is_the_closed_test_by_bonferroni(p_values: list[float]) -> None:
     assert holm(p_values) == pytest.approx(closed_testing(p_values))

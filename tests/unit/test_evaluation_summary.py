@@ -13,7 +13,7 @@ import pytest
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.lab.evaluation.summary import before_and_after, differences, gain_of, summarise
-from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, Task, lost_evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -33,6 +33,7 @@ def measurement(seed: int, chance: float) -> list[Evaluation]:
             total_tests=1,
             turns=int(random.integers(1, 9)),
             ended=EpisodeEnd.FINISHED,
+            scenario=task[0],
         )
         for run in range(RUNS)
         for task in TASKS
@@ -114,6 +115,17 @@ def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed(
     assert wide_high > wide_low + 33
     alone = [each for each in before if each.task_id[0] == "a"]
     assert before_and_after(alone, alone, RUNS) == "one scenario only: no interval"
+
+
+def test_a_scenario_is_the_group_of_a_task_whatever_its_id() -> None:
+    before, after = (
+        [replace(each, scenario=each.task_id) for each in measurement(*how)] for how in ((0, 0.3), (1, 0.8))
+    )
+    assert before_and_after(before, after, RUNS).startswith("95 % intervals over 12 scenarios: ")
+    before, after = ([replace(each, scenario=each.task_id[-1]) for each in side] for side in (before, after))
+    assert before_and_after(before, after, RUNS).startswith("95 % intervals over 2 scenarios: ")
+    alone, variant = Task(task_id="task_1", instruction="-"), Task(task_id="a", group="g", instruction="-")
+    assert [lost_evaluation(task, 0).scenario for task in (alone, variant)] == ["task_1", "g"]
 
 
 def test_a_run_says_its_gain_where_it_was_measured_before_and_after(tmp_path: Path) -> None:

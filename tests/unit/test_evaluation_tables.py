@@ -174,6 +174,17 @@ def test_latex_is_escaped_and_spans_headers() -> None:
     assert [many + span - 1 for many, span in zip(ands, spans, strict=True)] == [3] * 5
 
 
+def test_no_label_is_read_as_an_argument_or_as_another_sign_by_latex() -> None:
+    table = replace(SMALL, rows=tuple((name, SMALL.rows[0][1]) for name in ("a", "[b] c", "*d", "e<f>|g")))
+    lines = render(table, TableFormat.LATEX).splitlines()
+    assert [line.partition(" & ")[0] for line in lines if "61.2" in line] == [
+        "a",
+        "{}[b] c",
+        "{}*d",
+        r"e\textless{}f\textgreater{}\textbar{}g",
+    ]
+
+
 def test_every_row_of_every_latex_table_has_as_many_cells_as_its_tabular(directories: list[str]) -> None:
     """A row with a cell too many does not compile, one with a cell too few is read in the wrong columns."""
     settings = read_settings([*directories, f"Block::x={directories[1]}"])

@@ -309,6 +309,6 @@ def test_a_run_is_for_its_owner_only(tmp_path: Path) -> None:
         "config.yaml",
         "metrics.jsonl",
         "step00001.parquet",
-        "x.parquet",
+        "x.arrow",
     }
     assert [path for path in files if path.stat().st_mode & 0o077] == []

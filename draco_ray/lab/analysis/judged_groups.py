@@ -11,7 +11,7 @@ import numpy as np
 
 from draco_ray.algorithm.group import Uncalled
 from draco_ray.records import Attribution, CreditFallback, FloatArray, IntArray, Verdict
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,9 @@ def recorded_groups(run: RunDirectory, steps: Sequence[int] | None = None) -> It
     Args:
         run: where they are recorded.
         steps: training steps; None is all.
+
+    Raises:
+        DamagedRun: a table cannot be read, or says what another one contradicts.
     """
     for step in run.steps() if steps is None else steps:
         titles = _by_task(run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist())
@@ -57,7 +60,32 @@ def recorded_groups(run: RunDirectory, steps: Sequence[int] | None = None) -> It
         shares = _by_task(run.table("advantages", step).to_pylist())
         for task_id, members in sorted(shares.items()):
             if titles[task_id] and verdicts[task_id]:
+                try:
+                    _check(members, len(titles[task_id]), verdicts[task_id], citations[task_id])
+                except ValueError as error:
+                    raise damaged(run.tables, f"rows of step {step}, task {task_id}: {error}") from None
                 yield _group(step, task_id, members, titles[task_id], verdicts[task_id], citations[task_id])
+
+
+def _check(
+    members: Sequence[dict[str, Any]],
+    criteria: int,
+    verdicts: Sequence[dict[str, Any]],
+    citations: Sequence[dict[str, Any]],
+) -> None:
+    """Refuse rows about a criterion or a step that is not there. Raises: ValueError."""
+    for row in (*verdicts, *citations):
+        if not 0 <= row["criterion"] < criteria:
+            raise ValueError(f"criterion {row['criterion']} of a rubric of {criteria}")
+    steps = {member["rollout"]: len(member["step_tokens"]) for member in members}
+    for row in citations:
+        if row["step"] is not None and not 1 <= row["step"] <= steps.get(row["rollout"], row["step"]):
+            raise ValueError(
+                f"rollout {row['rollout']} has {steps.get(row['rollout'], 0)} steps, cited is {row['step']}"
+            )
+    for member in members:
+        if len(member["step_advantage"]) != len(member["step_tokens"]):
+            raise ValueError(f"rollout {member['rollout']} has advantages of other steps than it has")
 
 
 def _group(

@@ -50,15 +50,21 @@ def scenario_values(
     evaluations: Iterable[Evaluation], runs: int, k: int, estimator: Estimator = pass_hat_k
 ) -> dict[str, float]:
     """SGC at k: scenario -> the estimate over the runs in which all its tasks succeeded; raises as `task_values`."""
-    together: dict[str, list[bool]] = {}
-    for task, outcomes in _outcomes(evaluations, runs).items():
-        so_far = together.setdefault(scenario_of(task), [True] * runs)
-        together[scenario_of(task)] = [a and b for a, b in zip(so_far, outcomes, strict=True)]
+    listed, together = list(evaluations), dict[str, list[bool]]()
+    scenarios = scenarios_of(listed)
+    for task, outcomes in _outcomes(listed, runs).items():
+        so_far = together.setdefault(scenarios[task], [True] * runs)
+        together[scenarios[task]] = [a and b for a, b in zip(so_far, outcomes, strict=True)]
     return {scenario: estimator(sum(outcomes), runs, k) for scenario, outcomes in together.items()}
 
 
+def scenarios_of(evaluations: Iterable[Evaluation]) -> dict[str, str]:
+    """Task id -> its scenario; a task of none is one of its own."""
+    return {each.task_id: each.scenario or each.task_id for each in evaluations}
+
+
 def scenario_of(task_id: str) -> str:
-    """The scenario of ``<scenario>_<1..3>``."""
+    """The scenario of AppWorld's ids, ``<scenario>_<1..3>``."""
     return task_id.rsplit("_", 1)[0]
 
 

@@ -28,7 +28,6 @@ from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
 from draco_ray.lab.evaluation.api_policy import ApiPolicies
 from draco_ray.lab.evaluation.appworld_outputs import AppWorldOutputs
-from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
@@ -166,7 +165,7 @@ def _plan(
         world=environment.digest(tasks),
         generated=(config.data.root / MANIFEST).is_file(),
         split_size=len(whole),
-        scenarios=all(environment.task(task).group == scenario_of(task) for task in tasks),
+        scenarios=any(environment.task(task).group for task in tasks),
         settings=settings,
     )
 

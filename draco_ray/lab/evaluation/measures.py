@@ -16,8 +16,8 @@ from draco_ray.lab.evaluation.consistency import (
     Estimator,
     mean_by_key,
     pass_hat_k,
-    scenario_of,
     scenario_values,
+    scenarios_of,
     task_values,
 )
 from draco_ray.lab.evaluation.intervals import (
@@ -112,7 +112,7 @@ def rate(
     return Measure(
         failed=failed,
         solved=of([[_as_solved(each) for each in seed] for seed in seeds]) if lost else failed,
-        cluster=scenario_of if scenarios and not whole else str,
+        cluster=_scenario(seeds) if scenarios and not whole else str,
         trials=len(failed[0]) * runs * sum(len(seed) for seed in seeds),
     )
 
@@ -125,7 +125,7 @@ def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
         for each in (each for measurement in seed for each in measurement if each.turns):
             played.setdefault(each.task_id, []).append(each.turns)
         by_seed.append({task: float(np.mean(found)) for task, found in played.items()})
-    return _of_common_tasks(by_seed, scenario_of if scenarios else str)
+    return _of_common_tasks(by_seed, _scenario(seeds) if scenarios else str)
 
 
 def lost_rollouts(seeds: Seeds) -> int:
@@ -199,6 +199,11 @@ def _p_value(one: Measure, other: Measure) -> float:
         return by_scenario
     variance, degrees = paired_variance(one.at_worst, other.at_worst)
     return max(by_scenario, student_p_value(one.mean - other.mean, variance, degrees))
+
+
+def _scenario(seeds: Seeds) -> Callable[[str], str]:
+    """Task -> its scenario."""
+    return scenarios_of(each for seed in seeds for measurement in seed for each in measurement).__getitem__
 
 
 def _as_solved(evaluations: Sequence[Evaluation]) -> list[Evaluation]:

@@ -266,7 +266,8 @@ def _latex(table: Table, shown: Shown) -> str:
         if block:
             lines.append(rf"\multicolumn{{{1 + len(table.columns)}}}{{l}}{{\texttt{{{_escape(block)}}}}} \\")
         for row, name, row_cells in rows:
-            texts = [_escape(name)]
+            # Behind the end of a line a bracket or a star would be read as its argument.
+            texts = ["{}" * name.startswith(("[", "*")) + _escape(name)]
             for index, (cell, column) in enumerate(zip(row_cells, table.columns, strict=True)):
                 texts.append(_latex_cell(cell, column, shown, bold=row in best[index]))
             lines.append(" & ".join(texts) + r" \\")
@@ -298,6 +299,10 @@ _LATEX = {
     "~": r"\textasciitilde{}",
     "τ": r"$\tau$",
     "±": r"$\pm$",
+    # In the fonts that LaTeX begins with these are other signs.
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
     **{character: "\\" + character for character in "&%$#_{}"},
 }
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -32,14 +31,24 @@ from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.records import Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_bytes, read_text
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MOST = 1e15
+"""Of a count, of seconds or of dollars: what is larger is none, and its sums could not be shown."""
+Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+OneLine = Annotated[str, AfterValidator(_printable)]
+"""Words that tables repeat: a received file might begin lines in them, or command the terminal."""
 
 
 def _plausible(usage: Usage) -> Usage:
     """``usage`` if it can be one. Raises ValueError."""
     for field in fields(usage):
         amount = getattr(usage, field.name)
-        if amount is not None and not 0 <= amount < math.inf:
+        if amount is not None and not 0 <= amount <= MOST:
             raise ValueError(f"{field.name} is {amount}")
     return usage
 
@@ -61,14 +70,14 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    benchmark: str
+    benchmark: OneLine
     split: FileName
-    label: str
+    label: OneLine
     """The setting's name in tables."""
-    policy: str
+    policy: OneLine
     """What the user named; which weights that were is in ``settings``, so a folder may be named in another way."""
     runs: int
-    measurements: tuple[FileName, ...]
+    measurements: Annotated[tuple[FileName, ...], Field(min_length=1)]
     """Checkpoints (``step00090``), or one name for a policy without any."""
     tasks: dict[FileName, int | None]
     """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
@@ -79,7 +88,7 @@ class Plan(BaseModel):
     split_size: int | None = None
     """Tasks of the whole split, of which ``tasks`` may be a part; None where that was not recorded."""
     scenarios: bool = True
-    """Whether ``<scenario>_<number>`` names a scenario (SGC, clustered intervals)."""
+    """Whether tasks have scenarios (SGC, clustered intervals)."""
     settings: dict[str, Any] = {}
     """Config keys, dotted, and fingerprints that decide the outcome."""
 
@@ -286,7 +295,7 @@ class EvaluationDirectory:
 
     def finished(self) -> int:
         """Rollouts that are there, of ``total``."""
-        return self.total - sum(len(self.missing(measurement)) for measurement in self.plan.measurements)
+        return sum(len(self.results(measurement)) for measurement in self.plan.measurements)
 
     @property
     def total(self) -> int:

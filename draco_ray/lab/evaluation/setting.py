@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import stdev
 
 from draco_ray.lab.evaluation import measures
-from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k, scenario_of
+from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k
 from draco_ray.lab.evaluation.measures import Measure
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.role_costs import role_costs
@@ -89,7 +89,7 @@ class SplitResult:
     @property
     def clusters(self) -> int:
         """Scenarios, or tasks where there are none."""
-        return len({scenario_of(task) for task in self.plan.tasks} if self.plan.scenarios else self.plan.tasks)
+        return self.measures["TGC p^1" if self.plan.scenarios else "SR p^1"].at_worst.clusters
 
     @property
     def dollars_per_task(self) -> float | None:
