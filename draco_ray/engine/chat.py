@@ -79,7 +79,7 @@ class ChatTokens:
         """Token ids of the opening messages and of the beginning of the first turn; the tools of a message with the
         role `TOOLS` go where the template puts them.
 
-        Raises: ConfigError where there are tools and the template has no place for them.
+        Raises: ConfigError where there are tools and the template has no place for them, or it refuses a message.
         """
         hidden: list[str] = []
         told = list(messages)
@@ -87,7 +87,7 @@ class ChatTokens:
         tools = [tool for each in told if each.role == TOOLS for tool in json.loads(each.content)]
         if tools:
             self.written_call()
-        return self._encode(self._render(chat, tools=self._hide_all(tools, hidden)), hidden)
+        return self._encode(self._render_checked(chat, self._hide_all(tools, hidden)), hidden)
 
     def after_turn(self, sampled: list[int], output: str) -> list[int]:
         """What follows a sampled turn: its end if it was cut, the tool's output, the beginning of the next turn.
@@ -156,7 +156,7 @@ class ChatTokens:
     def _render_checked(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
         try:
             return self._render(chat, tools=tools)
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses these messages: "
                 f"{' '.join(str(error).split())}"
@@ -212,7 +212,7 @@ class ChatTokens:
         turn = {"role": "assistant", "content": said, "tool_calls": calls}
         try:
             rendered = self._render([ask, turn])
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses {len(calls)} calls in a turn: {error}"
             ) from error
@@ -234,7 +234,7 @@ class ChatTokens:
             {"role": "assistant", "content": turn},
             {"role": "user", "content": self._hide(output, hidden)},
         ]
-        return self._encode(self._render(chat).rpartition(turn)[2], hidden)
+        return self._encode(self._render_checked(chat, []).rpartition(turn)[2], hidden)
 
     def _render_call(self, results: Sequence[str]) -> tuple[str, str]:
         """A conversation in which one call is answered by all ``results``, and the mark in the call's arguments."""
@@ -249,7 +249,7 @@ class ChatTokens:
         ]
         try:
             return self._render(chat), mark
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses results of tools: {error}"
             ) from error

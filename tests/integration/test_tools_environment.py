@@ -53,6 +53,21 @@ def big(length: int) -> str:
     return "x" * length
 
 
+def told(padding: int, key: str = KEY) -> str:
+    """Tell the key behind a lot."""
+    return "x" * padding + KEY
+
+
+def deny() -> None:
+    """Fail with the key behind a lot."""
+    raise ValueError("x" * (500 - len("ValueError: ") - 6) + KEY)
+
+
+def fork() -> str:
+    """Start a process that comes back, too."""
+    return "child" if os.fork() == 0 else "parent"
+
+
 def end() -> None:
     """End the process."""
     os._exit(3)
@@ -77,6 +92,8 @@ def reach(what: str) -> str:
 
 
 def evaluate(task: dict) -> dict:
+    if task.get("odd"):
+        return {"done": {1}}
     return {"expected": task["expected"] == orders()[0], "seen": SEEN == [task["id"]]}
 '''
 
@@ -92,6 +109,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"id": "a", "instruction": "List.", "order": "A1", "expected": "A1"},
         {"id": "b", "instruction": "List.", "order": "B1", "expected": "X9"},
         {"id": "bad", "instruction": "List.", "order": "C1", "bad": True},
+        {"id": "odd", "instruction": "List.", "order": "C1", "odd": True},
         {"id": "ends", "instruction": "List.", "order": "C1", "ends": True},
     ]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -158,8 +176,11 @@ async def test_secrets_are_blotted_out_and_long_results_cut(folder: Path) -> Non
         assert await call(world, "big", length=5100) == "x" * 5000 + "\n[output cut: 100 more characters]"
         assert await call(world, "big", length=5000) == "x" * 5000
         assert await call(world, "absent") == (
-            "error: there is no tool 'absent'; there are big, end, leak, orders, reach, stick"
+            "error: there is no tool 'absent'; there are big, deny, end, fork, leak, orders, reach, stick, told"
         )
+        # A cut leaves no half of one.
+        assert await call(world, "told", padding=4994) == "x" * 4994 + "\n[output cut: 10 more characters]"
+        assert (await call(world, "deny")).endswith("xxx\n[output cut: 6 more characters]")
     assert "DESK_KEY" not in desk.facts
     assert "s3cr" not in desk.facts + desk.task("a").tools
     await desk.stop()
@@ -178,6 +199,22 @@ async def test_what_a_tool_ends_or_hangs_is_a_failed_rollout_and_the_next_one_pl
             await desk.open(task)
         assert not isinstance(crashed.value, WorldBroken)
     async with opened(desk) as world:
+        assert await call(world, "orders") == '["A1","a"]'
+    await desk.stop()
+
+
+async def test_an_evaluator_that_says_neither_yes_nor_no_is_no_failure_of_the_agents(folder: Path) -> None:
+    desk = environment(folder)
+    async with opened(desk, "odd") as world:
+        with pytest.raises(WorldError, match=r"evaluate returned \"\{'done': \{1\}\}\", expected True, False or"):
+            await world.evaluate()
+    await desk.stop()
+
+
+async def test_a_process_that_a_tool_has_forked_answers_nothing(folder: Path) -> None:
+    desk = environment(folder, programs=True)
+    async with opened(desk) as world:
+        assert await call(world, "fork") == "parent"
         assert await call(world, "orders") == '["A1","a"]'
     await desk.stop()
 

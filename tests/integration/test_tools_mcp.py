@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -18,13 +19,15 @@ import pytest
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import GuardedWorld, World, make_environment
 from draco_ray.environments.tools.environment import ToolsEnvironment
-from draco_ray.environments.tools.mcp_servers import merged
+from draco_ray.environments.tools.mcp_servers import McpSession, merged
+from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
 from tests.conftest import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SERVER = REPOSITORY / "tests" / "support" / "desk_mcp_server.py"
+RAW_SERVER = REPOSITORY / "tests" / "support" / "raw_mcp_server.py"
 
 
 @pytest.fixture
@@ -38,11 +41,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.umask(before)
 
 
-def environment(folder: Path, server: dict[str, object], seconds: float = 5, **options: object) -> ToolsEnvironment:
+def environment(
+    folder: Path, server: dict[str, object], seconds: float = 5, start_seconds: float = 60, **options: object
+) -> ToolsEnvironment:
     config = EnvironmentConfig(
         use="tools",
         options={"mcp": {"desk": server}, "secrets": ["DESK_KEY"], **options},
         cell_timeout_seconds=seconds,
+        start_timeout_seconds=start_seconds,
         max_output_bytes=5000,
     )
     made = make_environment(config, DataConfig(root=folder), ground_truth=False, name="desk")
@@ -131,6 +137,41 @@ async def test_a_url_has_a_session_for_every_rollout(folder: Path, url: str) -> 
     with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
         await desk.open("a")
     await desk.stop()
+
+
+def raw(folder: Path, *arguments: str) -> dict[str, object]:
+    file = shutil.copy(RAW_SERVER, folder / "raw_server.py")
+    return {"command": ["python", str(file), *arguments], "reads": [str(file)]}
+
+
+async def test_what_is_no_text_is_told_and_what_is_no_protocol_is_passed_over(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = environment(folder, raw(folder))
+    assert "- Tool `linked(a?: 5, b?: any)`:" in desk.facts
+    async with opened(desk) as world:
+        assert await call(world, "embedded") == "inside"
+        assert await call(world, "linked") == "[resource_link: file:///b]"
+        assert await call(world, "structured") == '{"orders": ["A1"]}'
+    await desk.stop()
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_server_that_never_answers_is_one_line_and_leaves_nothing(folder: Path) -> None:
+    unforeseen: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, told: unforeseen.append(told))
+    desk = environment(folder, raw(folder), start_seconds=10)
+    # Tools of functions are started first, always.
+    await asyncio.to_thread(desk.task, "a")
+    server = McpServerOptions.model_validate(raw(folder, "silent"))
+    session = McpSession("desk", server, desk.config.model_copy(update={"start_timeout_seconds": 2}), {}, False)
+    with pytest.raises(EnvironmentCrashed, match="^MCP server desk was not ready within 2 s$"):
+        await session.start()
+    await session.stop()
+    del session
+    gc.collect()
+    assert not unforeseen
+    assert not list(Path("/tmp").glob("draco-mcp-*/launch.json"))
 
 
 async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:

@@ -143,6 +143,33 @@ def test_a_turn_reads_without_its_end() -> None:
     assert CHAT.text([]) == ""
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('No chats') }}",
+        "{{ messages[0].foo.bar }}",
+        "{% for message in messages %}{{ message.content }}<|im_end|>",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_a_template_that_fails_is_one_line(template: str) -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match="refuses these messages: ") as refused:
+        ChatTokens(tokenizer, thinking=True)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_prompt_that_the_template_refuses_is_one_line() -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    chat = ChatTokens(tokenizer, thinking=True)
+    assert chat.prompt([Message(role="user", content="Hello.")])
+    with pytest.raises(ConfigError, match="refuses these messages: System role not supported"):
+        chat.prompt([Message(role="system", content="Be kind."), Message(role="user", content="Hello.")])
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = chat_tokenizer(QWEN3)
     tokenizer.chat_template = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.environments.tools.environment import described
-from draco_ray.environments.tools.functions import Functions, UnusableTools, call, load, run_hook
+from draco_ray.environments.tools.functions import Functions, UnusableTools, call, load, run_hook, with_json
 
 SHOP = '''
 from __future__ import annotations
@@ -57,6 +57,17 @@ def leave() -> None:
     """Leaves."""
     raise SystemExit(2)
 
+def endless() -> object:
+    """Return what never ends."""
+    while True:
+        yield 1
+
+async def pages() -> object:
+    """Return one after the other."""
+    yield 1
+    await asyncio.sleep(0)
+    yield 2
+
 def nothing() -> None:
     """Returns nothing."""
 
@@ -87,7 +98,18 @@ def shop(tmp_path: Path) -> Functions:
 
 
 def test_schemas_say_what_hints_and_docstrings_say(shop: Functions) -> None:
-    assert list(shop.tools) == ["order", "wait", "stubborn", "wrong", "leave", "nothing", "odd", "mute"]
+    assert list(shop.tools) == [
+        "order",
+        "wait",
+        "stubborn",
+        "wrong",
+        "leave",
+        "endless",
+        "pages",
+        "nothing",
+        "odd",
+        "mute",
+    ]
     assert set(shop.hooks) == {"reset"}
     function = shop.schemas[0]["function"]
     assert function["description"] == "Order some things.\n\nThey are shipped at once."
@@ -108,6 +130,7 @@ def test_arguments_are_checked_and_results_are_text(shop: Functions) -> None:
     assert call(shop, "order", {"lines": lines}, 5) == '{"lines":[3],"title":"none","how":"slow","kind":"Line"}'
     assert call(shop, "wait", {"seconds": 0}, 5) == "waited"
     assert call(shop, "nothing", {}, 5) == "null"
+    assert call(shop, "pages", {}, 5) == "[1,2]"
     assert "class 'object'" in call(shop, "odd", {}, 5)
 
 
@@ -122,6 +145,7 @@ def test_arguments_are_checked_and_results_are_text(shop: Functions) -> None:
         ("leave", {}, "error: leave: SystemExit: 2"),
         ("mute", {}, "error: mute: Mute: (its text cannot be made)"),
         ("stubborn", {}, "error: stubborn: stopped after 0.2 s without an answer"),
+        ("endless", {}, "error: endless: stopped after 0.2 s without an answer"),
         ("wait", {"seconds": 60}, "error: wait: stopped after 0.2 s without an answer"),
     ],
 )
@@ -150,6 +174,11 @@ def test_a_hook_that_goes_wrong_is_told(shop: Functions) -> None:
         ("def f(x: int): pass", "tool f has no docstring"),
         ("def f(x):\n    'F.'", "tool f: parameter x has no type hint"),
         ("def f(*x: int):\n    'F.'", "tool f: .* cannot be given by name"),
+        ("def reset(): pass", r"reset: it has to take the task, and nothing else: def reset\(task\)"),
+        ("def evaluate(task, output): pass", "evaluate: it has to take the task"),
+        ("TOOLS = 3", "TOOLS: expected a list of functions, found int"),
+        ("import functools\nTOOLS = [functools.partial(print)]", "TOOLS: a partial is no function"),
+        ("class A:\n    'A.'\nTOOLS = [A]", "TOOLS: a type is no function"),
         ("class A: pass\ndef f(x: A):\n    'F.'", "tool f: its type hints have no JSON schema"),
     ],
 )
@@ -160,6 +189,23 @@ def test_tools_that_cannot_be_used_are_named(tmp_path: Path, source: str, says: 
         load([str(file)])
     assert str(file) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_function_behind_a_decorator_is_a_tool(tmp_path: Path) -> None:
+    file = tmp_path / "cached_tools.py"
+    file.write_text("import functools\n@functools.cache\ndef f(x: int) -> int:\n    'F.'\n    return x\n")
+    found = load([str(file)])
+    assert call(found, "f", {"x": "3"}, 5) == "3"
+
+
+def test_what_has_no_json_is_told_as_it_is_written() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert with_json({"done": True}) == {"done": True}
+    assert with_json({"done": {1}}) == "{'done': {1}}"
+    assert with_json(Mute()) == "a Mute"
 
 
 def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def test_rows_become_tasks_without_what_is_expected(tmp_path: Path) -> None:
         ([{"id": "../a", "instruction": "a"}], "line 1: task '../a': id: expected a plain name"),
         ([{"id": "a\nb", "instruction": "a"}], "id: expected a plain name"),
         ([{"id": "a" * 129, "instruction": "a"}], "id: expected at most 128 bytes; files are named after it"),
-        ([{"id": True, "instruction": "a"}], "line 1: a task without an id"),
+        ([{"id": True, "instruction": "a"}], "line 1: id: expected a text or a whole number, found bool"),
+        ([{"id": 1.5, "instruction": "a"}], "line 1: id: expected a text or a whole number, found float"),
         ([{"id": "a", "instruction": "a", "group": ["b"]}], "task 'a': group: expected a text, found list"),
         ([{"id": "a", "instruction": "a", "split": {}}], "task 'a': split: expected a text, found dict"),
     ],
@@ -60,10 +61,11 @@ def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, lines: list[object]
 
 
 def test_what_editors_and_json_leave_in_a_file_does_no_harm(tmp_path: Path) -> None:
-    row = {"id": "a", "instruction": "Half a \ud83d.", "split": None, "group": None}
+    row = {"id": "a", "instruction": "Half a \ud83d.", "split": None, "group": None, "sign": "\ud83d"}
     (tmp_path / "tasks.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\r\n")
     found = read_rows(str(tmp_path / "tasks.jsonl"))["a"]
     assert (found.split, found.task("").group, found.task("").instruction) == ("train", "", "Half a ?.")
+    assert found.task("").fields == {"sign": "?"}
 
 
 def test_tasks_may_come_from_a_function(tmp_path: Path) -> None:
@@ -71,9 +73,17 @@ def test_tasks_may_come_from_a_function(tmp_path: Path) -> None:
     file.write_text(
         "def tasks():\n    yield from ({'id': i, 'instruction': f'Count to {i}.'} for i in range(3))\n"
         "def broken():\n    raise OSError('no disk')\ndef wrong():\n    return ['a']\n"
+        "def leaves():\n    raise SystemExit(3)\n"
+        "import datetime\ndef dated():\n    yield {'id': 'a', 'instruction': 'b', 'due': datetime.date.today()}\n"
     )
     assert [row.task("[]").instruction for row in read_rows(f"{file}:tasks").values()][2] == "Count to 2."
-    for name, says in (("broken", "OSError: no disk"), ("wrong", "row 1: expected a mapping"), ("none", "has no")):
+    for name, says in (
+        ("broken", "OSError: no disk"),
+        ("leaves", "SystemExit: 3"),
+        ("wrong", "row 1: expected a mapping"),
+        ("dated", "row 1: it has no JSON: Object of type date"),
+        ("none", "has no"),
+    ):
         with pytest.raises(ConfigError, match=says):
             read_rows(f"{file}:{name}")
     with pytest.raises(ConfigError, match="tasks cannot be read"):

@@ -9,7 +9,7 @@ import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
@@ -81,7 +81,7 @@ class ToolsEnvironment(Environment):
             answer = {"failed": str(error) or "the process of tools is gone"}
         if "opened" not in answer:
             await self.stop()
-            failed = answer.get("failed") or f"its process ended (status {answer.get('died')})"
+            failed = self.without_secrets(answer.get("failed") or f"its process ended (status {answer.get('died')})")
             raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be begun: {failed}")
         sessions = _sessions(self._options, self.config, self._secrets)
         try:
@@ -106,9 +106,16 @@ class ToolsEnvironment(Environment):
 
     def without_secrets(self, text: str) -> str:
         """``text`` with the values of secrets blotted out, in the spellings of JSON and URLs too."""
-        for name, value in self._secrets.items():
-            for spelled in (value, json.dumps(value)[1:-1], urllib.parse.quote(value), urllib.parse.quote_plus(value)):
-                text = text.replace(spelled, f"[secret {name}]")
+        for name, spelled in self._spellings:
+            text = text.replace(spelled, f"[secret {name}]")
+        return text
+
+    def without_half_a_secret(self, text: str) -> str:
+        """``text``, which was cut, without what may be the beginning of a secret at its end."""
+        for _, spelled in self._spellings:
+            lengths = range(len(spelled) - 1, SHORTEST_SECRET - 1, -1)
+            begun = (length for length in lengths if text.endswith(spelled[:length]))
+            text = text[: len(text) - next(begun, 0)]
         return text
 
     def _own_facts(self) -> list[str]:
@@ -120,7 +127,19 @@ class ToolsEnvironment(Environment):
 
     @functools.cached_property
     def _offer(self) -> Offer:
-        return _offers(self._options, self.config, self._secrets)
+        offer = _offers(self._options, self.config, self._secrets)
+        # The default of a parameter may be one.
+        return replace(offer, tools=self.without_secrets(offer.tools))
+
+    @functools.cached_property
+    def _spellings(self) -> list[tuple[str, str]]:
+        """The names of secrets, each with one of its spellings."""
+        quoted = (urllib.parse.quote, urllib.parse.quote_plus)
+        return [
+            (name, spelled)
+            for name, value in self._secrets.items()
+            for spelled in dict.fromkeys((value, json.dumps(value)[1:-1], *(quote(value) for quote in quoted)))
+        ]
 
     @functools.cached_property
     def _secrets(self) -> dict[str, str]:
@@ -169,6 +188,9 @@ class ToolWorld:
         """A result without secrets, cut; ``length`` is that of the whole where its source has cut it."""
         length = len(text) if length is None else length
         text = text[: self._environment.config.max_output_bytes]
+        # Errors are cut where they are told.
+        if length > len(text) or text.startswith("error: "):
+            text = self._environment.without_half_a_secret(text)
         more, text = length - len(text), self._environment.without_secrets(text)
         return f"{text}\n[output cut: {more} more characters]" if more > 0 else text
 
@@ -184,7 +206,8 @@ class ToolWorld:
         limit = 2 * self._environment.config.start_timeout_seconds
         answer = await self._ask({"do": "evaluate"}, "evaluate", limit)
         if "failed" in answer:
-            raise EnvironmentCrashed(f"task {self.task.task_id}: {answer['failed']}")
+            failed = self._environment.without_secrets(answer["failed"])
+            raise EnvironmentCrashed(f"task {self.task.task_id}: {failed}")
         return _verdict(self.task.task_id, answer["evaluated"])
 
     async def close(self) -> None:
@@ -200,7 +223,8 @@ class ToolWorld:
             return await self._process.ask_task(order, what, timeout_seconds)
         except EnvironmentCrashed as error:
             self._broken = True
-            raise type(error)(f"environment {self._environment.name}: task {self.task.task_id}: {error}") from error
+            said = self._environment.without_secrets(str(error))
+            raise type(error)(f"environment {self._environment.name}: task {self.task.task_id}: {said}") from error
 
 
 def _verdict(task_id: str, said: Any) -> WorldVerdict:
@@ -255,7 +279,7 @@ def _type(schema: Any) -> str:
         return " | ".join(json.dumps(each) for each in schema["enum"])
     if "anyOf" in schema:
         return " | ".join(map(_type, schema["anyOf"]))
-    found = schema.get("type", schema.get("$ref", "any").rpartition("/")[2])
+    found = schema.get("type", str(schema.get("$ref", "any")).rpartition("/")[2])
     return str(found)
 
 

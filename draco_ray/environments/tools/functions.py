@@ -6,12 +6,13 @@ Runs in the jail: of this package it imports nothing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import inspect
+import json
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -58,8 +59,9 @@ def load(files: Iterable[str]) -> Functions:
             if callable(own := getattr(module, hook, None)):
                 if hook in found.hooks:
                     raise UnusableTools(f"{file}: a second {hook}: keep one")
+                _check_hook(file, hook, own)
                 found.hooks[hook] = own
-        for function in _functions(module):
+        for function in _functions(file, module):
             name = function.__name__
             if name in found.tools:
                 raise UnusableTools(f"{file}: a second tool {name}: rename one")
@@ -75,16 +77,18 @@ def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_
         inspect.signature(tool).bind(**arguments)
     except TypeError as error:
         return f"error: {name}: {error}"
+    limit = _Limit(timeout_seconds)
     try:
-        with _limit(timeout_seconds):
+        with limit:
             returned = _run(tool, **arguments)
             return returned if isinstance(returned, str) else to_json(returned, fallback=str).decode()
-    except TimedOut:
-        return f"error: {name}: stopped after {timeout_seconds:g} s without an answer"
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        return f"error: {name}: {_short('; '.join(problems))}"
     except BaseException as error:  # Also what a tool's own asyncio cancels, or SystemExit.
+        # Somebody may have made another error of the one that stops a call.
+        if limit.expired:
+            return f"error: {name}: stopped after {timeout_seconds:g} s without an answer"
+        if isinstance(error, ValidationError):
+            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            return f"error: {name}: {_short('; '.join(problems))}"
         return f"error: {name}: {_said(error)}"
 
 
@@ -93,17 +97,30 @@ def run_hook(
 ) -> tuple[Any, str | None]:
     """What ``reset`` or ``evaluate`` returns for a task, None where there is none of it; or why it could not."""
     function = functions.hooks.get(hook)
+    limit = _Limit(timeout_seconds)
     try:
-        with _limit(timeout_seconds):
+        with limit:
             return (None if function is None else _run(function, task)), None
-    except TimedOut:
-        return None, f"{hook}: no end after {timeout_seconds:g} s"
     except BaseException as error:
-        return None, f"{hook}: {_said(error)}"
+        return None, f"{hook}: no end after {timeout_seconds:g} s" if limit.expired else f"{hook}: {_said(error)}"
+
+
+def with_json(value: Any) -> Any:
+    """``value`` where it has JSON; else how it is written, for the message that refuses it."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        try:
+            return _short(repr(value))
+        except Exception:
+            return f"a {type(value).__name__}"
+    return value
 
 
 def _run(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
     returned = function(*given, **named)
+    if inspect.isasyncgen(returned):
+        return asyncio.run(_all(cast(AsyncGenerator[Any, None], returned)))
     return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
 
@@ -111,20 +128,28 @@ async def _awaited(returned: Any) -> Any:
     return await returned
 
 
-@contextmanager
-def _limit(seconds: float) -> Any:
-    """Raise `TimedOut` in the block after so long, and again every second where something holds it back."""
+async def _all(returned: AsyncGenerator[Any, None]) -> list[Any]:
+    return [each async for each in returned]
 
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise TimedOut
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
+class _Limit:
+    """Raises `TimedOut` in its block after so long, and again every second where something holds it back."""
+
+    def __init__(self, seconds: float) -> None:
+        self.expired = False
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGALRM, self._expire)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, 1.0)
+
+    def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _expire(self, number: int, frame: FrameType | None) -> None:
+        self.expired = True
+        raise TimedOut
 
 
 def _import(file: str) -> ModuleType:
@@ -145,18 +170,50 @@ def _import(file: str) -> ModuleType:
     return module
 
 
-def _functions(module: ModuleType) -> list[Callable[..., Any]]:
+def _functions(file: str, module: ModuleType) -> list[Callable[..., Any]]:
     listed = getattr(module, "TOOLS", None)
-    if listed is not None:
-        return list(listed)
-    return [
-        value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-        and name not in _NOT_TOOLS
-    ]
+    if listed is None:
+        listed = [
+            value
+            for name, value in vars(module).items()
+            if _is_function(value)
+            and value.__module__ == module.__name__
+            and not name.startswith("_")
+            and name not in _NOT_TOOLS
+        ]
+    if not isinstance(listed, list | tuple):
+        raise UnusableTools(f"{file}: TOOLS: expected a list of functions, found {type(listed).__name__}")
+    for each in listed:
+        if not _is_function(each):
+            raise UnusableTools(f"{file}: TOOLS: a {type(each).__name__} is no function: write one that calls it")
+    return [_plain(each) for each in listed]
+
+
+def _is_function(value: object) -> bool:
+    """Whether it is a function, also behind a decorator that makes an object of it, such as ``functools.cache``."""
+    wrapped = callable(value) and inspect.isfunction(getattr(value, "__wrapped__", None))
+    return inspect.isfunction(value) or inspect.ismethod(value) or wrapped
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        return function
+
+    @functools.wraps(function)
+    def plain(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return plain
+
+
+def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind({})
+    except TypeError:
+        raise UnusableTools(f"{file}: {hook}: it has to take the task, and nothing else: def {hook}(task)") from None
+    except ValueError:
+        # Some that are written in C do not say what they take.
+        return
 
 
 def _schema(file: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -51,13 +51,17 @@ class McpSession:
     async def start(self) -> list[dict[str, Any]]:
         """Begin the session. Returns: the schemas of its tools, in OpenAI's form. Raises: EnvironmentCrashed."""
         need("mcp")
+        # What a server prints beside the protocol is no error; the client logs a traceback for each line.
+        logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         ready: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._live(ready))
         try:
             async with asyncio.timeout(self._config.start_timeout_seconds):
                 return await asyncio.shield(ready)
         except TimeoutError:
-            await self.stop()
+            ready.cancel()
+            self._task.cancel()
+            await asyncio.wait({self._task})
             seconds = self._config.start_timeout_seconds
             raise EnvironmentCrashed(f"MCP server {self.name} was not ready within {seconds:g} s") from None
 
@@ -125,6 +129,8 @@ class McpSession:
             said = f"stopped after {seconds:g} s without an answer" if error.error.code == _TIMED_OUT else str(error)
             return f"error: {tool}: {' '.join(said.split())[:500]}"
         text = "\n".join(map(_text, result.content))
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         return f"error: {tool}: {text}" if result.is_error else text
 
     @contextlib.asynccontextmanager
@@ -204,13 +210,18 @@ def _text(part: Any) -> str:
     """A part of a result; what is no text is named."""
     if part.type == "text":
         return str(part.text)
-    return f"[{part.type}: {getattr(part, 'mime_type', None) or getattr(part, 'uri', None) or 'no text'}]"
+    told = part.resource if part.type == "resource" else part
+    if getattr(told, "text", None) is not None:
+        return str(told.text)
+    return f"[{part.type}: {getattr(told, 'mime_type', None) or getattr(told, 'uri', None) or 'no text'}]"
 
 
 def _reason(error: BaseException) -> str:
     """The first cause among several that came together."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, EnvironmentCrashed):
+        return str(error)
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 

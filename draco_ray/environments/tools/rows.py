@@ -30,16 +30,16 @@ class Row:
 
     def task(self, tools: str) -> Task:
         """The task as the policy may see it; short fields of its own may stand in the prompt."""
+        # Half a character, which JSON can spell, could not be put into tokens.
         fields = {
-            name: str(value)
+            _whole(name): _whole(str(value))
             for name, value in self.row.items()
             if name not in _OURS and isinstance(value, str | int | float)
         }
         return Task(
             task_id=self.task_id,
             group="" if self.row.get("group") is None else str(self.row["group"]),
-            # Half a character, which JSON can spell, could not be put into tokens.
-            instruction=self.row["instruction"].encode("utf-8", "replace").decode("utf-8"),
+            instruction=_whole(self.row["instruction"]),
             fields=fields,
             tools=tools,
         )
@@ -82,8 +82,11 @@ def read_rows(source: str) -> Rows:
     places: dict[str, str] = {}
     for place, row in _lines(Path(source)) if is_file else _returned(source):
         task_id, instruction = row.get("id"), row.get("instruction")
-        if not isinstance(task_id, str | int) or isinstance(task_id, bool) or task_id == "":
+        if task_id is None or task_id == "":
             raise ConfigError(f"{source}: {place}: a task without an id: add one, unique in the file")
+        if not isinstance(task_id, str | int) or isinstance(task_id, bool):
+            kind = type(task_id).__name__
+            raise ConfigError(f"{source}: {place}: id: expected a text or a whole number, found {kind}")
         task_id = str(task_id)
         check_id(task_id, f"{source}: {place}")
         if not isinstance(instruction, str) or not instruction.strip():
@@ -111,6 +114,10 @@ def check_id(task_id: str, where: str) -> None:
         raise ConfigError(f"{where}: task {task_id[:60]!r}: id: {error}; files are named after it") from None
 
 
+def _whole(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
     try:
         # Some editors begin a file with a mark of its encoding.
@@ -133,10 +140,15 @@ def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     function = find("environment.options.tasks", source, {})
     try:
         rows = list(function())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"environment.options.tasks={source}: {said}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{source}: row {number}: expected a mapping, found {type(row).__name__}")
+        try:
+            # Tools and agents are told of it in JSON, in processes of their own.
+            row = json.loads(json.dumps(dict(row)))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{source}: row {number}: it has no JSON: {' '.join(str(error).split())}") from None
         yield f"row {number}", row

@@ -86,6 +86,7 @@ class ToolServer:
                 _say(self._control, died=os.waitstatus_to_exitcode(status))
 
     def _serve_task(self, task: dict[str, Any]) -> None:
+        own = os.getpid()
         _, problem = functions.run_hook(self._functions, "reset", task, self._setup.hook_seconds)
         _say(self._control, **({"opened": True} if problem is None else {"failed": problem}))
         while line := self._control.readline():
@@ -95,9 +96,13 @@ class ToolServer:
                 return
             if order["do"] == "evaluate":
                 value, problem = functions.run_hook(self._functions, "evaluate", task, self._setup.hook_seconds)
-                _say(self._control, **({"failed": problem} if problem else {"evaluated": value}))
+                told = {"failed": problem} if problem else {"evaluated": functions.with_json(value)}
+                _say(self._control, **told)
                 continue
             text = functions.call(self._functions, order["name"], order["arguments"], self._setup.timeout_seconds)
+            if os.getpid() != own:
+                # A process that a tool has forked and that came back: the call is answered by the other one.
+                return
             # A lone surrogate is no text that could be sent.
             text = text.encode("utf-8", "replace").decode()
             _say(self._control, text=text[: self._jail.output_bytes], length=len(text))

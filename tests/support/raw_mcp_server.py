@@ -1,0 +1,41 @@
+"""An MCP server without a package: it prints what is no protocol, and answers with other things than texts.
+
+``silent`` as its argument: it never answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": 5}, "b": True}}
+RESULTS: dict[str, Any] = {
+    "embedded": {"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]},
+    "linked": {"content": [{"type": "resource_link", "uri": "file:///b", "name": "b"}]},
+    "structured": {"content": [], "structuredContent": {"orders": ["A1"]}},
+}
+
+
+def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The result of one request."""
+    if method == "initialize":
+        server = {"name": "raw", "version": "1"}
+        version = params["protocolVersion"]
+        return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server}
+    if method == "tools/list":
+        return {"tools": [{"name": name, "inputSchema": SCHEMA} for name in RESULTS]}
+    result: dict[str, Any] = RESULTS[params["name"]] if method == "tools/call" else {}
+    return result
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["silent"]:
+        time.sleep(600)
+    print("Welcome!\n{not json", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "id" in asked:
+            result = answer(asked["method"], asked.get("params") or {})
+            print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
