@@ -89,6 +89,9 @@ class Environment(ABC):
     """Criteria of ``algorithm.rubric=static`` unless ``algorithm.static_rubric`` names others; None: it has none."""
     evaluates: bool = False
     """Whether its worlds can be evaluated."""
+    agent_variables: Sequence[str] = ()
+    """Environment variables without which the agent's program cannot play here: ``agent.pass_environment`` names
+    them."""
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """Prepare a slot.

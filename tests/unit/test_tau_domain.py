@@ -12,6 +12,7 @@ from draco_ray.benchmarks.tau.domain import read_domain, short_id
 from draco_ray.benchmarks.tau.environment import TauEnvironment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.training.session import task_prompts
 from tests.support.tau2_installation import write_python, write_retail
 from tests.support.tau_rollout import USER_KEY, tau_config, tau_environment
 
@@ -113,3 +114,14 @@ async def test_a_job_holds_no_key_and_gives_each_role_its_own_endpoint(
     assert not Path(job["results"]).parent.exists()
     other = made(tmp_path, "environment.options.user.model=hosted_vllm/customer")
     assert other.job("2", tmp_path)["agent"]["model"] == "openai/policy"
+
+
+def test_a_key_that_the_program_would_not_get_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    keys = ["environment.options.user.api_key_env=CUSTOMER_KEY", "environment.options.judge.api_key_env=JUDGE_KEY"]
+    config = tau_config("http://user/v1", *keys)
+    with pytest.raises(ConfigError, match="^agent.pass_environment: add CUSTOMER_KEY: environment.use=tau needs it"):
+        task_prompts(config, tau_environment(config), [])
+    assert tau_environment(tau_config("http://user/v1")).agent_variables == ["TAU2_USER_API_KEY"]
+    monkeypatch.setenv("JUDGE_KEY", "-")
+    assert tau_environment(config).agent_variables == ["CUSTOMER_KEY", "JUDGE_KEY"]

@@ -113,6 +113,12 @@ class TauEnvironment(Environment):
             lines.append(f"- The customer has tools of their own, which the agent can only ask them to use: {names}")
         return "\n".join(lines)
 
+    @property
+    def agent_variables(self) -> list[str]:  # type: ignore[override]
+        """See `Environment`: the user simulator's key, and the judge's where there is one."""
+        user, judge = self.options.user.api_key_env, self.options.judge.api_key_env
+        return list(dict.fromkeys([user, *([judge] if os.environ.get(judge) else [])]))
+
     def tasks(self, split: str) -> list[str]:
         """See `Environment`. Raises: ConfigError too, one line for what is missing of tau2 or its keys."""
         found = self._domain.splits.get(split)
