@@ -8,6 +8,9 @@ BENCH_VENV := .venv-bench
 VERIFIERS_VENV := .venv-verifiers
 GPU_VENV := .venv-gpu
 MUTATE_VENV := .venv-mutate
+# The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
+WORLD ?= standard
+SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
 ADAPTERS := verifiers inspect art verl
 FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
@@ -123,12 +126,12 @@ lock-hashes: .venv-tools/bin/uv
 
 # Build the sandbox world and the starter policy (cached).
 world: setup
-	$(DRACO) sandbox build
-	$(DRACO) starter build
+	$(DRACO) sandbox build --variety $(WORLD)
+	$(DRACO) starter build --variety $(WORLD)
 
 # Train the starter policy with DRACO: a few minutes on 2 cores, no GPU, no key, no download.
 demo: world
-	$(DRACO) train sandbox
+	$(DRACO) train $(SANDBOX)
 
 # Train an agent with tools of its own (examples/shop): demonstrations, a policy from them, then DRACO (ten minutes).
 example-shop: setup
@@ -147,24 +150,27 @@ sample: setup
 	$(VENV)/bin/python jobs/sample_page.py .cache/sample/runs/shop
 	$(VENV)/bin/python jobs/notebook.py .cache/sample/runs/shop
 
-# Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): a policy from its own episodes, then DRACO.
+# Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): demonstrations, a policy, then DRACO.
 example-desk: setup
-	rm -rf .cache/desk
-	$(VENV)/bin/python examples/desk_agent/starter.py .cache/desk
-	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk $(ARGS)
+	mkdir -p .cache/desk && rm -rf .cache/desk/policy
+	$(VENV)/bin/python examples/desk_agent/demonstrations.py .cache/desk/demonstrations.jsonl
+	$(DRACO) sft examples/desk_agent/desk_agent.yaml .cache/desk/demonstrations.jsonl --new --epochs 10 --out .cache/desk/policy
+	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk/policy $(ARGS)
 
-# Train on a taskset of verifiers (examples/parcels): a policy from its own episodes, then DRACO.
+# Train on a taskset of one's own for verifiers (examples/parcels): demonstrations, a policy, then DRACO.
 example-parcels: setup setup-verifiers
-	rm -rf .cache/parcels
-	$(VENV)/bin/python examples/parcels/starter.py parcels .cache/parcels
-	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels $(ARGS)
+	mkdir -p .cache/parcels && rm -rf .cache/parcels/policy
+	$(DRACO_VERIFIERS_PYTHON) examples/parcels/demonstrations.py parcels .cache/parcels/demonstrations.jsonl
+	$(DRACO) sft examples/parcels/parcels.yaml .cache/parcels/demonstrations.jsonl --new --epochs 8 --out .cache/parcels/policy
+	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels/policy $(ARGS)
 
 # The same with a taskset that comes with verifiers, TextArena's Hangman, without a network.
 example-hangman: export NLTK_DATA := $(CURDIR)/examples/parcels/nltk_data
 example-hangman: setup setup-verifiers
-	rm -rf .cache/hangman
-	$(VENV)/bin/python examples/parcels/starter.py hangman .cache/hangman
-	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman $(ARGS)
+	mkdir -p .cache/hangman && rm -rf .cache/hangman/policy
+	$(DRACO_VERIFIERS_PYTHON) examples/parcels/demonstrations.py hangman .cache/hangman/demonstrations.jsonl
+	$(DRACO) sft examples/parcels/hangman.yaml .cache/hangman/demonstrations.jsonl --new --epochs 3 --out .cache/hangman/policy
+	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman/policy $(ARGS)
 
 # Train all four examples from nothing and print what each gains on held-out tasks (ten minutes each).
 .PHONY: examples
@@ -178,6 +184,11 @@ bench: world
 # Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
+
+# What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (ten minutes).
+.PHONY: bench-store
+bench-store: setup
+	$(VENV)/bin/python jobs/bench_store.py $(ARGS)
 
 # One update of the learner against TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
 bench-learner: $(BENCH_VENV)/.ready
@@ -205,11 +216,11 @@ gpu-check:
 
 # Train every setting of the ablation, five seeds, with learning curves on held-out tasks, e.g. make ablation ARGS="--steps 6 --seeds 1" (nights).
 ablation: world
-	$(VENV)/bin/python jobs/ablation.py $(ARGS)
+	$(VENV)/bin/python jobs/ablation.py --preset $(SANDBOX) $(ARGS)
 
 # Train with a judge that is wrong in known shares and print what is left of the gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
 bench-noise: world
-	$(VENV)/bin/python jobs/bench_noise.py $(ARGS)
+	$(VENV)/bin/python jobs/bench_noise.py --preset $(SANDBOX) $(ARGS)
 
 # Kill one process after another in small sandbox runs and print what became of them (a minute or two each).
 chaos: world

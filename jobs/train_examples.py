@@ -1,6 +1,6 @@
 """Train every example from nothing, one after the other, and print what each gained on held-out tasks.
 
-    make examples                     # all four: a policy from demonstrations or its own episodes, then DRACO
+    make examples                     # all four: a policy from demonstrations, then DRACO
     python jobs/train_examples.py --only shop,desk
     python jobs/train_examples.py --table   # the table again, of the runs that are there
 

@@ -19,6 +19,8 @@ from draco_ray.rollout.agent import Agent
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import step_trajectories
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
@@ -41,7 +43,8 @@ def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> l
     Raises: ConfigError, one line that names the place.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        # Some editors begin a file with a mark of its encoding.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: demonstrations cannot be read: {' '.join(str(error).split())}") from None
     found = []
@@ -61,6 +64,7 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
         tools = row.get("tools") or []
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{name}: expected an object with messages, each with a role ({error!r})") from None
+    messages = [_in_texts(name, message) for message in messages]
     if "assistant" not in roles:
         raise ConfigError(f"{name}: no turn of the assistant, so nothing to learn")
     first = roles.index("assistant")
@@ -76,6 +80,23 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
         except WorldError as error:
             raise ConfigError(f"{name}: {error}") from None
     return Demonstration(name=name, opening=opening, rest=tuple(messages[first:]))
+
+
+def _in_texts(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a text, which OpenAI also spells as a list of parts."""
+    role, content = message["role"], message.get("content")
+    if role not in _ROLES:
+        raise ConfigError(f"{name}: role {role!r}: expected one of {', '.join(_ROLES)}")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"{name}: the content of a message has a part that is no text: only texts are learned")
+        content = "\n".join(map(str, texts))
+    if not isinstance(content, str | None):
+        raise ConfigError(f"{name}: the content of a message: expected a text, found {type(content).__name__}")
+    # Half a character, which JSON can spell, could not be put into tokens.
+    content = (content or "").encode("utf-8", "replace").decode("utf-8")
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
 
 
 def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:

@@ -9,7 +9,8 @@ from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import Step
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 
-COMMON = "EARIOTNSLC"
+COMMON = "ETAOINSR"
+"""The letters that English has most often."""
 
 
 def _guesses(steps: Sequence[Step]) -> list[tuple[str, int]]:
@@ -35,16 +36,27 @@ def well_formed(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def common_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """The first two guesses are common letters."""
-    first = _guesses(steps)[:2]
-    rare = [number for guess, number in first if guess not in COMMON]
-    return (Verdict.FAIL, rare) if rare else (Verdict.PASS, [number for _, number in first])
+    """No letter is tried that few words have while a frequent one is left."""
+    left, rare, common = set(COMMON), [], []
+    for guess, number in _guesses(steps):
+        if guess in COMMON:
+            common.append(number)
+            left.discard(guess)
+        elif left:
+            rare.append(number)
+    if rare:
+        return Verdict.FAIL, rare
+    return (Verdict.PASS, common) if common else (Verdict.NOT_APPLICABLE, [])
 
 
 answer = rule_judge(
     [
         SimpleRule(title="New letters", instruction="No letter is guessed twice.", check=new_letters),
         SimpleRule(title="One letter", instruction="Every turn guesses one letter in brackets.", check=well_formed),
-        SimpleRule(title="Common first", instruction="The first two guesses are common letters.", check=common_first),
+        SimpleRule(
+            title="Common first",
+            instruction=f"The letters {', '.join(COMMON)} are tried before any other.",
+            check=common_first,
+        ),
     ]
 )

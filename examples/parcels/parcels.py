@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
@@ -45,17 +46,36 @@ class ParcelDesk(vf.Env[ParcelDeskConfig]):
                 right += shelf == SHELF[parcel.rsplit(" ", 1)[0]]
                 if not coming:
                     break
-                put = f"On shelf {shelf}." if shelf in ("A", "B", "C") else "There is no such shelf."
-                segment = await talk.turn(f"{put} Next: a {coming[0]}.")
+                segment = await talk.turn(answer(shelf, coming[0]))
         talk.trace.record_reward("right", right / len(task.data.parcels))
 
 
+def question(parcel: str) -> str:
+    """What the desk asks first."""
+    return f"{RULES} Answer with the shelf. First: a {parcel}."
+
+
+def answer(shelf: str, parcel: str) -> str:
+    """What it says of a shelf, and asks next."""
+    put = f"On shelf {shelf}." if shelf in ("A", "B", "C") else "There is no such shelf."
+    return f"{put} Next: a {parcel}."
+
+
+def mornings() -> list[list[str]]:
+    """Three parcels a morning: every order of kinds once, each as other things."""
+    orders = list(itertools.product(KINDS, repeat=3))
+    random.Random(0).shuffle(orders)
+    return [
+        [f"{kind} {THINGS[(number + 3 * place) % len(THINGS)]}" for place, kind in enumerate(kinds)]
+        for number, kinds in enumerate(orders)
+    ]
+
+
 class Parcels(vf.Taskset[ParcelTask]):
-    """Three parcels a morning."""
+    """All mornings."""
 
     def load(self) -> Iterator[ParcelTask]:
-        """Every order of three kinds, each as another thing."""
-        for number, kinds in enumerate(itertools.permutations(KINDS, 3)):
-            parcels = [f"{kind} {THINGS[(number + place) % len(THINGS)]}" for place, kind in enumerate(kinds)]
-            prompt = f"{RULES} Answer with the shelf. First: a {parcels[0]}."
-            yield ParcelTask(ParcelData(name=f"morning {number + 1}", prompt=prompt, parcels=parcels), self.config.task)
+        """One after another."""
+        for number, parcels in enumerate(mornings(), start=1):
+            data = ParcelData(name=f"morning {number}", prompt=question(parcels[0]), parcels=parcels)
+            yield ParcelTask(data, self.config.task)

@@ -1,36 +1,83 @@
-"""The starter policies of the examples come about: their agents' own episodes, and a model trained on them."""
+"""The starter policies of the examples: their demonstrations are of training tasks alone, and policies come of them."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
+from draco_ray.errors import WorldError
+from tests.conftest import REPOSITORY
+from tests.support.command import draco
+
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ONCE = """
-import sys
-from pathlib import Path
-import starter
-starter.VARIANTS = 1
-starter.SETTINGS = starter.SETTINGS.model_copy(update={"epochs": 1})
-starter.main(Path(sys.argv[1]))
+EXAMPLES = REPOSITORY / "examples"
+HELD_OUT = """
+import json, sys
+from demonstrations import begun, tasks_of
+name = sys.argv[1]
+content = (lambda task: begun(task).state.game_state["target_word"]) if name == "hangman" else (
+    lambda task: [parcel.rsplit(" ", 1)[0] for parcel in task.data.parcels])
+print(json.dumps({split: [content(task) for task in tasks_of(name, split)] for split in ("train", "dev")}))
 """
-"""The starter's program with the least of everything."""
+"""What each task of a taskset is about, by split."""
 
 
-def test_the_desk_agents_starter_is_trained_on_its_own_episodes(tmp_path: Path) -> None:
+def run(python: str, folder: Path, *command: str) -> str:
+    environment = {**os.environ, "NLTK_DATA": str(EXAMPLES / "parcels/nltk_data")}
     done = subprocess.run(
-        [sys.executable, "-c", ONCE, str(tmp_path / "policy")],
-        cwd=EXAMPLES / "desk_agent",
-        capture_output=True,
-        text=True,
-        check=False,
+        [python, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    # At least one sequence of each of its 24 training tasks.
-    assert int(done.stdout.split(" sequences")[0].split()[-1]) >= 24
-    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    return done.stdout
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def some_policy(config: Path, file: Path, folder: Path) -> Path:
+    """Of a few of the demonstrations."""
+    few = folder / "few.jsonl"
+    few.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(file)[:6]), encoding="utf-8")
+    done = draco("sft", str(config), str(few), "--new", "--epochs", "1", "--out", str(folder / "policy"), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "policy"
+
+
+def test_the_desks_demonstrations_are_of_training_tasks_and_make_a_policy(tmp_path: Path) -> None:
+    desk, file = EXAMPLES / "desk_agent", tmp_path / "demonstrations.jsonl"
+    run(sys.executable, desk, "demonstrations.py", str(file))
+    rows = json.loads(run(sys.executable, desk, "-c", "import json, tasks; print(json.dumps(tasks.rows()))"))
+    asked = {split: {row["instruction"] for row in rows if row["split"] == split} for split in ("train", "dev")}
+    shown = {line["messages"][0]["content"] for line in lines_of(file) if line.get("tools")}
+    assert shown == asked["train"]
+    groups = {split: {row["group"] for row in rows if row["split"] == split} for split in ("train", "dev")}
+    assert not groups["train"] & groups["dev"]
+    assert (some_policy(desk / "desk_agent.yaml", file, tmp_path) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["parcels", "hangman"])
+def test_a_tasksets_demonstrations_are_of_training_tasks_and_make_a_policy(name: str, tmp_path: Path) -> None:
+    try:
+        python = verifiers_python(VerifiersOptions())
+    except WorldError:
+        pytest.skip("verifiers has no environment: make setup-verifiers")
+    folder, file = EXAMPLES / "parcels", tmp_path / "demonstrations.jsonl"
+    run(python, folder, "demonstrations.py", name, str(file))
+    about = json.loads(run(python, folder, "-c", HELD_OUT, name).splitlines()[-1])
+    assert len(about["dev"]) >= 20
+    assert not [each for each in about["dev"] if each in about["train"]]
+    told = lines_of(file)
+    assert len(told) >= 100
+    if name == "parcels":
+        kinds = [[m["content"].rsplit(" a ", 1)[1].rsplit(" ", 1)[0] for m in line["messages"][::2]] for line in told]
+        assert not [each for each in kinds if each in about["dev"]]
+    assert (some_policy(folder / f"{name}.yaml", file, tmp_path) / "model.safetensors").is_file()

@@ -105,6 +105,14 @@ def test_messages_may_stand_alone_or_follow_a_tasks_prompt(tmp_path: Path) -> No
     assert sample.loss_mask_T.sum() == 2 * len(CHAT.turn(hello))
 
 
+def test_contents_may_be_lists_of_texts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo \ud83d."}]
+    asked = [{"role": "developer", "content": parts[:1]}, {"role": "user", "content": "Hi!"}]
+    (shown,) = read(tmp_path, {"messages": [*asked, {"role": "assistant", "content": parts}]})
+    assert shown.opening == (Message(role="system", content="Hel"), Message(role="user", content="Hi!"))
+    assert "Hel\nlo ?." + END in CHAT.tokenizer.decode(as_sample(shown, CHAT).token_ids_T.tolist())
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -114,6 +122,12 @@ def test_messages_may_stand_alone_or_follow_a_tasks_prompt(tmp_path: Path) -> No
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "names no task"),
         ({"id": "t9", "messages": [{"role": "assistant", "content": "a"}]}, "no task 't9'"),
+        (
+            {"id": "t1", "messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]},
+            "a part that is no text",
+        ),
+        ({"id": "t1", "messages": [{"role": "assistant", "content": {"text": "a"}}]}, "expected a text, found dict"),
+        ({"messages": [{"role": "clerk"}, {"role": "assistant", "content": "a"}]}, "role 'clerk': expected one of"),
         ({"id": "t1", "messages": [{"role": "assistant", "content": "a"}] * 2}, "two turns of the assistant in a row"),
         (
             {
