@@ -468,6 +468,9 @@ class LearnerConfig(Tree):
     """Ray Train workers."""
     sharding: Literal["none", "full"] = "none"
     """Whether each worker holds the whole base, or one part of it (FSDP2) and a layer at a time while it computes."""
+    context_parallel: int = Field(1, ge=1)
+    """Workers that share every forward pass, for sequences too long for one: each computes its part of the tokens, and
+    attention over all of them for its part of the heads (Ulysses). It divides workers and the model's heads."""
     gpus_per_worker: float = Field(1.0, ge=0)
     """0 learns on the CPU."""
     cpus_per_worker: float = Field(1.0, ge=0)
@@ -531,6 +534,11 @@ class LearnerConfig(Tree):
             raise ValueError(
                 f"learner.mask_low={low:g} is above learner.mask_high={high:g}, which would leave every token out; "
                 "expected a range of ratios, such as 0.5 to 2"
+            )
+        if self.workers % self.context_parallel:
+            raise ValueError(
+                f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
+                "expected a whole number of groups of workers that share their rows"
             )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(

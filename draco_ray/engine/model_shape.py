@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,8 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
 """The numbers of the two models' public ``config.json`` that decide their size, and how much text they accept."""
 
 ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3")
+HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
+"""Under which a ``config.json`` says how many heads a layer has that workers which share a row divide."""
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under which a ``config.json`` says how many experts a layer has."""
 _TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
@@ -272,6 +275,23 @@ def check_dense(config: Mapping[str, Any], source: str) -> None:
             raise ConfigError(
                 f"model {source}: a mixture of experts ({key}={number}), which is not trained here; expected a dense "
                 f"model: {', '.join(ARCHITECTURES)}"
+            )
+
+
+def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
+    """Refuse a model whose heads do not divide by ``workers``, which share its rows; by its ``config.json``.
+
+    Raises: ConfigError.
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+    found = {key: number for key in HEAD_KEYS if isinstance(number := text.get(key), int) and number > 0}
+    for key, number in found.items():
+        if number % workers:
+            most = gcd(*found.values())
+            fitting = ", ".join(str(one) for one in range(1, most + 1) if most % one == 0)
+            raise ConfigError(
+                f"learner.context_parallel={workers} does not divide the {number} heads of model {source} ({key}); "
+                f"expected one of {fitting}"
             )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
+from draco_ray.learner.context import Context
 from draco_ray.learner.loss import grpo_loss
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.learner.mismatch import LOG_RATIO_BOUND, SPREAD_BINS, correction, k3_estimates, ratio_quantile, spread
@@ -80,6 +81,7 @@ class LoraLearner:
         device: torch.device | str = "cpu",
         reduce: Callable[[Tensor], object] | None = None,
         mesh: DeviceMesh | None = None,
+        context: Context | None = None,
     ) -> None:
         """Load the model and start with an untrained adapter.
 
@@ -91,14 +93,20 @@ class LoraLearner:
             reduce: adds a tensor up over all workers, in place; None when there is one worker.
             mesh: the workers that each keep a part of the base; None: it is whole on each. With a mesh all of them must
                 call `accumulate`, `old_logprobs` and `token_logprobs` together, with equal `passes`.
+            context: the workers that share every row with this one; None: it has its own. They must call these
+                together as well, with the same samples, and the first of them counts.
         Raises: ConfigError if the model cannot be used.
         """
         self.sharded = mesh is not None
         """Whether the base is spread over the workers."""
+        self.sharing = context.size if context is not None else 1
+        """Workers that share a row."""
+        self.counts = context is None or context.is_first
+        """Whether this worker's sums are those of its rows; otherwise another one that shares them says them."""
         self._config = config
         self._device = torch.device(device)
         self._reduce = reduce
-        self.policy = AdaptedModel(model, config, seed=seed, device=self._device, mesh=mesh)
+        self.policy = AdaptedModel(model, config, seed=seed, device=self._device, mesh=mesh, context=context)
         self._parameters = self.policy.parameters
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -133,7 +141,7 @@ class LoraLearner:
             old_logprobs: what `old_logprobs` returned for them. None: the current policy is the old one and the
                 importance ratio is 1, which holds for the first minibatch of a training step.
             passes: micro-batches of the worker that has most; missing ones are made up by passes that add zero.
-        Returns: the sums named in `SUMS`, over these samples alone.
+        Returns: the sums named in `SUMS`, over these samples alone; zeros where another worker counts them.
         Raises: ValueError if a sample's first token is marked valid, or there are not as many old log-probs.
         """
         added = dict.fromkeys(SUMS, 0.0) | {"samples": float(len(samples))}
@@ -164,6 +172,8 @@ class LoraLearner:
                     self._empty_pass()
             logprob_V = self._empty_pass()
             logprob_V.backward(torch.zeros_like(logprob_V))
+        if not self.counts:
+            return dict.fromkeys(SUMS, 0.0)
         for name in SUMS:
             self._sums[name] += added[name]
         return added
@@ -345,7 +355,8 @@ class LoraLearner:
         added["engine_gap"] += log_ratio_V.abs().sum().item()
         added["engine_k1"] -= log_ratio_V.sum().item()
         added["engine_k3"] += k3_estimates(log_ratio_V).sum().item()
-        self._spread_B += spread(log_ratio_V)
+        if self.counts:
+            self._spread_B += spread(log_ratio_V)
         bounded_V = log_ratio_V.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         lowest, highest = self._log_ratio_range
         self._log_ratio_range = (min(lowest, bounded_V.min().item()), max(highest, bounded_V.max().item()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from transformers.utils import logging as transformers_logging
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
+from draco_ray.engine.model_shape import check_heads
 from draco_ray.errors import ConfigError, LearnerError
+from draco_ray.learner.context import Context
 from draco_ray.learner.logprobs import token_logprobs
 from draco_ray.learner.lora import FusedLora
-from draco_ray.learner.packing import Packable, Row, lay_out
+from draco_ray.learner.packing import Packable, Row, lay_out, part_of
 from draco_ray.learner.segments import NotPlainError, install
 from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
@@ -48,15 +50,20 @@ class AdaptedModel:
         seed: int,
         device: torch.device,
         mesh: DeviceMesh | None = None,
+        context: Context | None = None,
     ) -> None:
         """Load the base model and put a fresh adapter on it: lora_A drawn from `seed`, lora_B zero.
 
         Args:
             mesh: the workers that each keep a part of the base; None: it is whole here. With a mesh every pass through
                 the model, `__init__` included, is a collective of all of them.
-        Raises: ConfigError if the model cannot be loaded, or its head is not a plain frozen linear layer.
+            context: the workers that share a row with this one, of which the same is true; None: it has its own.
+        Raises: ConfigError if the model cannot be loaded, its head is not a plain frozen linear layer, or it is not of
+                a kind whose rows can be shared.
         """
         base = _load_base(model)
+        if context is not None:
+            check_heads(base.config.to_dict(), context.size, model.path)
         if mesh is None:
             base = base.to(device)
         base.requires_grad_(False)
@@ -83,8 +90,14 @@ class AdaptedModel:
         if mesh is not None:
             shard_base(base, mesh, device)
         self._check_head(model.path)
-        self.packs = self._takes_segments(base)
+        self._context: Context | None = None
+        self.packs = self._takes_segments(base, context)
         """Whether several sequences may be in a row; otherwise each is a pass of its own."""
+        if context is not None and not self.packs:
+            raise ConfigError(
+                f"learner.context_parallel={context.size}: model {model.path} has other layers than plain causal "
+                "attention and gated delta nets, which workers cannot share; set it to 1"
+            )
         self._architectures = _architectures(model.path)
         self.adapter_config = _as_saved(self.peft.peft_config["default"])
 
@@ -96,19 +109,11 @@ class AdaptedModel:
     def logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of a row's V wanted tokens, each given all before it in its sequence.
 
-        Returns: logprob_V and entropy_V, nats, in float32 (float64 for a base in float64).
+        Returns: logprob_V and entropy_V, nats, in float32 (float64 for a base in float64); of all of them where
+                workers share the row, each of which has the gradient of its own part.
         """
-        with self._keeping():
-            hidden_VH = self._predicting(row)
-            # The backward of the log-probs needs no weight: the head is whole for the forward only.
-            with gathered(self._head):
-                return token_logprobs(
-                    hidden_VH,
-                    self._head,
-                    torch.from_numpy(row.target_V).to(self.device),
-                    chunk_tokens=self._chunk_tokens,
-                    entropy_gradient=self._entropy_gradient,
-                )
+        logprob_V, entropy_V = self._of_all(row, self._logprobs)
+        return logprob_V, entropy_V
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
@@ -156,19 +161,39 @@ class AdaptedModel:
             return nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
+    def _of_all(self, row: Row, compute: Callable[[Row], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What is computed for a row's wanted tokens, where workers share it by each for its part."""
+        if self._context is None:
+            return compute(row)
+        part, mine_V = part_of(row, self._context.rank, self._context.size)
+        return [self._context.join(array_V, mine_V, len(row.target_V)) for array_V in compute(part)]
+
+    def _logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
+        with self._keeping():
+            hidden_VH = self._predicting(row)
+            # The backward of the log-probs needs no weight: the head is whole for the forward only.
+            with gathered(self._head):
+                return token_logprobs(
+                    hidden_VH,
+                    self._head,
+                    torch.from_numpy(row.target_V).to(self.device),
+                    chunk_tokens=self._chunk_tokens,
+                    entropy_gradient=self._entropy_gradient,
+                )
+
     def _predicting(self, row: Row) -> Tensor:
         """The decoder's output for the token before each wanted one."""
         token_ids_1T, position_1T = (
             torch.from_numpy(array).to(self.device)[None] for array in (row.token_ids_T, row.position_T)
         )
-        how = {"segments": row.segments} if self.packs else {}
+        how = {"segments": row.segments, "context": self._context} if self.packs else {}
         hidden_1TH: Tensor = self._decoder(
             input_ids=token_ids_1T, position_ids=position_1T, use_cache=False, **how
         ).last_hidden_state
         return hidden_1TH[0, torch.from_numpy(row.predictor_V).to(self.device)]
 
     @torch.no_grad()
-    def _takes_segments(self, base: Any) -> bool:
+    def _takes_segments(self, base: Any, context: Context | None) -> bool:
         """Put our attention into the model, and find out whether a row of sequences is what each is alone."""
         ids_T = np.arange(8)
         sequences = [Packable(ids_T % step, ids_T >= 3, prompt) for step, prompt in ((5, 3), (4, 2), (3, 3), (6, 3))]
@@ -176,9 +201,13 @@ class AdaptedModel:
         self.packs = False
         alone_VH = torch.cat([self._predicting(lay_out([sequence])) for sequence in sequences]).float()
         try:
-            self.packs = install(base)
+            self.packs = install(base, shared=context is not None)
+            # From here on a row is shared; what it is compared with was not.
+            self._context = context
             # The prompt 0 1 2 is that of the first, third and fourth: computed once, and each goes on behind it.
-            found_VH = self._predicting(lay_out(sequences)).float() if self.packs else torch.zeros_like(alone_VH)
+            found_VH = torch.zeros_like(alone_VH)
+            if self.packs:
+                found_VH = self._of_all(lay_out(sequences), lambda row: [self._predicting(row)])[0].float()
             self.packs = bool((found_VH - alone_VH).abs().mean() <= PACKING_TOLERANCE * alone_VH.abs().mean())
         except NotPlainError:
             self.packs = False

@@ -138,6 +138,31 @@ def lay_out(sequences: Sequence[Packable]) -> Row:
     )
 
 
+def part_of(row: Row, worker: int, workers: int) -> tuple[Row, IntArray]:
+    """One worker's tokens of a row that several share, equally many each: tokens that count for nothing fill it up.
+
+    Args:
+        row: T tokens, of which V log-probs are wanted.
+        worker: whose part.
+        workers: how many share the row.
+    Returns: the part, whose segments are those of the whole row with what fills it up behind the last one; and which of
+            the row's wanted tokens are predicted there.
+    """
+    tokens = -(-len(row.token_ids_T) // workers)
+    missing = tokens * workers - len(row.token_ids_T)
+    first, end = worker * tokens, (worker + 1) * tokens
+    mine_V = np.flatnonzero((row.predictor_V >= first) & (row.predictor_V < end))
+    last = row.segments[-1]
+    part = Row(
+        token_ids_T=np.pad(row.token_ids_T, (0, missing))[first:end],
+        position_T=np.pad(row.position_T, (0, missing))[first:end],
+        segments=(*row.segments[:-1], last._replace(length=last.length + missing)),
+        predictor_V=row.predictor_V[mine_V] - first,
+        target_V=row.target_V[mine_V],
+    )
+    return part, mine_V
+
+
 def deal(lengths: Sequence[int], load_W: Sequence[int]) -> list[int]:
     """Give each sequence, longest first, to the worker with the least to do so far.
 

@@ -3,7 +3,8 @@
 Everything else in a decoder is of one token alone. Attention is computed segment by segment, over the keys of the
 segment and of the one that it continues; on a GPU each is one call of a Flash kernel. A gated delta net
 (Qwen3.5 and 3.6) is called segment by segment with the states that the segment before left, so the model's own code
-computes both, with whatever kernels it has. Gradients go back through keys, values and states.
+computes both, with whatever kernels it has. Gradients go back through keys, values and states. Where workers
+share a row, each does this for its heads (`draco_ray.learner.context`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from draco_ray.learner.context import PROJECTIONS, Context, DeltaHeads
 from draco_ray.learner.packing import Segment
 
 ATTENTION = "draco_segments"
@@ -32,22 +34,26 @@ class NotPlainError(Exception):
     """A layer asks for more than causal attention."""
 
 
-def install(base: Any) -> bool:
+def install(base: Any, *, shared: bool = False) -> bool:
     """Make a causal language model take rows of segments (the keyword ``segments`` of its decoder).
 
+    Args:
+        base: transformers' model.
+        shared: whether workers share its rows (the keyword ``context``).
     Returns: False if its layers are not known to be of the kinds that are done here; it is as it was then.
     """
     text = base.config.get_text_config()
     if not set(getattr(text, "layer_types", None) or ()) <= PLAIN_LAYERS:
         return False
+    mixers = [mixer for module in base.get_decoder().modules() if (mixer := getattr(module, "linear_attn", None))]
+    if shared and not all(hasattr(mixer, name) for mixer in mixers for name in PROJECTIONS):
+        return False
     AttentionInterface.register(ATTENTION, _attention)
     base.set_attn_implementation(ATTENTION)
     if base.get_decoder().config._attn_implementation != ATTENTION:
         return False
-    for module in base.get_decoder().modules():
-        mixer = getattr(module, "linear_attn", None)
-        if mixer is not None:
-            mixer.forward = _by_segment(mixer.forward)
+    for mixer in mixers:
+        mixer.forward = _over_tokens(mixer)
     return True
 
 
@@ -59,12 +65,18 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     segments: Sequence[Segment] | None = None,
+    context: Context | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: arrays are batch x heads x tokens x head; without `segments` all is one."""
     for name in PLAIN:
         if asked.get(name) is not None:
             raise NotPlainError(name)
+    if context is not None:
+        found = context.by_head([array[0].transpose(0, 1) for array in (query, key, value)])
+        query, key, value = (array.transpose(0, 1)[None] for array in found)
+        output, _ = _attention(module, query, key, value, None, scaling, segments)
+        return context.by_token(output[0])[None], None
     if segments is None:
         segments = (Segment(0, query.shape[2], None),)
     outputs = []
@@ -129,23 +141,34 @@ class _States:
         return state
 
 
-def _by_segment(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a gated delta net, segment after segment where there are several."""
+def _over_tokens(mixer: Any) -> Callable[..., Tensor]:
+    """The forward of a gated delta net over a row, or over this worker's part of it."""
+    whole = mixer.forward
 
-    def call(hidden_states: Tensor, *, segments: Sequence[Segment] | None = None, **given: Any) -> Tensor:
-        if segments is None or len(segments) == 1:
-            return forward(hidden_states=hidden_states, **given)
-        given = given | {"attention_mask": None}
-        continued = {segment.after for segment in segments}
-        left: dict[int, _States] = {}
-        outputs = []
-        for index, segment in enumerate(segments):
-            states = None
-            if index in continued or segment.after is not None:
-                states = _States(left[segment.after] if segment.after is not None else None)
-                left[index] = states
-            mine = hidden_states[:, segment.start : segment.start + segment.length]
-            outputs.append(forward(hidden_states=mine, **given | {"cache_params": states}))
-        return torch.cat(outputs, dim=1)
+    def call(hidden_states: Tensor, *, context: Context | None = None, **given: Any) -> Tensor:
+        if context is None:
+            return _by_segment(whole, hidden_states, **given)
+        heads = DeltaHeads(mixer, context)
+        return heads.returned(_by_segment(heads.forward, heads.exchanged(hidden_states), **given))
 
     return call
+
+
+def _by_segment(
+    forward: Callable[..., Tensor], hidden_states: Tensor, segments: Sequence[Segment] | None = None, **given: Any
+) -> Tensor:
+    """The forward of a gated delta net, segment after segment where there are several."""
+    if segments is None or len(segments) == 1:
+        return forward(hidden_states=hidden_states, **given)
+    given = given | {"attention_mask": None}
+    continued = {segment.after for segment in segments}
+    left: dict[int, _States] = {}
+    outputs = []
+    for index, segment in enumerate(segments):
+        states = None
+        if index in continued or segment.after is not None:
+            states = _States(left[segment.after] if segment.after is not None else None)
+            left[index] = states
+        mine = hidden_states[:, segment.start : segment.start + segment.length]
+        outputs.append(forward(hidden_states=mine, **given | {"cache_params": states}))
+    return torch.cat(outputs, dim=1)

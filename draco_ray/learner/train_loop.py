@@ -38,6 +38,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
 
+    from draco_ray.learner.context import rows_shared
     from draco_ray.learner.lora_learner import LoraLearner
     from draco_ray.learner.worker import LearnerWorker
     from draco_ray.observability.logs import private_files
@@ -59,6 +60,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
             device=device,
             reduce=torch.distributed.all_reduce if workers > 1 else None,
             mesh=init_device_mesh(device.type, (workers,)) if sharded else None,
+            context=rows_shared(workers, given.config.context_parallel, device.type),
         )
         if start.checkpoint is not None:
             learner.load(Path(start.checkpoint))

@@ -31,7 +31,8 @@ class LearnerWorker:
     Every worker sees every command and deals its samples in the same way without asking the others: the next sample
     goes to the worker with the fewest tokens since the last update. Only `Update` makes workers wait for each other;
     where the base is sharded every pass through the model does, so samples may wait until every worker has as many
-    micro-batches, at the latest for the update.
+    micro-batches, at the latest for the update. Workers that share their rows (`learner.context_parallel`) are dealt
+    the same samples, as if they were one.
     """
 
     def __init__(
@@ -53,14 +54,15 @@ class LearnerWorker:
         """
         self._learner = learner
         self._rank = rank
-        self._workers = workers
+        self._share, self._shares = rank // learner.sharing, workers // learner.sharing
+        """Which part of the samples is this worker's, of how many."""
         self._fetch = fetch
         self._publish = publish
         self._owner: dict[SampleKey, int] = {}
         """The worker that remembers a sample."""
         self._old_logprobs: dict[SampleKey, FloatArray] = {}
         """Of the samples that this worker remembers."""
-        self._to_remember, self._to_accumulate, self._to_accumulate_with_old = (Shares(workers) for _ in range(3))
+        self._to_remember, self._to_accumulate, self._to_accumulate_with_old = (Shares(self._shares) for _ in range(3))
         self._updated = False
         """Whether the weights have changed since the training step began."""
         self._forget_loads()
@@ -92,7 +94,7 @@ class LearnerWorker:
                 self._updated = False
                 return self._learner.save(Path(directory)) if self._rank == 0 else None
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
-                if self._rank > 0 and not self._learner.sharded:
+                if self._share > 0 and not self._learner.sharded:
                     return None
                 logprobs = self._learner.token_logprobs(token_ids, adapter=adapter)
                 self._learner.release_memory()
@@ -129,7 +131,7 @@ class LearnerWorker:
         self._owner.update(zip(map(_key, samples), owners, strict=True))
         self._to_remember.add(samples, owners)
         self._remember_dealt(everything=not self._learner.sharded)
-        return {"samples": float(owners.count(self._rank))}
+        return {"samples": float(owners.count(self._share)) if self._learner.counts else 0.0}
 
     def _remember_dealt(self, *, everything: bool) -> None:
         mine, passes = self._taken(self._to_remember, everything)
@@ -145,12 +147,12 @@ class LearnerWorker:
 
     def _taken(self, shares: Shares, everything: bool) -> tuple[list[TrainingSample], int]:
         """This worker's samples to work off now, and the passes to make of them, with the others where they matter."""
-        mine, passes = shares.take(self._learner.micro_batches, self._rank, everything=everything)
+        mine, passes = shares.take(self._learner.micro_batches, self._share, everything=everything)
         return mine, passes if self._learner.sharded else 0
 
     def _forget_loads(self) -> None:
-        self._load_W = [0] * self._workers
-        self._remembered_load_W = [0] * self._workers
+        self._load_W = [0] * self._shares
+        self._remembered_load_W = [0] * self._shares
 
 
 def _key(sample: TrainingSample) -> SampleKey:

@@ -1,4 +1,4 @@
-"""The base sharded over two gloo workers against one worker that holds it whole."""
+"""Learners of several gloo workers against one: the base sharded over them, and rows that they share."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import spawn, start_processes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
+from draco_ray.errors import ConfigError
+from draco_ray.learner.context import rows_shared
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.messages import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
+from tests.support import double_learner
 
 pytestmark = pytest.mark.slow
 
-WORDS, WORKERS = 300, 2
+WORDS, WORKERS, SHARING = 300, 2, 4
 COMMON = {
     "vocab_size": WORDS,
     "hidden_size": 64,
@@ -59,6 +62,25 @@ CASES = {
     "qwen2, bfloat16, checkpointed": ("qwen2", "bfloat16", True),
 }
 """Model, its type, gradient checkpointing."""
+SHARED = {
+    # Two rows at a time, each shared by two workers, and the base sharded over all four.
+    "qwen2": {"context_parallel": 2, "sharding": "full"},
+    # A row over four, more than there are heads of keys.
+    "tied, checkpointed": {"context_parallel": 4, "sharding": "none", "offload_activations": True},
+}
+"""Cases that four workers play as well, and with which keys."""
+MEASURED = {
+    "importance_cap": 1.01,
+    "importance_level": "geometric",
+    "mask_low": 0.5,
+    "mask_level": "any_token",
+    "entropy_coefficient": 0.1,
+    "gradient_checkpointing": True,
+    "offload_activations": True,
+}
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {case: (case, {}) for case in double_learner.CASES}
+EXACT["sequences weighed as wholes, recomputed"] = ("several groups", MEASURED)
+"""Samples and keys of what is computed in double precision."""
 
 
 def settings(directory: Path, case: str) -> tuple[ModelConfig, LearnerConfig]:
@@ -131,12 +153,66 @@ def worker_of(learner: LoraLearner, rank: int, workers: int) -> LearnerWorker:
     return LearnerWorker(learner, rank=rank, workers=workers, fetch=lambda groups: groups, publish=lambda one: one)
 
 
+def in_double(directory: Path, kind: str, name: str, **group: Any) -> dict[str, Any]:
+    """What a learner, or one that shares its rows, makes of samples in double precision."""
+    case, changes = EXACT[name]
+    learner = double_learner.learner_of(directory / "double", kind, **group, **changes)
+    samples = double_learner.samples_of(double_learner.CASES[case])
+    logprobs = learner.old_logprobs(samples)
+    random = np.random.default_rng(3)
+    old = [logprob_V + random.normal(scale=0.3, size=len(logprob_V)) for logprob_V in logprobs]
+    sums = learner.accumulate(samples, old)
+    gradient = double_learner.gradient_of(learner)
+    if group:
+        torch.distributed.all_reduce(gradient)
+    return {"logprobs": logprobs, "old": old, "sums": sums, "gradient": gradient}
+
+
+def join_group(rank: int, directory: Path, workers: int) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous{workers}", rank=rank, world_size=workers
+    )
+
+
+def run_all(_: int, directory: Path) -> None:
+    """Every process is forked from this one, which has imported everything and computed nothing."""
+    torch.set_num_threads(1)
+    for run, workers in ((run_rank, WORKERS), (run_sharing_rank, SHARING)):
+        start_processes(run, args=(directory,), nprocs=workers, start_method="fork")
+
+
+def run_sharing_rank(rank: int, directory: Path) -> None:
+    """One of the four processes that share rows: a training step as it is, then sums and gradients in double."""
+    join_group(rank, directory, SHARING)
+    found: dict[str, Any] = {}
+    for case, changes in SHARED.items():
+        model, config = settings(directory, case)
+        config = LearnerConfig(**config.model_dump() | changes | {"workers": SHARING})
+        learner = LoraLearner(
+            model,
+            config,
+            seed=0,
+            reduce=torch.distributed.all_reduce,
+            mesh=init_device_mesh("cpu", (SHARING,)) if config.sharding == "full" else None,
+            context=rows_shared(SHARING, config.context_parallel, "cpu"),
+        )
+        (directory / f"shared {case}").mkdir(exist_ok=True)
+        found[case] = play(worker_of(learner, rank, SHARING), directory / f"shared {case}")
+    four = rows_shared(SHARING, SHARING, "cpu")
+    with pytest.raises(ConfigError) as refused:
+        LoraLearner(*settings(directory, "qwen3_5, checkpointed"), seed=0, context=four)
+    found["refused"] = str(refused.value)
+    for kind in double_learner.MODELS:
+        double_learner.double(kind)
+        for name in EXACT:
+            found[f"{kind} {name}"] = in_double(directory, kind, name, shared=four, reduce=torch.distributed.all_reduce)
+    (directory / f"sharing{rank}.pickle").write_bytes(pickle.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
 def run_rank(rank: int, directory: Path) -> None:
     """One of the two processes: every case, and a checkpoint loaded again."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=WORKERS
-    )
+    join_group(rank, directory, WORKERS)
     mesh = init_device_mesh("cpu", (WORKERS,))
     found: dict[str, Any] = {}
     for case in CASES:
@@ -165,7 +241,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
     for case in CASES:
         (directory / case).mkdir(exist_ok=True)
-    processes = spawn(run_rank, args=(directory,), nprocs=WORKERS, join=False)
+    double_learner.save_models(directory / "double")
+    processes = spawn(run_all, args=(directory,), nprocs=1, join=False)
     while not processes.join(timeout=5):
         pass
     return directory
@@ -176,6 +253,34 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
     return [pickle.loads((directory / f"rank{rank}.pickle").read_bytes()) for rank in range(WORKERS)]
 
 
+@pytest.fixture(scope="module")
+def sharing(directory: Path) -> list[dict[str, Any]]:
+    return [pickle.loads((directory / f"sharing{rank}.pickle").read_bytes()) for rank in range(SHARING)]
+
+
+def assert_one_learner(found: list[dict[str, Any]], alone: dict[str, Any], *, exact: bool) -> None:
+    """What all workers of a learner have answered, and have become, is what one does alone."""
+    near: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4} if exact else {"rtol": 0.05, "atol": 0.05}
+    loose: dict[str, Any] = {"rel": near["rtol"], "abs": near["atol"]}
+    for update in ("first", "second"):
+        metrics = [one[update] for one in found]
+        together = Update().combine(metrics)
+        assert together == Update().combine(metrics[::-1])
+        assert together.skipped is None
+        for name, expected in dataclasses.asdict(alone[update]).items():
+            if name not in ("computed_tokens", "skipped"):
+                assert getattr(together, name) == pytest.approx(expected, **loose), name
+    for one in found:
+        for mine, first, expected in zip(one["weights"], found[0]["weights"], alone["weights"], strict=True):
+            assert np.array_equal(mine, first)
+            # Adam divides by the gradient's own size, which magnifies rounding where a gradient is nearly zero.
+            np.testing.assert_allclose(mine, expected, atol=1e-4 if exact else 2.5e-3)
+    assert all(one["adapter"] is None for one in found[1:])
+    assert found[0]["adapter"].tensors.keys() == alone["adapter"].tensors.keys()
+    for name in ("logprobs", "base"):
+        np.testing.assert_allclose(found[0][name], alone[name], **near)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_sharded_workers_are_one_that_is_whole(
     case: str, directory: Path, ranks: list[dict[str, Any]], tmp_path: Path
@@ -183,28 +288,12 @@ def test_two_sharded_workers_are_one_that_is_whole(
     model, config = settings(directory, case)
     whole = LoraLearner(model, config, seed=0)
     alone = play(worker_of(whole, 0, 1), tmp_path)
-    exact = model.dtype == "float32"
-    near: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4} if exact else {"rtol": 0.05, "atol": 0.05}
-    loose: dict[str, Any] = {"rel": near["rtol"], "abs": near["atol"]}
     first, second = (rank[case] for rank in ranks)
     # One long sample against three in two passes, of which the second waits for the update.
     assert (first["uneven"]["samples"], second["uneven"]["samples"]) == (1, 2)
     assert (first["single"]["samples"], second["single"]["samples"]) == (0, 0)
-    for update in ("first", "second"):
-        both = Update().combine([first[update], second[update]])
-        assert both == Update().combine([second[update], first[update]])
-        assert both.skipped is None
-        for name, expected in dataclasses.asdict(alone[update]).items():
-            if name not in ("computed_tokens", "skipped"):
-                assert getattr(both, name) == pytest.approx(expected, **loose), name
-    for mine, other, expected in zip(first["weights"], second["weights"], alone["weights"], strict=True):
-        assert np.array_equal(mine, other)
-        # Adam divides by the gradient's own size, which magnifies rounding where a gradient is nearly zero.
-        np.testing.assert_allclose(mine, expected, atol=1e-4 if exact else 2.5e-3)
-    assert second["adapter"] is None
-    assert first["adapter"].tensors.keys() == alone["adapter"].tensors.keys()
+    assert_one_learner([first, second], alone, exact=model.dtype == "float32")
     for name in ("logprobs", "base"):
-        np.testing.assert_allclose(first[name], alone[name], **near)
         np.testing.assert_array_equal(first[name], second[name])
     np.testing.assert_array_equal(first["resumed"], first["logprobs"])
 
@@ -214,6 +303,60 @@ def test_two_sharded_workers_are_one_that_is_whole(
     # Whole on both: a tied embedding, and the last norm.
     assert sum(kept) <= total + embedding + COMMON["hidden_size"] * 4
     assert max(kept) < 0.51 * (total - embedding) + embedding
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_four_workers_that_share_rows_are_one_learner(
+    case: str, directory: Path, sharing: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    model, config = settings(directory, case)
+    alone = play(worker_of(LoraLearner(model, config, seed=0), 0, 1), tmp_path)
+    found = [rank[case] for rank in sharing]
+    assert_one_learner(found, alone, exact=True)
+    each = SHARED[case]["context_parallel"]
+    # Those that share rows work on the same samples, and the first of them counts.
+    assert [one["remembered"]["samples"] for one in found] == ([1, 0, 2, 0] if each == 2 else [3, 0, 0, 0])
+    assert [one["uneven"]["samples"] for one in found] == ([1, 0, 2, 0] if each == 2 else [4, 0, 0, 0])
+    loaded = LoraLearner(model, config, seed=3)
+    loaded.load(directory / f"shared {case}" / "checkpoint")
+    np.testing.assert_allclose(loaded.token_logprobs(range(30)), found[0]["logprobs"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("kind", double_learner.MODELS)
+def test_a_row_over_four_workers_is_the_whole_model(
+    kind: str,
+    name: str,
+    directory: Path,
+    sharing: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Log-probs, sums and gradients; where nothing is weighed, against padded sequences in plain PEFT."""
+    double_learner.double(kind, monkeypatch.setattr)
+    alone, found = in_double(directory, kind, name), [rank[f"{kind} {name}"] for rank in sharing]
+    logprobs, gradient = alone["logprobs"], alone["gradient"]
+    case, changes = EXACT[name]
+    if not changes:
+        samples = double_learner.samples_of(double_learner.CASES[case])
+        learner = double_learner.learner_of(directory / "double", kind)
+        padded, _, gradient = double_learner.oracle(
+            learner, directory / "double", kind, samples, alone["old"], tmp_path / "adapter"
+        )
+        logprobs = [logprob_V.numpy() for logprob_V in padded]
+    first = found[0]
+    for one in found:
+        for mine, expected in zip(one["logprobs"], logprobs, strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(one["gradient"], gradient, rtol=1e-9, atol=1e-9 * float(gradient.abs().max()))
+        assert one is first or set(one["sums"].values()) == {0.0}
+    assert first["sums"] == pytest.approx(alone["sums"], rel=1e-9, abs=1e-9)
+
+
+def test_heads_that_do_not_divide_are_refused(sharing: list[dict[str, Any]]) -> None:
+    (line,) = {rank["refused"] for rank in sharing}
+    assert line.startswith("learner.context_parallel=4 does not divide the 3 heads of model ")
+    assert line.endswith("(linear_num_value_heads); expected one of 1")
 
 
 def test_a_checkpoint_of_sharded_workers_continues_on_one(directory: Path, ranks: list[dict[str, Any]]) -> None:

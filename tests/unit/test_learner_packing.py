@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.learner.packing import Packable, Segment, deal, lay_out, pack
+from draco_ray.learner.packing import Packable, Segment, deal, lay_out, pack, part_of
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
 shapes = st.lists(
@@ -87,3 +87,24 @@ def test_no_worker_is_ahead_by_more_than_one_sequence(lengths: list[int], worker
 
 def test_dealing_goes_on_where_it_stopped() -> None:
     assert deal([5, 5], load_W=[9, 0, 0]) == [1, 2]
+
+
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 9))
+def test_the_parts_of_a_row_are_the_row_and_what_fills_it_up(lengths: list[int], prompt: int, workers: int) -> None:
+    row = lay_out(
+        [Packable(np.arange(n) + 1, np.arange(n) >= min(prompt + 1, n - 1), min(prompt, n - 1)) for n in lengths]
+    )
+    parts = [part_of(row, worker, workers) for worker in range(workers)]
+    tokens, filling = len(row.token_ids_T), -len(row.token_ids_T) % workers
+    assert {len(part.token_ids_T) for part, _ in parts} == {(tokens + filling) // workers}
+    assert filling < workers
+    for name, filled in (("token_ids_T", 0), ("position_T", 0)):
+        together = np.concatenate([getattr(part, name) for part, _ in parts])
+        np.testing.assert_array_equal(together, [*getattr(row, name), *[filled] * filling])
+    # Every wanted token is one worker's, which has the token before it.
+    assert sorted(index for _, mine_V in parts for index in mine_V) == list(range(len(row.target_V)))
+    for part, mine_V in parts:
+        np.testing.assert_array_equal(part.token_ids_T[part.predictor_V], row.token_ids_T[row.predictor_V[mine_V]])
+        np.testing.assert_array_equal(part.target_V, row.target_V[mine_V])
+        assert part.segments[:-1] == row.segments[:-1]
+        assert part.segments[-1].start + part.segments[-1].length == tokens + filling

@@ -19,6 +19,7 @@ from draco_ray.lab.planning.memory import (
     LearnerMemory,
     base_parameters,
     engine_memory,
+    exchanged_bytes,
     kv_bytes,
     learner_memory,
     micro_batch_tokens,
@@ -89,7 +90,12 @@ def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -
         (["model.dtype=float32"], "80", "set model.dtype=bfloat16"),
         (["learner.sharding=none"], "80", "set learner.sharding=full"),
         (["learner.workers=1"], "80", "set learner.sharding=full and learner.workers to 2 or more"),
-        ([], "57", "set learner.workers to "),
+        ([], "57", "set learner.context_parallel=2, or learner.workers to "),
+        (
+            ["agent.max_response_length=60000"],
+            "80",
+            "set learner.context_parallel=2, or lower learner.micro_batch_tokens",
+        ),
         (["learner.sharding=none", "model.dtype=float32"], "40", "model.dtype=bfloat16, a smaller model.path"),
         (["engine.tensor_parallel=1", "engine.gpus_per_engine=1"], "60", "raise engine.tensor_parallel"),
         (["engine.kv_cache_gib=0.5"], "140", "raise engine.kv_cache_gib"),
@@ -169,6 +175,38 @@ def test_learner_workers_share_nothing_of_the_base_unless_it_is_sharded() -> Non
     assert parts.resident[0].bytes == pytest.approx(weights / 8, rel=1e-5)
     layer = 2 * shape.layer_parameters("linear_attention")
     assert whole.peak - parts.peak == pytest.approx(weights * 7 / 8 - 2 * layer, rel=1e-5)
+
+
+def test_workers_that_share_a_row_hold_their_part_of_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = shape_of(QWEN27)
+
+    def memory(sharing: int) -> LearnerMemory:
+        return learner_memory(load_config("qwen3.6-27b", [f"learner.context_parallel={sharing}"]), shape)
+
+    alone, four = memory(1), memory(4)
+    assert (alone.part, four.part) == (32768, 8192)
+    assert four.resident == alone.resident
+
+    def size(memory: LearnerMemory, name: str) -> int:
+        return sum(item.bytes for item in memory.backward if item.name == name)
+
+    for name in ("activations: inputs of all layers", "activations: one layer, recomputed", "gradients of activations"):
+        assert size(four, name) == pytest.approx(size(alone, name) / 4, rel=1e-3)
+    # Of a delta net 10,240 channels, gate and output of 6,144 each, and two numbers a head: what is sent, what comes.
+    assert size(four, "exchange with workers that share the tokens") == 2 * 2 * 8192 * (10240 + 2 * 6144 + 2 * 48)
+    # Four heads of keys are one for each of four workers, and are sent twice to eight.
+    keys = ["learner.workers=8", "learner.context_parallel=8"]
+    sent = [48 * (10240 + 2 * 6144 + 2 * 48) + 16 * 2 * 256 * (24 + kv_heads) for kv_heads in (4, 8)]
+    assert (
+        exchanged_bytes(load_config("qwen3.6-27b", ["learner.context_parallel=4"]), shape, 32768) == 2 * 6144 * sent[0]
+    )
+    assert exchanged_bytes(load_config("qwen3.6-27b", keys), shape, 32768) == 2 * 3584 * sent[1]
+    # What the table says would fit does, and no more.
+    shared = ("qwen3.6-27b", "learner.context_parallel=4")
+    fits = printed(capsys, *shared).split("would fit")[1].split()[0].replace(",", "")
+    more = [f"agent.max_response_length={int(fits) - 4096}", "engine.max_num_seqs=1"]
+    printed(capsys, *shared, *more, "agent.max_prompt_length=4096")
+    assert "a learner worker needs" in refused(capsys, *shared, *more, "agent.max_prompt_length=4104")
 
 
 def test_of_a_sharded_base_a_tied_embedding_stays_whole() -> None:

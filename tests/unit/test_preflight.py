@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.training import run
 from draco_ray.training.preflight import (
@@ -216,6 +219,34 @@ def test_a_mixture_of_experts_is_refused_in_one_line(
 def test_dense_models_and_those_that_are_not_here_pass(tmp_path: Path) -> None:
     check_trainable(str(build_tiny_model(tmp_path / "model")))
     check_trainable("somebody/unknown")
+
+
+@pytest.mark.parametrize(("workers", "key", "heads"), [(4, "num_attention_heads", 6), (3, "linear_num_value_heads", 8)])
+def test_heads_that_workers_cannot_share_are_refused_in_one_line(
+    tmp_path: Path, workers: int, key: str, heads: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = dict(PUBLIC_CONFIGS["Qwen/Qwen3.6-27B"])
+    shape |= {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+    }
+    for config in (shape, {"model_type": "qwen3_5", "text_config": shape}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        check_trainable(str(tmp_path), 2)
+        line = f"learner.context_parallel={workers} does not divide the {heads} heads of model {tmp_path} ({key}); "
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}expected one of 1, 2$"):
+            check_trainable(str(tmp_path), workers)
+        keys = [f"model.path={tmp_path}", f"learner.workers={workers}", f"learner.context_parallel={workers}"]
+        with pytest.raises(SystemExit):
+            main(["plan", "qwen3.6-27b", *keys])
+        assert line in capsys.readouterr().err
+
+
+def test_workers_that_do_not_divide_into_groups_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"learner\.context_parallel=3 does not divide learner\.workers=4"):
+        LearnerConfig(workers=4, context_parallel=3)
 
 
 def test_training_a_mixture_of_experts_ends_before_anything_starts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import LayerKind, ModelShape
@@ -51,6 +51,8 @@ class LearnerMemory:
     update: tuple[Item, ...]
     tokens: int
     """Tokens of the largest micro-batch."""
+    part: int
+    """Those of them that are this worker's: all, unless workers share it."""
     host: tuple[Item, ...] = ()
     """In the host's memory instead of the GPU's."""
 
@@ -116,6 +118,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     """
     learner = config.learner
     tokens = micro_batch_tokens(config) if tokens is None else tokens
+    part = math.ceil(tokens / learner.context_parallel)
     width = DTYPE_BYTES[config.model.dtype]
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
     matrices = 2 * len(shape.adapted(learner.lora_target))
@@ -127,35 +130,43 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         Item(name="optimizer", bytes=(2 * adapter + matrices) * FLOAT32, keys=rank_key),
         Item(name="gradients", bytes=adapter * FLOAT32, keys=rank_key),
     )
+    spread = spread_over(shape, learner.context_parallel)
     kept = {
-        kind: tokens * saved_bytes(shape, kind, width, learner.lora_rank) + shared_prompt_bytes(config, shape, kind)
+        kind: part * saved_bytes(spread, kind, width, learner.lora_rank) + shared_prompt_bytes(config, spread, kind)
         for kind in set(shape.layers)
     }
-    layers, recomputed = _activations(config, shape, tokens, kept)
+    layers, recomputed = _activations(config, shape, part, kept)
     head = Item(
         # The last norm in float32, its output, the positions wanted of it, and their slopes.
         name="hidden states at the LM head",
-        bytes=tokens * shape.hidden * (FLOAT32 + 3 * width),
+        bytes=part * shape.hidden * (FLOAT32 + 3 * width),
         keys=LENGTH_KEYS,
     )
     chunk = Item(
         name="log-prob chunk",
-        bytes=min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * chunk_bytes(config),
+        bytes=min(learner.logprob_chunk_tokens, part) * shape.vocabulary * chunk_bytes(config),
         keys="learner.logprob_chunk_tokens",
     )
     slope = Item(
         name="gradients of activations",
-        bytes=tokens * (shape.intermediate + shape.hidden) * FLOAT32,
+        bytes=part * (shape.intermediate + shape.hidden) * FLOAT32,
         keys=LENGTH_KEYS,
+    )
+    exchange = Item(
+        # Of one layer: what is sent, and what comes.
+        name="exchange with workers that share the tokens",
+        bytes=2 * part * max(_exchanged(spread, kind) for kind in spread.layers) * width,
+        keys="learner.context_parallel",
     )
     gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
     return LearnerMemory(
         resident=resident,
         forward=(*layers, head, *gathered_head, chunk),
-        backward=(*layers, head, *gathered_layers, *recomputed, slope),
+        backward=(*layers, head, *gathered_layers, *recomputed, slope, *([exchange] if part < tokens else [])),
         update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
         tokens=tokens,
-        host=(layer_inputs(config, shape, tokens), head) if learner.offload_activations else (),
+        part=part,
+        host=(layer_inputs(config, shape, part), head) if learner.offload_activations else (),
     )
 
 
@@ -167,6 +178,31 @@ def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
     if config.engine.colocate:
         return gpu - 2 * reserved
     return int(gpu * min(1.0, config.learner.gpus_per_worker)) - reserved
+
+
+def spread_over(shape: ModelShape, workers: int) -> ModelShape:
+    """The shape whose key heads are counted as often as they are sent to workers that share a row."""
+    delta = shape.delta
+    if delta is not None:
+        delta = replace(delta, key_heads=math.lcm(delta.key_heads, workers))
+    return replace(shape, kv_heads=math.lcm(shape.kv_heads, workers), delta=delta)
+
+
+def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
+    """What a worker sends to those it shares a row of so many tokens with, in one forward pass."""
+    workers = config.learner.context_parallel
+    spread = spread_over(shape, workers)
+    # One part of it is its own.
+    sent = math.ceil(tokens / workers) * (workers - 1) // workers * DTYPE_BYTES[config.model.dtype]
+    return sent * sum(_exchanged(spread, kind) for kind in spread.layers)
+
+
+def _exchanged(shape: ModelShape, kind: LayerKind) -> int:
+    """Numbers of one token that a layer's mixer sends around: projections to where their heads are, and the output."""
+    delta = shape.delta
+    if kind == "full_attention" or delta is None:
+        return 2 * shape.queries + 2 * shape.keys
+    return delta.channels + 2 * delta.values + 2 * delta.value_heads
 
 
 def is_sharded(config: DracoConfig) -> bool:
@@ -246,7 +282,7 @@ def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, kind: LayerKind)
     if kind != "full_attention":
         return 0
     copies = config.algorithm.group_size * config.agent.max_prompt_length
-    return copies * 2 * DTYPE_BYTES[config.model.dtype] * shape.keys
+    return copies * 2 * DTYPE_BYTES[config.model.dtype] * shape.keys // config.learner.context_parallel
 
 
 def chunk_bytes(config: DracoConfig) -> int:
