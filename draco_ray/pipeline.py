@@ -33,7 +33,7 @@ from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
-from draco_ray.records import Criterion, Judged, Message
+from draco_ray.records import Message
 from draco_ray.rollout.pool import Member, RolloutPool
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
@@ -85,7 +85,8 @@ class Group:
 class Pipeline:
     """Runs groups through the graph. ``keep`` persists what passes by; ``watch`` is told of every change.
 
-    ``wait`` is entered, with a kind and a name, while something is waited for.
+    ``wait`` is entered, with a kind and a name, while something is waited for. ``static_rubric`` is a reference to the
+    fixed rubric as a `Judged`, where there is one.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Pipeline:
         advantages: Any,
         keep: Any,
         *,
-        static_rubric: Sequence[Criterion] = (),
+        static_rubric: Any = None,
         seed: int = 0,
         watch: Callable[[Group], None] = lambda group: None,
         wait: Wait = lambda kind, which: nullcontext(),
@@ -107,7 +108,7 @@ class Pipeline:
         self._judges = judges
         self._advantages = advantages
         self._keep = keep
-        self._static = ray.put(Judged(value=tuple(static_rubric)))
+        self._static = static_rubric
         self._seed = seed
         self._watch, self._wait = watch, wait
 
@@ -270,7 +271,7 @@ class Pipeline:
         with self._wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
             judgement = await self._judges.ask(phase, context, **given)
         group.phases.append(judgement.summary)
-        self._keep.judged.remote(group.step, group.task_id, rollout, phase, judgement.judged)
+        self._keep.judged.remote(group.step, group.task_id, rollout, phase, judgement.archived)
         self._watch(group)
         return judgement
 

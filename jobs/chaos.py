@@ -137,7 +137,7 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         victims: list[int] = []
         try:
             parts = run / "tables" / "trajectories"
-            if wait(lambda: any(parts.glob(f"step{STEPS:05d}/*.parquet")), process):
+            if wait(lambda: any(parts.glob(f"step{STEPS:05d}/*.arrow")), process):
                 if fault == JUDGE_SERVER:
                     victims = [judge.pid]
                 elif head is not None:

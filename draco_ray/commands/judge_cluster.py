@@ -59,7 +59,7 @@ class PooledJudge:
         given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
         try:
             judgement = await self._pool.ask(type(question), context, **given)
-            judged: Judged[ValueT] = await judgement.judged
+            judged: Judged[ValueT] = await judgement.archived
         except ray.exceptions.RayError as error:
             plain = plain_error(error)
             if plain is None:

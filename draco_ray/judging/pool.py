@@ -30,9 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A finished judge phase: a reference to its `Judged`, the summary itself."""
+    """A finished judge phase: references to its `Judged`, the summary itself."""
 
     judged: ray.ObjectRef[Any]
+    """Without the calls."""
+    archived: ray.ObjectRef[Any]
+    """With them: prompts and replies, for the run store."""
     summary: PhaseSummary
 
     @property
@@ -124,18 +127,21 @@ class JudgePool:
         label = context.task_id if context.rollout is None else f"{context.task_id}/{context.rollout}"
         started = time.time()
 
-        def send(worker: Any) -> Sent[ray.ObjectRef[Any], PhaseSummary]:
-            judged, summary = worker.ask.options(name=f"{phase.name} {label}").remote(phase, context, **given)
-            return Sent(judged, _answer(summary), partial(ray.cancel, summary))
+        def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
+            judged, archived, summary = worker.ask.options(name=f"{phase.name} {label}").remote(phase, context, **given)
+            return Sent((judged, archived), _answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None
         found = await self._watched.call(send, rank=urgency(phase.name), preferred=preferred)
         if found is not None:
-            return Judgement(judged=found[0], summary=found[1])
+            (judged, archived), summary = found
+            return Judgement(judged=judged, archived=archived, summary=summary)
         error = f"{phase.name} of {label}: {MOST_SENDS} judge workers were lost or fell silent under it, one by one"
         log.error("%s; it has no value", error)
         failed: Judged[Any] = Judged(value=None, error=error)
-        return Judgement(judged=ray.put(failed), summary=phase_summary(phase.name, context, failed, started))
+        nothing = ray.put(failed)
+        summary = phase_summary(phase.name, context, failed, started)
+        return Judgement(judged=nothing, archived=nothing, summary=summary)
 
     async def drain(self, seconds: float) -> None:
         """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""

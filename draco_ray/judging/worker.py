@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -57,9 +57,11 @@ class JudgeWorkerActor:
         """Raise JudgeUnavailable now rather than in the middle of a step."""
         await self._judge.check()
 
-    @ray.method(num_returns=2)
-    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> tuple[Judged[Any], PhaseSummary]:
-        """Ask a question of ``phase``.
+    @ray.method(num_returns=3)
+    async def ask(
+        self, phase: Phase, context: CallContext, **given: Any
+    ) -> tuple[Judged[Any], Judged[Any], PhaseSummary]:
+        """Ask a question of ``phase``; returns the answer, the same with its calls, for the archive, and a summary.
 
         Args:
             phase: what is asked.
@@ -73,7 +75,8 @@ class JudgeWorkerActor:
         judged = await self._judge.ask(question, context)
         for note in judged.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
-        return judged, phase_summary(phase.name, context, judged, started)
+        # Whoever reads verdicts is spared the prompts: they go from here to the run store.
+        return replace(judged, calls=()), judged, phase_summary(phase.name, context, judged, started)
 
 
 async def _value(given: Any) -> Any:

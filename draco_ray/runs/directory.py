@@ -5,8 +5,8 @@
     run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line a training step
-    tables/<table>/step00003.parquet  a finished step
-    tables/<table>/step00003/*.parquet  a step under way: one file per rollout or group, as they finish
+    tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
+    tables/<table>/step00003/*.arrow  a step under way: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters
     judge_cache/                      every judge reply by request, so that none is paid for twice
 
@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -37,10 +37,14 @@ from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import EpisodeEnd, Termination, Verdict
-from draco_ray.runs.schema import BEFORE, REQUIRED, TABLES
+from draco_ray.runs import parts
+from draco_ray.runs.schema import BEFORE, REQUIRED, STEP_TABLES, TABLES
 
-STEP = re.compile(r"step(\d+)")
+STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
+LOOKS = 10
+"""At a table that a writer gathers meanwhile."""
+THREADED_ROWS = 1_000
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
     ("trajectories", "termination"): Termination,
@@ -84,7 +88,7 @@ def damaged(path: Path, problem: object) -> DamagedRun:
 
 
 def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, older: bool = False) -> pa.Table:
-    """Rows of one Parquet file of the table ``name``, all columns or some.
+    """Rows of one file of the table ``name``, all columns or some.
 
     Args:
         older: the run was written before the present schema: a column that came later reads as null.
@@ -106,7 +110,7 @@ def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, o
 def read_parquet(
     path: Path, schema: pa.Schema, *, older: bool = False, before: Mapping[str, str] | None = None
 ) -> pa.Table:
-    """The columns of ``schema`` from a Parquet file of a run directory.
+    """The columns of ``schema`` from a file of a run directory, Parquet or a part of a step under way.
 
     Args:
         older: a column that is not there reads as null.
@@ -117,13 +121,12 @@ def read_parquet(
     """
     try:
         _check_regular(path)
-        names = pq.read_schema(path).names
+        names, read = _opened(path)
         called = {column: (before or {}).get(column, column) for column in schema.names if column not in names}
         absent = [column for column, old in called.items() if old not in names]
         if absent and not older:
             raise DamagedRun(f"it has no column {absent[0]!r}")
-        present = [called.get(column, column) for column in schema.names if column not in absent]
-        found = pq.read_table(path, columns=present, partitioning=None, page_checksum_verification=True)
+        found = read([called.get(column, column) for column in schema.names if column not in absent])
         found = found.rename_columns([column for column in schema.names if column not in absent])
         for column in absent:
             found = found.append_column(column, pa.nulls(found.num_rows, schema.field(column).type))
@@ -137,6 +140,23 @@ def read_parquet(
     except (OSError, pa.ArrowException, DamagedRun, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, error) from None
     return found
+
+
+def _opened(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
+    """The columns of a file, and what reads some of them in the order they are named."""
+    if path.suffix == parts.SUFFIX:
+        rows = parts.read_part(path)
+        # A copy of some columns lets go of the others: they all lie in one piece of memory.
+        every = pa.array(range(rows.num_rows))
+        return rows.column_names, lambda columns: rows.select(columns).take(every)
+    file = pq.ParquetFile(path, page_checksum_verification=True)
+
+    def read(columns: list[str]) -> pa.Table:
+        # Handing the columns of a small file to threads takes longer than reading them.
+        with file:
+            return file.read(columns, use_threads=file.metadata.num_rows > THREADED_ROWS).select(columns)
+
+    return file.schema_arrow.names, read
 
 
 def _check_rows(table: pa.Table, name: str, *, older: bool) -> None:
@@ -156,6 +176,11 @@ def _check_regular(path: Path) -> None:
         raise OSError("it is missing")
     if not path.is_file():
         raise OSError("it is no regular file")
+
+
+def _is_measure(value: object) -> bool:
+    """Whether it may stand in the metrics. JSON knows integers that no float can be."""
+    return isinstance(value, float | None | dict | list) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 class RunDirectory:
@@ -267,15 +292,25 @@ class RunDirectory:
         return self.checkpoints / f"step{step:05d}"
 
     def part(self, table: str, step: int, key: str) -> Path:
-        """File of one rollout's or group's rows in a step under way.
+        """File that one rollout's or group's rows of a step under way are written to.
 
         Raises:
             DamagedRun: ``key``, which is made of what a table says, would lead out of the folder.
         """
+        suffix = parts.SUFFIX if table in STEP_TABLES else parts.OLDER
         try:
-            return self.tables / table / f"step{step:05d}" / f"{file_name(key)}.parquet"
+            return self.tables / table / f"step{step:05d}" / f"{file_name(key)}{suffix}"
         except ValueError as error:
             raise DamagedRun(f"{self.tables / table}: rows of step {step} are named {key[:100]!r}: {error}") from None
+
+    def kept(self, table: str, step: int, key: str) -> Path | None:
+        """The file that has one rollout's or group's rows of a step under way; None where none has."""
+        path = self.part(table, step, key)
+        return next((each for each in (path, path.with_suffix(parts.OLDER)) if each.exists()), None)
+
+    def parts(self, table: str, step: int) -> list[Path]:
+        """The files of a table's rows of a step under way."""
+        return _parts(self.tables / table, f"step{step:05d}")
 
     def config_text(self) -> str:
         """The resolved configuration, as YAML.
@@ -343,7 +378,7 @@ class RunDirectory:
                 raise ValueError(f"{type(line).__name__}, expected an object")
             if type(line.get("step")) is not int or line["step"] < 0:
                 raise ValueError("no number of a step")
-            wrong = [key for key, value in line.items() if not isinstance(value, int | float | None | dict | list)]
+            wrong = [key for key, value in line.items() if not _is_measure(value)]
             if wrong:
                 raise ValueError(f"{wrong[0]} is no number")
         except (ValueError, RecursionError) as error:
@@ -373,20 +408,37 @@ class RunDirectory:
             KeyError: if no table has that name.
             DamagedRun: one of its files cannot be read or has other columns.
         """
-        schema = TABLES[name]
+        wanted = TABLES[name].names if columns is None else list(columns)
+        older = self.schema_version < origin.SCHEMA_VERSION
+        for left in reversed(range(LOOKS)):
+            paths = self._files(name, step)
+            try:
+                read = [read_table(path, name, wanted, older=older) for path in paths]
+            except DamagedRun:
+                # Parts go when the table that they were gathered into is there.
+                if left and paths != self._files(name, step):
+                    continue
+                raise
+            return pa.concat_tables([TABLES[name].empty_table().select(wanted), *read])
+        raise AssertionError
+
+    def _files(self, name: str, step: int | None) -> list[Path]:
+        """The files that hold a table's rows, each row once."""
         folder = self.tables / name
         pattern = "step*" if step is None else f"step{step:05d}"
+        # Parts first: those of a step that is gathered between the two looks are then left out for what they became.
+        under_way = _parts(folder, pattern)
         finished = sorted(folder.glob(f"{pattern}.parquet"))
-        # Leftovers of a step that was compacted since are the same rows twice.
-        under_way = [
-            path
-            for path in sorted(folder.glob(f"{pattern}/*.parquet"))
-            if not path.parent.with_suffix(".parquet").exists()
-        ]
-        wanted = schema.names if columns is None else list(columns)
-        older = self.schema_version < origin.SCHEMA_VERSION
-        parts = [read_table(path, name, wanted, older=older) for path in finished + under_way]
-        return pa.concat_tables(parts) if parts else schema.empty_table().select(wanted)
+        # Leftovers of a step that was gathered since are the same rows twice.
+        gathered = set(finished)
+        return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
+
+
+def _parts(folder: Path, pattern: str) -> list[Path]:
+    found = {path.with_suffix(""): path for path in folder.glob(f"{pattern}/*{parts.OLDER}")}
+    # What an earlier version wrote under the same key has been replaced.
+    found |= {path.with_suffix(""): path for path in folder.glob(f"{pattern}/*{parts.SUFFIX}")}
+    return [found[key] for key in sorted(found)]
 
 
 def write_private(path: Path, text: str) -> None:

@@ -90,8 +90,7 @@ def _turn(row: Row) -> Turn:
 
 
 def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:
-    path = run.part(table, step, key)
-    if not path.exists():
-        raise FileNotFoundError(path)
+    if (path := run.kept(table, step, key)) is None:
+        raise FileNotFoundError(run.part(table, step, key))
     rows: Sequence[Row] = read_table(path, table).to_pylist()
     return rows

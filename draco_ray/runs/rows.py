@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+
 from draco_ray.records import (
     Attribution,
     Criterion,
@@ -38,10 +40,11 @@ def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
             step,
             trajectory,
             prompt=[{"role": message.role, "content": message.content} for message in trajectory.prompt],
-            token_ids=trajectory.token_ids_T,
-            sampled=trajectory.sampled_T,
-            logprob=trajectory.logprob_T,
-            token_step=trajectory.step_T,
+            # Of the column's type Arrow takes an array as it is; of another it looks at each number.
+            token_ids=trajectory.token_ids_T.astype(np.int32, copy=False),
+            sampled=trajectory.sampled_T.astype(np.bool_, copy=False),
+            logprob=trajectory.logprob_T.astype(np.float32, copy=False),
+            token_step=trajectory.step_T.astype(np.int32, copy=False),
             turns=len(trajectory.turns),
             steps=len(trajectory.steps),
         )

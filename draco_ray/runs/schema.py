@@ -191,6 +191,9 @@ TABLES |= {"evaluation_trajectories": TABLES["trajectories"], "evaluation_steps"
 # Calls about held-out rollouts belong to no training step.
 TABLES |= {"heldout_calls": TABLES["judge_calls"]}
 
+STEP_TABLES = tuple(name for name in TABLES if not name.startswith(("evaluation", "heldout")))
+"""Tables of what a training step does. The others measure the policy of a step, also long after that has ended."""
+
 BEFORE: dict[tuple[str, str], str] = {("steps", "action"): "code", ("steps", "observation"): "output"}
 """Of older runs: (table, column) -> what it was called up to schema version 1."""
 

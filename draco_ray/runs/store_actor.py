@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import ray
 
-from draco_ray.errors import StoreError
+from draco_ray.errors import DracoError, StoreError
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
     Criterion,
@@ -26,6 +27,7 @@ from draco_ray.runs.bills import Bills
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.rows import Row
+from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.summaries import RolloutSummary
 
@@ -41,7 +43,11 @@ class RecordedPhase(Protocol):
 
 
 class RunStoreActor:
-    """Writes every part of a step the moment it exists. Its methods are synchronous: Ray then keeps their order."""
+    """Writes every part of a step the moment it exists. Its methods are synchronous: Ray then keeps their order.
+
+    The files of a step that has ended are gathered in a thread beside them. That loses nothing and doubles nothing
+    wherever it is killed; the process that follows begins with what was left.
+    """
 
     def __init__(self, path: Path, requests_name: str = "") -> None:
         """
@@ -52,6 +58,8 @@ class RunStoreActor:
         self._store = RunStore(RunDirectory(path))
         self._bills = Bills(self._store, requests_name)
         self._failure: str | None = None
+        self._gathering = ThreadPoolExecutor(1, thread_name_prefix="gathering")
+        self._gathered = self._gathering.submit(self._gather, None)
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
         """Keep a finished rollout."""
@@ -134,7 +142,7 @@ class RunStoreActor:
         found = JudgedRollout(
             task_id=task.task_id,
             run=run,
-            scenario=task.group,
+            scenario=task.scenario,
             verdicts=() if error else _verdicts(score),
             again=() if error else _verdicts(again),
             error=error,
@@ -149,16 +157,45 @@ class RunStoreActor:
         self._write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Close a step: one file a table, one metrics line.
+        """Close a step: its rows and its metrics line are on disk; they become one file a table by and by.
+
+        Steps are closed in their order.
 
         Raises:
-            StoreError: it, or anything asked for before, could not be written.
+            StoreError: something could not be written.
         """
+        self.metrics(step, metrics)
+        self._gathered = self._gathering.submit(self._gather, step)
+
+    def settle(self, step: int | None = None) -> None:
+        """Answers once every step that was closed is one file a table.
+
+        Args:
+            step: closed as well, as a process before this one may know alone.
+
+        Raises:
+            StoreError: something could not be written.
+        """
+        if step is not None:
+            self._gathered = self._gathering.submit(self._gather, step)
+        self._gathered.result()
         self.flush()
+
+    def _gather(self, last: int | None) -> None:
+        """Gather the steps up to ``last``; None: those that an earlier process has left, and that are closed for sure.
+
+        What measures a policy is added to a step at any time after it, and stays as it is.
+        """
+        store = self._store
         try:
-            self._store.finish_step(step, metrics)
+            if last is None:
+                last = max((line["step"] for line in store.directory.metrics()), default=0) - 1
+            for step in store.ungathered(last):
+                store.gather(step, STEP_TABLES)
         except OSError as error:
-            self._fail(error)
+            self._failure = self._problem(error)
+        except DracoError as error:
+            self._failure = str(error)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep what is known of a step before its checkpoint, which makes it a step that is done.
@@ -199,9 +236,12 @@ class RunStoreActor:
 
     def _fail(self, error: OSError) -> NoReturn:
         # Most writes are not waited for: the error is raised by the next call that is.
-        path = self._store.directory.path
-        self._failure = f"run directory {path} cannot be written: {error.strerror or error}; make room there"
+        self._failure = self._problem(error)
         raise StoreError(self._failure) from None
+
+    def _problem(self, error: OSError) -> str:
+        path = self._store.directory.path
+        return f"run directory {path} cannot be written: {error.strerror or error}; make room there"
 
 
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ class JudgedBeforeAfter:
             static: ray.ObjectRef[Any] = ray.put(Judged(value=self._static))
             return static
         written = await self._actors.judges.ask(Stage1, context, messages=prompt)
-        self._actors.store.heldout_calls.remote(step, f"{context.task_id}-stage1", written.judged)
+        self._actors.store.heldout_calls.remote(step, f"{context.task_id}-stage1", written.archived)
         return written.judged
 
     async def _rollout(
@@ -134,7 +134,7 @@ class JudgedBeforeAfter:
                 self._actors.judges.ask(phase, context, trajectory=trajectory, rubric=rubric)
                 for phase in (Score, ScoreAgain)
             )
-            scores = [judgement.judged for judgement in await asyncio.gather(*asked)]
+            scores = [judgement.archived for judgement in await asyncio.gather(*asked)]
         found: JudgedRollout = await store.heldout.remote(step, split, task, run, rubric, *scores)
         return found
 

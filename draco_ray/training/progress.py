@@ -100,7 +100,13 @@ class StepProgress:
     def update(self, group: Group) -> None:
         """Take in a group's news."""
         self._groups[group.name] = group
-        known = self._groups.values()
+
+    def _count(self) -> None:
+        """Add the groups up: when somebody looks, since news come so often that a large step would do little else."""
+        if not self._groups:
+            return
+        # A copy: a terminal's line is made in a thread of its own.
+        known = list(self._groups.values())
         self._rollouts = sum(len(each.rollouts) for each in known)
         self._judged = sum(len(each.phases) for each in known)
         done = [len(each.phases) for each in known if _done(each)]
@@ -119,6 +125,7 @@ class StepProgress:
 
     def line(self, width: int = 1000) -> str:
         """Clock, stage and counts, in the longest form that fits into so many columns."""
+        self._count()
         doing = self._note or stage(self._pending)
         head = f"{self._title} {_clock(self._clock() - self._begun)}"
         if not self._of_rollouts:

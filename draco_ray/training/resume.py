@@ -157,12 +157,14 @@ def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
         if not keep:
             shutil.rmtree(parts, ignore_errors=True)
         elif gathered.exists():
-            grouped: dict[str, list[dict[str, Any]]] = {}
-            for row in read_table(gathered, folder.name, older=older).to_pylist():
-                names = (row[column] for column in KEPT[folder.name])
-                grouped.setdefault("-".join(str(name) for name in names if name is not None), []).append(row)
-            for key, rows in grouped.items():
-                store.write(folder.name, step, key, rows)
+            rows = read_table(gathered, folder.name, older=older)
+            named: dict[str, list[int]] = {}
+            for index, names in enumerate(
+                zip(*(rows.column(name).to_pylist() for name in KEPT[folder.name]), strict=True)
+            ):
+                named.setdefault("-".join(str(name) for name in names if name is not None), []).append(index)
+            for key, indices in named.items():
+                store.write_table(folder.name, step, key, rows.take(indices))
         gathered.unlink(missing_ok=True)
 
 

@@ -205,7 +205,7 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     find_learner(config.learner.use)
     config = checked_model(config)
     if config.learner.use == LearnerConfig().use:
-        check_trainable(config.model.path)
+        check_trainable(config.model.path, config.learner.context_parallel)
     prompts = usable_prompts(config, environment, console)
     return config, prompts, task_order(config, list(prompts))
 
@@ -331,3 +331,4 @@ async def _train_and_measure(session: TrainingSession, done: int, last: int) -> 
     await session.trainer.train(done + 1, last)
     if before and last and (after := await evaluation.measure(last, done)):
         evaluation.report(before, after)
+    await session.actors.store.settle.remote(last)

@@ -32,7 +32,7 @@ from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline
-from draco_ray.records import Criterion, Message
+from draco_ray.records import Criterion, Judged, Message
 from draco_ray.registry import find
 from draco_ray.rollout.agent import find_agent
 from draco_ray.rollout.agent_prompt import agent_template
@@ -112,6 +112,12 @@ def task_prompts(
     """
     from draco_ray.engine.chat import ChatTokens
 
+    missing = [name for name in environment.agent_variables if name not in config.agent.pass_environment]
+    if missing:
+        raise ConfigError(
+            f"agent.pass_environment: add {', '.join(missing)}: environment.use={config.environment.use} needs it in "
+            "the agent's program, which gets no variable that is not named there"
+        )
     chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # Nothing is sampled here.
@@ -382,7 +388,7 @@ class Actors:
         stops = [actor.stop.remote() for actor in actors]
         stops += [] if self._servers is None else [self._servers[0].stop.remote()]
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(asyncio.gather(*stops, self.store.flush.remote()), timeout=20)
+            await asyncio.wait_for(asyncio.gather(*stops, self.store.settle.remote()), timeout=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +471,7 @@ async def training_session(
             actors.judges,
             advantages,
             actors.store,
-            static_rubric=_static_rubric(config),
+            static_rubric=ray.put(Judged(value=_static_rubric(config))),
             seed=config.seed,
             watch=watch,
             wait=pending.of,

@@ -76,7 +76,7 @@ def struck(
     with contextlib.ExitStack() as stack:
         stack.callback(process.kill)
         for step, faults in STRIKES.items():
-            while not list(parts.glob(f"step{step:05d}/*.parquet")):
+            while not list(parts.glob(f"step{step:05d}/*.arrow")):
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
             for fault in faults:

@@ -59,12 +59,12 @@ def resumed(
     )
     try:
         tables = root / "killed" / "tables"
-        wait_until(lambda: any(tables.glob("trajectories/step00002/*.parquet")), process)
+        wait_until(lambda: any(tables.glob("trajectories/step00002/*.arrow")), process)
         # Scoring of step 2 begins seconds later: it waits for the criteria of the whole group.
         judge.answers_before_holding = 0
         # Every phase before scoring is through when both groups' merge is in the books. How many scoring calls are
         # under way then is not known: rollouts that are equal to the letter share one.
-        wait_until(lambda: len([*tables.glob("judge_calls/step00002/*union*.parquet")]) == PROMPTS, process)
+        wait_until(lambda: len([*tables.glob("judge_calls/step00002/*union*.arrow")]) == PROMPTS, process)
         wait_until(lambda: judge.held > 0, process)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)

@@ -163,7 +163,7 @@ def test_sigterm_keeps_what_was_finished(blind_world: Path, starter_model: Path,
     process = start_draco([*arguments(blind_world, starter_model, tmp_path, "cut"), *words])
     parts = tmp_path / "cut" / "tables" / "trajectories"
     try:
-        while not [*parts.glob("step00002/*.parquet"), *parts.glob("step00002.parquet")]:
+        while not [*parts.glob("step00002/*.arrow"), *parts.glob("step00002.parquet")]:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         # It becomes an interrupt, so that both end alike.

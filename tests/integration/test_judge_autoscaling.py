@@ -159,6 +159,7 @@ def test_judge_nodes_come_with_the_calls_and_go(environment: dict[str, str], tmp
     # The head's only slot is the worker's; the union's waits for a node and holds nobody up.
     assert (seen["judge_slots_at_first"], seen["up_at_first"]) == (1, 1)
     assert seen["merged"] == "union"
+    assert (seen["calls_beside_a_value"], seen["calls_archived"], seen["same_value"]) == (0, 1, True)
     assert (seen["most_up"], seen["nodes_added"]) == (judge_autoscaling.MOST, 2)
     assert seen["nodes_that_judged"] == 3
     assert seen["errors"] == []

@@ -81,7 +81,11 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
     enough.set()
     await asyncio.gather(*asking)
     summaries = [judgement.summary for judgement in answered]
+    judged, archived = await asyncio.gather(answered[0].judged, answered[0].archived)
     return {
+        "calls_beside_a_value": len(judged.calls),
+        "calls_archived": len(archived.calls),
+        "same_value": judged.value == archived.value is not None,
         "most_up": most,
         "nodes_added": len(nodes),
         "nodes_that_judged": len({await place.worker.up.remote() for place in busy}),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from draco_ray.cli import runs_show
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.runs import rows
@@ -30,7 +31,7 @@ from draco_ray.runs.remote.store import ArrowStore, Patient
 from draco_ray.runs.store import RunStore
 from tests.support.killed import Killed
 from tests.support.object_store import MemoryStore
-from tests.support.small_run import TASKS, a_call, write_group
+from tests.support.small_run import TASKS, a_call, small_run, write_group
 
 URL = "mem://bucket/run"
 CONFIG = dump_config(load_config())
@@ -393,6 +394,24 @@ def test_a_run_goes_on_here_and_on_a_machine_that_has_nothing(tmp_path: Path, ur
     assert consistent(readable(f"{url}/a run", checkpoints=True)) == consistent(here.local)
     with pytest.raises(ConfigError, match="no run is there"):
         readable(f"{url}/another")
+
+
+def test_adapters_that_stay_in_the_store_are_counted(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = a_place(url, tmp_path / "here")
+    with working(place, lambda line: None, new=True) as path:
+        small_run(tmp_path / "made")
+        shutil.copytree(tmp_path / "made", path, dirs_exist_ok=True)
+        for step in (1, 12):
+            adapter = path / "checkpoints" / f"step{step:05d}" / "adapter"
+            adapter.mkdir(parents=True)
+            (adapter / "adapter_config.json").write_text("{}")
+    runs_show(f"{url}/a run")
+    assert ", 2 adapters" in " ".join(capsys.readouterr().out.split())
+    assert not (readable(f"{url}/a run") / "checkpoints").exists()
+    runs_show(str(place.local))
+    assert ", 2 adapters" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_that_is_ahead_of_its_copy_is_what_goes_on(

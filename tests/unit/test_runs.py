@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import (
     Attribution,
     CreditFallback,
     Criterion,
     EpisodeEnd,
+    Evaluation,
     GroupAdvantages,
     JudgeCall,
     Message,
@@ -30,9 +33,11 @@ from draco_ray.records import (
 )
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.parts import write_part
 from draco_ray.runs.recorded import read_trajectory
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
+from draco_ray.runs.store_actor import RunStoreActor
 from tests.support.killed import Killed, killed_after
 
 
@@ -78,6 +83,12 @@ def a_call(phase: str = "score", rollout: int | None = 0) -> JudgeCall:
         started_at=1.0,
         seconds=0.1,
         requests=1,
+    )
+
+
+def an_evaluation(task_id: str) -> Evaluation:
+    return Evaluation(
+        task_id=task_id, run=0, success=True, passed_tests=1, total_tests=1, turns=1, ended=EpisodeEnd.FINISHED
     )
 
 
@@ -234,3 +245,155 @@ def test_a_writer_that_is_killed_at_any_write_loses_no_row_and_repeats_none(tmp_
         assert [line["step"] for line in after.metrics()] == [1]
         shutil.rmtree(after.path)
     assert points > 3 * rollouts
+
+
+def test_a_run_store_that_is_killed_while_it_gathers_loses_no_row_and_repeats_none(tmp_path: Path) -> None:
+    """The next step is written meanwhile; what follows finds what was left, a restarted store as a resumed run does."""
+    tables, rollouts = ("trajectories", "steps", "judge_calls"), 3
+    points = 0
+    for point in range(1000):
+        run = RunDirectory.create(tmp_path / str(point), "seed: 0\n")
+        _step_of(RunStore(run), rollouts)
+        RunStore(run).write("evaluations", 1, "before", rows.evaluation_rows(1, "dev", [an_evaluation("a")]))
+        expected = {name: run.table(name).num_rows for name in tables}
+        actor = RunStoreActor(run.path)
+        actor.settle()
+        try:
+            with killed_after(point):
+                actor.finish_step(1, {"step": 1})
+                actor.settle()
+        except Killed:
+            points += 1
+        else:
+            break
+        assert {name: run.table(name, 1).num_rows for name in tables} == expected, point
+        again = RunStoreActor(run.path)
+        again.trajectory(2, a_trajectory())
+        again.finish_step(2, {"step": 2})
+        again.evaluations(1, "dev", [an_evaluation("a"), an_evaluation("b")])
+        again.settle()
+        assert {name: run.table(name, 1).num_rows for name in tables} == expected, point
+        assert run.table("trajectories").num_rows == rollouts + 1
+        assert not [path for name in tables for path in (run.tables / name).glob("step*/")], point
+        # What measures the policy of a step is never closed with it.
+        assert sorted(run.table("evaluations").column("task_id").to_pylist()) == ["a", "a", "b"]
+        shutil.rmtree(run.path)
+    assert points > 3 * rollouts
+
+
+def test_a_closed_step_that_nobody_knows_to_be_closed_stays_in_parts_until_the_end(tmp_path: Path) -> None:
+    """The metrics line is written before a step's last rows: it does not say that a step is closed."""
+    run = RunDirectory.create(tmp_path / "run", "seed: 0\n")
+    first = RunStoreActor(run.path)
+    first.trajectory(1, a_trajectory())
+    first.metrics(1, {"step": 1})
+    again = RunStoreActor(run.path)
+    again.settle()
+    again.spans(1, "checkpoint", [{"stage": "checkpoint", "started_at": 1.0, "ended_at": 2.0}])
+    assert run.table("spans").num_rows == 1
+    again.settle(1)
+    assert (run.table("spans").num_rows, run.table("trajectories").num_rows) == (1, 1)
+    assert not list(run.tables.glob("*/step*/"))
+
+
+def test_what_cannot_be_gathered_is_said_by_the_next_call_that_is_waited_for(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "seed: 0\n")
+    actor = RunStoreActor(run.path)
+    actor.trajectory(1, a_trajectory())
+    (part,) = run.parts("trajectories", 1)
+    part.write_bytes(part.read_bytes()[:-1])
+    actor.finish_step(1, {"step": 1})
+    with pytest.raises(StoreError, match=r"arrow: damaged: its checksum is wrong; restore this file"):
+        actor.settle()
+    with pytest.raises(StoreError, match="its checksum is wrong"):
+        actor.finish_step(2, {"step": 2})
+    assert part.exists()
+
+
+def test_a_table_is_whole_while_its_step_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has listed the parts finds them gone, and the table that they have become."""
+    store = RunStore(RunDirectory.create(tmp_path / "run", "seed: 0\n"))
+    _step_of(store, 4)
+    expected = store.directory.table("steps").num_rows
+    listed = RunDirectory._files
+
+    def then_gathered(run: RunDirectory, name: str, step: int | None) -> list[Path]:
+        found = listed(run, name, step)
+        store.gather(1)
+        return found
+
+    monkeypatch.setattr(RunDirectory, "_files", then_gathered)
+    assert store.directory.table("steps").num_rows == expected
+
+
+def test_parts_of_an_earlier_version_are_read_replaced_and_gathered(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", "seed: 0\n"))
+    folder = store.directory.part("steps", 1, "any").parent
+    folder.mkdir(parents=True)
+    for key in ("a", "b"):
+        pq.write_table(
+            pa.Table.from_pylist(rows.step_rows(1, a_trajectory()), schema=TABLES["steps"]), folder / f"{key}.parquet"
+        )
+    assert store.directory.table("steps").num_rows == 4
+    assert [row["turn"] for row in store.part("steps", 1, "b")] == [1, 2]
+    store.write("steps", 1, "b", rows.step_rows(1, a_trajectory(rollout=7))[:1])
+    assert sorted(store.directory.table("steps").column("rollout").to_pylist()) == [0, 0, 7]
+    store.finish_step(1, {"step": 1})
+    assert sorted(store.directory.table("steps").column("rollout").to_pylist()) == [0, 0, 7]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:3], lambda data: data[:-9], lambda data: b"x" * 99]
+)
+def test_a_damaged_part_is_named(store: RunStore, damage: Callable[[bytes], bytes]) -> None:
+    store.write("steps", 1, "a", rows.step_rows(1, a_trajectory()))
+    (part,) = store.directory.parts("steps", 1)
+    part.write_bytes(damage(part.read_bytes()))
+    with pytest.raises(DamagedRun, match=r"a\.arrow: damaged"):
+        store.directory.table("steps")
+
+
+def test_a_changed_byte_of_a_part_is_found(store: RunStore) -> None:
+    store.write("trajectories", 1, "a", rows.trajectory_rows(1, a_trajectory()))
+    (part,) = store.directory.parts("trajectories", 1)
+    data = part.read_bytes()
+    for at in range(0, len(data), 7):
+        part.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(DamagedRun, match=r"a\.arrow: damaged"):
+            store.directory.table("trajectories")
+
+
+def test_a_part_with_a_right_checksum_is_still_checked(store: RunStore) -> None:
+    path = store.directory.part("steps", 1, "a")
+    write_part(path, pa.table({"training_step": ["x"]}))
+    with pytest.raises(DamagedRun, match="it has no column"):
+        store.directory.table("steps")
+    no_text = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 3], dtype=np.int32)), pa.py_buffer(b"\xff" * 3))
+    whole = pa.Table.from_pylist(rows.step_rows(1, a_trajectory())[:1], schema=TABLES["steps"])
+    write_part(path, whole.set_column(whole.column_names.index("text"), TABLES["steps"].field("text"), no_text))
+    with pytest.raises(DamagedRun, match=r"a\.arrow: damaged"):
+        store.directory.table("steps")
+
+
+def test_a_long_step_is_gathered_some_rows_at_a_time(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draco_ray.runs.store.ROW_GROUP_BYTES", 1_000)
+    _step_of(store, 12)
+    before = store.directory.table("trajectories").to_pylist()
+    store.finish_step(1, {"step": 1})
+    assert store.directory.table("trajectories").to_pylist() == before
+    file = pq.ParquetFile(store.directory.tables / "trajectories" / "step00001.parquet")
+    assert 1 < file.num_row_groups < 12
+
+
+def test_some_columns_of_parts_do_not_hold_the_others_in_memory(store: RunStore) -> None:
+    long = replace(a_call(), prompt="p" * 100_000)
+    for rollout in range(3):
+        store.write("judge_calls", 1, f"a-{rollout}", rows.call_rows(1, [long]))
+    tracemalloc.start()
+    try:
+        numbers = store.directory.table("judge_calls", columns=["call_id"])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert numbers.column("call_id").to_pylist() == ["c1"] * 3
+    assert held < 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ COLUMNS = {
 """Metrics shown, under their names in metrics.jsonl."""
 
 
-def show(directory: Path, console: Console | None = None) -> None:
+def show(directory: Path, console: Console | None = None, *, checkpoints: Sequence[int] | None = None) -> None:
     """Print the setting, a line a step, what each table holds, and success before and after.
+
+    Args:
+        directory: of the run.
+        console: where to.
+        checkpoints: steps that have one, where they are not all in ``directory``.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.
@@ -61,10 +67,11 @@ def show(directory: Path, console: Console | None = None) -> None:
         console.print(f"after step {step}: on {split}: {judged_rates(judged)}", markup=False)
     counts = {name: run.table(name).num_rows for name in ("trajectories", "steps", "criteria", "verdicts", "citations")}
     calls = run.table("judge_calls")
+    adapters = len(run.checkpoint_steps() if checkpoints is None else checkpoints)
     dollars = pc.sum(calls.column("dollars")).as_py() or 0.0
     console.print(
         ", ".join(f"{number} {name}" for name, number in counts.items())
-        + f", {calls.num_rows} judge calls (${dollars:.2f}), {len(run.checkpoint_steps())} adapters"
+        + f", {calls.num_rows} judge calls (${dollars:.2f}), {adapters} adapters"
     )
 
 

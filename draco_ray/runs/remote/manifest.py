@@ -48,6 +48,12 @@ class Manifest:
         return {entry.object for entry in self.files.values()}
 
     @property
+    def checkpoint_steps(self) -> list[int]:
+        """Training steps that have a checkpoint, ascending."""
+        found = (re.match(r"checkpoints/step(\d+)/", path) for path in self.files)
+        return sorted({int(match[1]) for match in found if match})
+
+    @property
     def begun(self) -> bool:
         """Whether the run has begun: a step has rows or metrics, or a checkpoint was written."""
         return any(path == "metrics.jsonl" or path.startswith(("tables/", "checkpoints/")) for path in self.files)

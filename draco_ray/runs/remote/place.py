@@ -108,6 +108,18 @@ def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: N
     return folder
 
 
+def checkpoint_steps(given: str, say: Say = lambda line: None) -> list[int]:
+    """Training steps of which a run has a checkpoint: in its folder, or in the store that a URL names.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    if not is_url(given):
+        return RunDirectory(Path(given)).checkpoint_steps()
+    found = latest_manifest(Patient(ArrowStore(given), given, say, seconds=START_SECONDS), given)
+    return [] if found is None else found.checkpoint_steps
+
+
 @contextlib.contextmanager
 def results_folder(given: str | None, say: Say) -> Iterator[Path | None]:
     """The run directory of ``--out``, which may be a URL: as `working`."""
