@@ -23,11 +23,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 import yaml
 
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.pricing import price_of
 from draco_ray.lab.evaluation.comparison import holm
@@ -38,6 +39,7 @@ from draco_ray.lab.runs.cost import read_calls
 from draco_ray.records import Evaluation, JudgeCall
 from draco_ray.runs.directory import RunDirectory
 
+SANDBOX = "sandbox"
 SETTINGS = "draco no-credit static-credit static outcome random"
 REFERENCE_JUDGE = "gpt-5.4"
 """The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
@@ -77,7 +79,14 @@ Runs = Mapping[str, Mapping[int, Measured]]
 
 
 def train(
-    root: Path, setting: str, seed: int, steps: int, runs: int | None, overrides: Sequence[str], label: str = ""
+    root: Path,
+    setting: str,
+    seed: int,
+    steps: int,
+    runs: int | None,
+    overrides: Sequence[str],
+    label: str = "",
+    preset: str = SANDBOX,
 ) -> RunDirectory:
     """One finished run; one that is there already, with the same words, is taken as it is, or continued.
 
@@ -89,19 +98,29 @@ def train(
         runs: evaluation rollouts per task, before and after; None: training evaluates nothing.
         overrides: further words of ``draco train``.
         label: of these overrides, for the run's name.
+        preset: which sandbox.
     """
-    name = run_name(setting, seed, steps, runs, label)
+    name = run_name(setting, seed, steps, runs, label, preset)
     words = train_words(root, name, seed, steps, runs, overrides)
-    command = ["train", "sandbox", "--setting", setting, *words]
+    command = ["train", preset, "--setting", setting, *words]
     if (root / name / "config.yaml").is_file():
         command += ["--resume", str(root / name)]
     once(root / name / "ablation.yaml", words, command)
     return RunDirectory.open(root / name)
 
 
-def run_name(setting: str, seed: int, steps: int, runs: int | None, label: str = "") -> str:
+def default_steps(preset: str) -> int:
+    """Training steps of a sandbox's preset."""
+    steps = load_config(preset).train.steps
+    assert steps is not None, f"{preset} counts epochs"
+    return steps
+
+
+def run_name(setting: str, seed: int, steps: int, runs: int | None, label: str = "", preset: str = SANDBOX) -> str:
     """A run's folder."""
-    return f"{setting}{label}-seed{seed}-steps{steps}" + ("" if runs is None else f"-runs{runs}")
+    return f"{setting}{preset.removeprefix(SANDBOX)}{label}-seed{seed}-steps{steps}" + (
+        "" if runs is None else f"-runs{runs}"
+    )
 
 
 def train_words(root: Path, name: str, seed: int, steps: int, runs: int | None, overrides: Sequence[str]) -> list[str]:
@@ -321,23 +340,23 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
     )
 
 
-def finished(root: Path, setting: str, seed: int, steps: int, every: int, runs: int, overrides: Sequence[str]) -> bool:
+def finished(root: Path, name: str, seed: int, steps: int, every: int, runs: int, overrides: Sequence[str]) -> bool:
     """Whether a run and its evaluation have come to their end."""
-    name = run_name(setting, seed, steps, None)
     if not done(root / name / "ablation.yaml", train_words(root, name, seed, steps, None, overrides)):
         return False
     return (curve_directory(RunDirectory.open(root / name), every, runs) / "ablation.yaml").is_file()
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of every run.")] = 10,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 5,
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
     every: Annotated[int, typer.Option(min=1, help="Evaluate after every so many steps, and before the first.")] = 2,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
-    root: Annotated[Path, typer.Option(help="Where the runs go; finished ones there are not trained again.")] = Path(
-        "runs/ablation"
-    ),
+    preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Which sandbox.")] = "sandbox",
+    root: Annotated[
+        Path | None, typer.Option(help="Where the runs go; finished ones there are not trained again.")
+    ] = None,
     print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further config keys, for every run.")
@@ -345,18 +364,24 @@ def main(
 ) -> None:
     """Train and evaluate all, the first seed of every setting first; print tables and curves after each run."""
     price = DracoConfig().judge.prices[REFERENCE_JUDGE]
-    root, more = root.resolve(), overrides or []
+    root, more = (root or Path(f"runs/ablation{preset.removeprefix(SANDBOX)}")).resolve(), overrides or []
+    last = steps or default_steps(preset)
+    names = {
+        (seed, name): run_name(name, seed, last, None, "", preset) for seed in range(seeds) for name in settings.split()
+    }
     found: dict[str, dict[int, Measured]] = {name: {} for name in settings.split()}
-    waiting = [(seed, name) for seed in range(seeds) for name in found]
+    waiting = list(names)
     root.mkdir(parents=True, exist_ok=True)
-    for seed, name in [each for each in waiting if finished(root, each[1], each[0], steps, every, runs_per_task, more)]:
+    for (seed, name), folder in names.items():
+        if not finished(root, folder, seed, last, every, runs_per_task, more):
+            continue
         waiting.remove((seed, name))
-        run = RunDirectory.open(root / run_name(name, seed, steps, None))
+        run = RunDirectory.open(root / folder)
         directory = EvaluationDirectory.open(curve_directory(run, every, runs_per_task))
         found[name][seed] = measure(run, directory, price)
     print_all(found, root, runs_per_task)
     for seed, name in [] if print_only else waiting:
-        run = train(root, name, seed, steps, None, more)
+        run = train(root, name, seed, last, None, more, preset=preset)
         found[name][seed] = measure(run, evaluate(run, every, runs_per_task), price)
         print_all(found, root, runs_per_task)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from ablation import done, percent, run_name, train, train_words
+from ablation import SANDBOX, default_steps, done, percent, run_name, train, train_words
 
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 from draco_ray.records import Evaluation
@@ -92,33 +92,35 @@ def gain(after: Summary, before: Summary) -> str:
 def main(
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = "draco no-credit",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of every run.")] = 10,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
-    root: Annotated[Path, typer.Option(help="Where the runs go; finished ones there are not trained again.")] = Path(
-        "runs/noise"
-    ),
+    preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Which sandbox.")] = "sandbox",
+    root: Annotated[
+        Path | None, typer.Option(help="Where the runs go; finished ones there are not trained again.")
+    ] = None,
     print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further config keys, for every run.")
     ] = None,
 ) -> None:
     """Train all, the first seed of everything first, and print the table after each run."""
-    root, names = root.resolve(), settings.split()
+    root, names = (root or Path(f"runs/noise{preset.removeprefix(SANDBOX)}")).resolve(), settings.split()
+    last = steps or default_steps(preset)
     found: dict[Cell, RunDirectory] = {}
     waiting: list[tuple[Cell, list[str]]] = []
     for seed in range(seeds):
         for noise, shares in NOISES.items():
             for name in names:
                 more = [*words(shares), *(overrides or [])]
-                run = run_name(name, seed, steps, runs_per_task, label(shares))
-                if done(root / run / "ablation.yaml", train_words(root, run, seed, steps, runs_per_task, more)):
+                run = run_name(name, seed, last, runs_per_task, label(shares), preset)
+                if done(root / run / "ablation.yaml", train_words(root, run, seed, last, runs_per_task, more)):
                     found[noise, name, seed] = RunDirectory.open(root / run)
                 else:
                     waiting.append(((noise, name, seed), more))
     print(table(found, names, runs_per_task), flush=True)
     for cell, more in [] if print_only else waiting:
         noise, name, seed = cell
-        found[cell] = train(root, name, seed, steps, runs_per_task, more, label(NOISES[noise]))
+        found[cell] = train(root, name, seed, last, runs_per_task, more, label(NOISES[noise]), preset)
         print(f"\n{table(found, names, runs_per_task)}", flush=True)
     print(
         "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; the last column is paired "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,21 @@ from tests.support import skips
 REPOSITORY = Path(__file__).resolve().parents[1]
 # A background job of a script is started with SIGINT ignored, and what it starts inherits that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes is the machine's business.
+settings.register_profile("patient", settings(), deadline=None)
+settings.load_profile("patient")
 # For code that is broken on purpose (`make mutate`): that a test fails is enough, and always on the same examples.
 settings.register_profile(
     "broken", derandomize=True, database=None, max_examples=30, phases=(Phase.explicit, Phase.generate)
 )
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Files of a test are readable as they usually are, whatever a command that ran in this process has set."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,18 +42,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
+HARD_WORLD = ("--seed", "7", "--scenarios", "9", "--users", "20", "--variety", "hard")
 
 
 @pytest.fixture(scope="session")
 def sandbox_root() -> Path:
     """Data root of a sandbox world: two scenarios a split, seed 7. Kept between runs until its generator changes."""
-    root = REPOSITORY / ".cache" / "test-world"
+    return _world(REPOSITORY / ".cache" / "test-world", SANDBOX_WORLD)
+
+
+@pytest.fixture(scope="session")
+def hard_sandbox_root(sandbox_root: Path) -> Path:
+    """The hard variety: as many scenarios a split as training has families."""
+    root = REPOSITORY / ".cache" / "test-world-hard"
+    return _world(root, HARD_WORLD, seeded_from=sandbox_root)
+
+
+def _world(root: Path, words: tuple[str, ...], seeded_from: Path | None = None) -> Path:
+    """Build a world, or leave it as it is; where it replaces a copy of another it keeps that one's API docs."""
     root.parent.mkdir(exist_ok=True)
     build = ["-m", "draco_ray.sandbox.world", "build", "--out", str(root)]
     with open(root.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if seeded_from is not None and not root.exists():
+            shutil.copytree(seeded_from, root)
         done = subprocess.run(
-            [appworld_python(None), *build, *SANDBOX_WORLD],
+            [appworld_python(None), *build, *words],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,

@@ -33,15 +33,17 @@ for line in sys.stdin:
 """
 
 
-def test_rewards_follow_success(sandbox_root: Path, tmp_path: Path) -> None:
-    manifest = json.loads((sandbox_root / "sandbox.json").read_text())["tasks"]
+@pytest.mark.parametrize("world", ["sandbox_root", "hard_sandbox_root"])
+def test_rewards_follow_success(world: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    root: Path = request.getfixturevalue(world)
+    manifest = json.loads((root / "sandbox.json").read_text())["tasks"]
     tasks = [task_id for task_id, entry in sorted(manifest.items()) if entry["split"] == "train" and task_id[-1] == "1"]
     jobs = []
     for task_id in tasks:
         family = families()[manifest[task_id]["family"]]
         variants = [[], *([fault] for fault in sorted(family.fatal)), [Fault.PRINT_SECRET]]
         jobs += [{"task_id": task_id, "cells": family.script(frozenset(faults))} for faults in variants]
-    (tmp_path / "data").symlink_to(sandbox_root / "data", target_is_directory=True)
+    (tmp_path / "data").symlink_to(root / "data", target_is_directory=True)
     done = subprocess.run(
         [appworld_python(None), "-B", "-c", PLAY],
         input="".join(json.dumps(job) + "\n" for job in jobs),
@@ -54,7 +56,7 @@ def test_rewards_follow_success(sandbox_root: Path, tmp_path: Path) -> None:
     assert len(played) == len(jobs)
     better = pairs = 0
     for task_id in tasks:
-        task = json.loads((sandbox_root / "data" / "tasks" / task_id / "specs.json").read_text())["instruction"]
+        task = json.loads((root / "data" / "tasks" / task_id / "specs.json").read_text())["instruction"]
         group = [(job, result) for job, result in zip(jobs, played, strict=True) if job["task_id"] == task_id]
         cases = [Case(run_of(*zip(job["cells"], result["outputs"], strict=True)), task) for job, result in group]
         rules = [*proposals(cases[0].demands), *discoveries()]

@@ -75,7 +75,7 @@ def test_a_world_in_place_of_another_verifies_for_every_family(sandbox_root: Pat
     entries = manifest(root)
     assert len(entries["tasks"]) == 195
     first = {entry["family"]: task for task, entry in reversed(entries["tasks"].items())}
-    assert sorted(first) == sorted(families())
+    assert sorted(first) == sorted(name for name, family in families().items() if family.variety == "standard")
     # One task a family, for time; `draco sandbox verify` runs them all.
     entries["tasks"] = {task: entries["tasks"][task] for task in first.values()}
     (root / "sandbox.json").write_text(json.dumps(entries))
@@ -88,6 +88,21 @@ def test_a_world_in_place_of_another_verifies_for_every_family(sandbox_root: Pat
     # Nine runs: idle, reference, four with a fatal fault, three with a harmless one.
     assert ["count_contacts_born", "phone", "1", "1", "0", "0", "0", "9", "0"] in rows
     assert files(root) == before
+
+
+def test_the_hard_world_verifies_for_every_family(hard_sandbox_root: Path, tmp_path: Path) -> None:
+    root = tmp_path / "world"
+    shutil.copytree(hard_sandbox_root, root)
+    entries = manifest(root)
+    first = {entry["family"]: task for task, entry in reversed(entries["tasks"].items())}
+    assert sorted(first) == sorted(name for name, family in families().items() if family.variety == "hard")
+    entries["tasks"] = {task: entries["tasks"][task] for task in first.values()}
+    (root / "sandbox.json").write_text(json.dumps(entries))
+    verified = sandbox("verify", "--root", str(root))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert f"verify: {len(first)}/{len(first)} tasks" in verified.stdout
+    rows = [line.split() for line in verified.stdout.splitlines()]
+    assert ["note_of_senders", "phone+venmo+simple_note", "3", "1", "0", "0", "0", "9", "0"] in rows
 
 
 def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path: Path) -> None:
@@ -109,18 +124,44 @@ def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path:
     assert lines[-1] == "verify: 2 failing tasks"
 
 
-def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(sandbox_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "family", "extra", "broken"),
+    [
+        (
+            "sandbox_root",
+            "count_contacts_born",
+            'apis.phone.delete_contact(contact_id=rows[0]["contact_id"], access_token=phone_token)',
+            "Only the expected models have changed.",
+        ),
+        (
+            "hard_sandbox_root",
+            "deny_relation_requests",
+            'apis.phone.delete_contact(contact_id=people[0]["contact_id"], access_token=phone_token)',
+            "Only the expected models have changed.",
+        ),
+        (
+            "hard_sandbox_root",
+            "deny_relation_requests",
+            "other = [r for r in rows if r not in requests][0]\n"
+            'apis.venmo.deny_payment_request(payment_request_id=other["payment_request_id"], access_token=venmo_token)',
+            "The changed rows of venmo.PaymentRequest are exactly the expected ones.",
+        ),
+    ],
+)
+def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(
+    request: pytest.FixtureRequest, tmp_path: Path, world: str, family: str, extra: str, broken: str
+) -> None:
     copied = tmp_path / "world"
-    shutil.copytree(sandbox_root, copied)
-    code = """
+    shutil.copytree(request.getfixturevalue(world), copied)
+    code = f"""
     import json
     from appworld.environment import AppWorld
     from draco_ray.sandbox.world.scripts import families
 
     tasks = json.load(open("sandbox.json"))["tasks"]
-    task_id = next(task for task, entry in tasks.items() if entry["family"] == "count_contacts_born")
-    *cells, completion = families()["count_contacts_born"].script()
-    extra = 'apis.phone.delete_contact(contact_id=rows[0]["contact_id"], access_token=phone_token)'
+    task_id = next(task for task, entry in tasks.items() if entry["family"] == "{family}")
+    *cells, completion = families()["{family}"].script()
+    extra = {extra!r}
     for script in ([*cells, completion], [*cells, extra, completion]):
         with AppWorld(task_id=task_id) as world:
             for cell in script:
@@ -132,7 +173,7 @@ def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(sandbox_root: P
     script.write_text(textwrap.dedent(code).replace('"sandbox.json"', repr(str(copied / "sandbox.json"))))
     done = run(str(script), root=copied)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert results == ["RESULT True []", "RESULT False ['Only the expected models have changed.']"], done.stderr
+    assert results == ["RESULT True []", f"RESULT False [{broken!r}]"], done.stderr
 
 
 def test_tasks_open_without_their_ground_truth(sandbox_root: Path, tmp_path: Path) -> None:

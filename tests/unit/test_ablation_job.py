@@ -216,6 +216,21 @@ def test_an_interrupted_run_is_continued_and_other_words_are_another_run(
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("name", ["ablation", "bench_noise"])
+def test_the_hard_sandbox_has_its_own_runs_and_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="start again to go on"):
+        load_job(name).main(seeds=1, settings="draco", preset="sandbox-hard")
+    (command,) = started
+    assert command[:4] == ["train", "sandbox-hard", "--setting", "draco"]
+    assert "train.steps=30" in command
+    folder = name.removeprefix("bench_")
+    assert f"run.root={tmp_path / 'runs' / f'{folder}-hard'}" in command
+    assert command[-1].startswith("run.name=draco-hard-seed0-steps30")
+
+
 def test_lost_rollouts_are_counted(job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = finished_run(job, tmp_path, "draco", 0, {0: 0, 4: 2}, 1)
     results = path / "evaluations" / f"heldout-every{EVERY}-runs{RUNS}" / "results" / "step00004.jsonl"

@@ -13,7 +13,7 @@ from draco_ray.sandbox.world import build as building
 from draco_ray.sandbox.world import evaluation, population, verify
 from draco_ray.sandbox.world.population import PAGE_LIMIT, World, populate
 from draco_ray.sandbox.world.scenarios import SCENARIOS, PlannedTask, plan, users_of_splits
-from draco_ray.sandbox.world.scripts import SPLITS
+from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES
 
 USERS = building.DEFAULT_USERS
 
@@ -23,19 +23,24 @@ def world() -> World:
     return populate(seed=0, users=USERS)
 
 
+@pytest.fixture(scope="module", params=VARIETIES)
+def variety(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def tasks(world: World) -> list[PlannedTask]:
-    return plan(world, seed=0)
+def tasks(world: World, variety: str) -> list[PlannedTask]:
+    return plan(world, seed=0, variety=variety)
 
 
 def content(task: PlannedTask) -> tuple[object, ...]:
     return task.task_id, task.split, task.family.name, task.person, task.instruction, task.draft
 
 
-def test_equal_seeds_give_equal_worlds_and_plans(world: World, tasks: list[PlannedTask]) -> None:
+def test_equal_seeds_give_equal_worlds_and_plans(world: World, tasks: list[PlannedTask], variety: str) -> None:
     again = populate(seed=0, users=USERS)
     assert again == world
-    assert [content(task) for task in plan(again, seed=0)] == [content(task) for task in tasks]
+    assert [content(task) for task in plan(again, seed=0, variety=variety)] == [content(task) for task in tasks]
 
 
 def test_another_seed_gives_another_world(world: World) -> None:
@@ -43,8 +48,8 @@ def test_another_seed_gives_another_world(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_other_seeds_fill_every_scenario(seed: int) -> None:
-    counts = Counter(task.split for task in plan(populate(seed, USERS), seed))
+def test_other_seeds_fill_every_scenario(seed: int, variety: str) -> None:
+    counts = Counter(task.split for task in plan(populate(seed, USERS), seed, variety=variety))
     assert counts == {split: 3 * scenarios for split, scenarios in SCENARIOS.items()}
 
 
@@ -146,8 +151,28 @@ def test_a_number_of_users_out_of_range_is_refused(users: int, tmp_path: Path) -
         building.build(tmp_path / "world", users=users)
 
 
-def test_the_smallest_world_can_be_planned() -> None:
-    assert len(plan(populate(0, population.MIN_USERS), 0, limit=2)) == 4 * 2 * 3
+def test_the_smallest_world_can_be_planned(variety: str) -> None:
+    assert len(plan(populate(0, population.MIN_USERS), 0, limit=2, variety=variety)) == 4 * 2 * 3
+
+
+def test_a_variety_has_families_of_its_own(tasks: list[PlannedTask], variety: str) -> None:
+    assert {task.family.variety for task in tasks} == {variety}
+
+
+def test_the_hard_variety_is_harder(world: World) -> None:
+    hard = plan(world, seed=0, variety="hard")
+    assert min(len(task.family.apps) for task in hard) == 2
+    assert max(len(task.family.apps) for task in hard) == 3
+    assert {task.family.difficulty for task in hard} == {3}
+    steps = [len(task.family.script()) for task in hard]
+    standard = [len(task.family.script()) for task in plan(world, seed=0)]
+    assert min(steps) >= 9
+    assert sum(steps) > 1.25 * sum(standard)
+
+
+def test_an_unknown_variety_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--variety is 'harder', expected standard or hard"):
+        building.build(tmp_path / "world", variety="harder")
 
 
 def test_a_folder_that_is_no_sandbox_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

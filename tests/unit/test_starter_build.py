@@ -15,6 +15,8 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.starter import StarterSettings, build_starter
 from draco_ray.sandbox.starter.build import RECIPE, _recipe
+from draco_ray.sandbox.starter.settings import default_settings
+from draco_ray.sandbox.world.scripts import FATAL
 
 
 @pytest.fixture
@@ -36,6 +38,32 @@ def test_without_a_world_it_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(WorldError, match="no sandbox world at .*nowhere: run `draco sandbox build --out .*nowhere`"):
         build_starter(tmp_path / "model", tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_of_another_variety_is_refused_and_one_from_before_there_were_two_is_standard(
+    tmp_path: Path, world: Path
+) -> None:
+    with pytest.raises(WorldError, match="is of the variety standard, not hard: run .* --variety hard` first"):
+        build_starter(tmp_path / "model", world, variety="hard")
+    with pytest.raises(WorldError, match="no sandbox world at .*nowhere: run .* --variety hard` first"):
+        build_starter(tmp_path / "model", tmp_path / "nowhere", variety="hard")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / RECIPE).write_text(recipe())
+    assert build_starter(tmp_path / "model", world, variety="standard") == tmp_path / "model"
+
+
+def test_each_variety_has_an_agent_and_a_recipe_of_its_own(tmp_path: Path, world: Path) -> None:
+    manifest = json.loads((world / "sandbox.json").read_text()) | {"variety": "hard"}
+    (world / "sandbox.json").write_text(json.dumps(manifest))
+    (tmp_path / "model").mkdir()
+    agent, settings = load_config("sandbox-hard").agent, default_settings("hard")
+    (tmp_path / "model" / RECIPE).write_text(_recipe(manifest, agent, settings, 0))
+    assert build_starter(tmp_path / "model", world, variety="hard") == tmp_path / "model"
+    assert _recipe(manifest, agent, settings, 0) != recipe()
+    flawless = 1.0
+    for fault in FATAL:
+        flawless *= 1 - settings.fault_rates[fault]
+    assert flawless < 0.2
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path, world: Path) -> None:

@@ -29,9 +29,9 @@ from draco_ray.extras import need
 from draco_ray.records import Task
 from draco_ray.rollout.agent_prompt import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
-from draco_ray.sandbox.starter.settings import StarterSettings
+from draco_ray.sandbox.starter.settings import StarterSettings, default_settings
 from draco_ray.sandbox.world.build import read_manifest
-from draco_ray.sandbox.world.scripts import Family, families
+from draco_ray.sandbox.world.scripts import VARIETIES, Family, families
 
 if TYPE_CHECKING:
     from draco_ray.engine.chat import ChatTokens
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 RECIPE = "starter.json"
 """Written last: a folder that holds it is complete, and what is in it says whether it is up to date."""
-PRESET = "sandbox"
-"""The configuration the starter policy is made for: its agent is the one that is demonstrated."""
+PRESETS = {"standard": "sandbox", "hard": "sandbox-hard"}
+"""The configuration that each variety's starter policy is made for: its agent is the one that is demonstrated."""
 PACKAGE = Path(__file__).resolve().parents[2]
 SOURCES = (
     "sandbox/starter",
@@ -62,6 +62,7 @@ def build_starter(
     *,
     seed: int = 0,
     settings: StarterSettings | None = None,
+    variety: str | None = None,
     progress: bool = False,
 ) -> Path:
     """Make the starter policy in ``out``, a Hugging Face model directory; at once if the same one is there already.
@@ -71,19 +72,20 @@ def build_starter(
         world: a sandbox made by ``draco sandbox build``; only one split's tasks are demonstrated.
         seed: of the faults, the initial weights and the order of training. Equal seeds, worlds and settings give
             equal weights on the same kind of machine.
-        settings: the recipe; None is the default one.
+        settings: the recipe; None is the default one of the world's variety.
+        variety: that the world must have; None takes any.
         progress: say what is going on.
     Returns: ``out``.
-    Raises: WorldError if ``world`` is not a sandbox or AppWorld fails; ConfigError if ``out`` holds something else;
+    Raises: WorldError if ``world`` is no such sandbox or AppWorld fails; ConfigError if ``out`` holds something else;
         ModuleNotFoundError without PyTorch and transformers.
     """
     for package in ("torch", "transformers"):
         need(package)
-    settings = settings or StarterSettings()
     console = Console(quiet=not progress, highlight=False, soft_wrap=True)
     out = out.absolute()
-    agent = load_config(PRESET).agent
-    manifest = _sandbox(world)
+    manifest = _sandbox(world, variety)
+    settings = settings or default_settings(manifest["variety"])
+    agent = load_config(PRESETS[manifest["variety"]]).agent
     recipe = _recipe(manifest, agent, settings, seed)
     if (out / RECIPE).is_file():
         if (out / RECIPE).read_text(encoding="utf-8") == recipe:
@@ -104,11 +106,16 @@ def build_starter(
     return out
 
 
-def _sandbox(world: Path) -> dict[str, Any]:
-    """The manifest of a sandbox. Raises: WorldError."""
+def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
+    """The manifest of a sandbox of that variety, None for any. Raises: WorldError."""
     manifest = read_manifest(world)
+    build = f"run `draco sandbox build --out {world}{f' --variety {variety}' if variety else ''}` first"
     if manifest is None:
-        raise WorldError(f"no sandbox world at {world}: run `draco sandbox build --out {world}` first")
+        raise WorldError(f"no sandbox world at {world}: {build}")
+    # Worlds that were built when there was one variety do not name it.
+    found = manifest.setdefault("variety", VARIETIES[0])
+    if variety not in (None, found):
+        raise WorldError(f"the sandbox world at {world} is of the variety {found}, not {variety}: {build}")
     check_data_root(world)
     return manifest
 

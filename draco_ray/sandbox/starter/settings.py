@@ -21,6 +21,14 @@ FAULT_RATES = {
 """Without any fault in 43 % of the demonstrations' draws. What a transcript shows plainly (later pages skipped, no
 completion) is frequent, what only a close reader would notice (a wrong comparison) is rare."""
 
+HARD_FAULT_RATES = FAULT_RATES | {
+    Fault.FIRST_PAGE_ONLY: 0.5,
+    Fault.WRONG_SOURCE: 0.2,
+    Fault.WRONG_FILTER: 0.2,
+    Fault.NO_COMPLETION: 0.4,
+}
+"""Of the hard variety: a fifth of the draws is without any fatal fault."""
+
 
 class StarterSettings(Tree):
     """The starter policy's recipe. Together with the world and the seed it fixes the weights."""
@@ -58,3 +66,8 @@ class StarterSettings(Tree):
     """PyTorch threads; part of the recipe because the order of sums decides the last bits of the weights."""
     processes: int = Field(2, ge=1)
     """AppWorld processes that execute demonstrations; does not influence the result."""
+
+
+def default_settings(variety: str) -> StarterSettings:
+    """The recipe for a variety of the sandbox."""
+    return StarterSettings(fault_rates=HARD_FAULT_RATES) if variety == "hard" else StarterSettings()

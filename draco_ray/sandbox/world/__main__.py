@@ -10,6 +10,7 @@ from pathlib import Path
 
 from draco_ray.errors import DracoError
 from draco_ray.sandbox.world.build import DEFAULT_USERS, build
+from draco_ray.sandbox.world.scripts import VARIETIES
 
 
 def _say(line: str) -> None:
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("build", help="make a complete AppWorld root")
     make.add_argument("--out", type=Path, required=True, help="folder to make; an older sandbox there is replaced")
+    make.add_argument("--variety", default=VARIETIES[0], help="kind of tasks: " + " or ".join(VARIETIES))
     make.add_argument("--seed", type=int, default=0, help="the same seed gives the same world")
     make.add_argument("--users", type=int, default=DEFAULT_USERS, help="main users of the world")
     make.add_argument("--scenarios", type=int, default=None, help="scenarios a split at most (default: a full world)")
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C: clean up first
     try:
         if options.command == "build":
-            build(options.out, options.seed, options.users, options.scenarios, options.force, _say)
+            build(options.out, options.seed, options.users, options.scenarios, options.force, _say, options.variety)
             return 0
         from draco_ray.sandbox.world.verify import verify
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.world import population, scenarios
-from draco_ray.sandbox.world.scripts import SPLITS
+from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES
 
 MANIFEST = "sandbox.json"
 API_DOCS = Path("data/api_docs")
@@ -81,6 +81,7 @@ def build(
     limit: int | None = None,
     force: bool = False,
     progress: Progress = print,
+    variety: str = VARIETIES[0],
 ) -> dict[str, Any]:
     """Make a sandbox in ``out`` and return its manifest; at once if it is there already.
 
@@ -90,6 +91,7 @@ def build(
         users: main users of the world.
         limit: scenarios a split at most; None for a full world.
         force: build even if the same world is there.
+        variety: one of VARIETIES.
     Raises: ConfigError for arguments out of range; WorldError if ``out`` holds something that is not a sandbox.
     """
     out = out.absolute()
@@ -99,7 +101,10 @@ def build(
         raise ConfigError(f"--users is {users}, expected {population.MIN_USERS} to {population.MAX_USERS}")
     if limit is not None and limit < 1:
         raise ConfigError(f"--scenarios is {limit}, expected at least 1")
+    if variety not in VARIETIES:
+        raise ConfigError(f"--variety is {variety!r}, expected {' or '.join(VARIETIES)}")
     wanted = {
+        "variety": variety,
         "seed": seed,
         "users": users,
         "scenarios": limit,
@@ -148,7 +153,7 @@ def _build_in(root: Path, wanted: dict[str, Any], docs: Path | None, progress: P
     with _api_docs(root, docs):
         store = Store(root)
         world = population.populate(wanted["seed"], wanted["users"])
-        tasks = scenarios.plan(world, wanted["seed"], wanted["scenarios"])
+        tasks = scenarios.plan(world, wanted["seed"], wanted["scenarios"], wanted["variety"])
         counts = Counter(task.split for task in tasks)
         say(f"{len(world.people)} users, tasks: " + ", ".join(f"{split} {counts[split]}" for split in SPLITS))
         rows = store.write_base_dbs(world)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from draco_ray.errors import WorldError
 from draco_ray.sandbox.world.population import Person, World
-from draco_ray.sandbox.world.scripts import SPLITS, Draft, Family, families
+from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES, Draft, Family, families
 
 SCENARIOS = {"train": 30, "dev": 10, "test_normal": 15, "test_challenge": 10}
 """Scenarios of a full world; each has TASKS_PER_SCENARIO tasks."""
@@ -39,18 +39,21 @@ def users_of_splits(people: list[Person]) -> dict[str, list[Person]]:
     return {"train": people[3 * share :], **held_out}
 
 
-def plan(world: World, seed: int, limit: int | None = None) -> list[PlannedTask]:
+def plan(world: World, seed: int, limit: int | None = None, variety: str = VARIETIES[0]) -> list[PlannedTask]:
     """Choose every task of the world, split by split. Equal arguments give equal plans.
 
     Args:
         limit: scenarios a split at most; None for a full world.
+        variety: whose families make the tasks.
     Raises: WorldError if a family finds too few users for a scenario.
     """
     users = users_of_splits(world.people)
     tasks: list[PlannedTask] = []
     for split in SPLITS:
         # By name: neighbours differ in app and difficulty, so a limited world is still a mixed one.
-        members = sorted((f for f in families().values() if split in f.splits), key=lambda f: f.name)
+        members = sorted(
+            (f for f in families().values() if f.variety == variety and split in f.splits), key=lambda f: f.name
+        )
         taken: set[str] = set()
         for index in range(min(SCENARIOS[split], limit or SCENARIOS[split])):
             family, repeat = members[index % len(members)], index // len(members)

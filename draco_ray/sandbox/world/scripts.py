@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 from draco_ray.sandbox.world.population import Person, World
 
 SPLITS = ("train", "dev", "test_normal", "test_challenge")
+VARIETIES = ("standard", "hard")
+"""Kinds of world; each has families of its own over the same people and rows."""
 
 
 class Fault(StrEnum):
@@ -60,6 +62,8 @@ DATE = 're.findall(r"\\d{4}-\\d\\d-\\d\\d", task)[0]'
 """the date,"""
 NUMBER = 'int(re.findall(r"\\d+", task)[0])'
 """the whole number,"""
+DOLLARS = 'int(re.findall(r"\\$(\\d+)", task)[0])'
+"""the whole number of dollars,"""
 TIME = 're.findall(r"\\d\\d:\\d\\d", task)[0]'
 """the time of day,"""
 RELATION = 're.findall("friend|coworker|sibling|roommate", task)[0]'
@@ -157,6 +161,7 @@ class Family(ABC):
     """Apps the reference solution logs in to, in that order; the supervisor app is not counted."""
     difficulty: ClassVar[int]
     """1, 2 or 3."""
+    variety: ClassVar[str] = "standard"
     splits: ClassVar[tuple[str, ...]] = ("train", "dev", "test_normal")
     fatal: ClassVar[Faults]
     """The fatal faults the family has."""
@@ -205,9 +210,9 @@ class Family(ABC):
 
 
 def families() -> dict[str, Family]:
-    """All scenario families by name, in a fixed order."""
+    """The scenario families of all varieties by name, in a fixed order."""
     # Imported late: the families' modules are written in terms of this one.
-    from draco_ray.sandbox.world.families import challenge, phone, simple_note, spotify, venmo
+    from draco_ray.sandbox.world.families import challenge, hard, phone, simple_note, spotify, venmo
 
-    modules = (spotify, venmo, phone, simple_note, challenge)
+    modules = (spotify, venmo, phone, simple_note, challenge, hard)
     return {cls.name: cls() for module in modules for cls in module.FAMILIES}
