@@ -10,7 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -45,6 +45,14 @@ app.add_typer(new, name="new")
 
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
+Variety = Annotated[
+    Literal["standard", "hard"], typer.Option(help="Kind of world; hard: tasks of several apps in more steps.")
+]
+
+
+def _of_variety(path: Path, variety: str) -> Path:
+    """Where a variety's world or starter policy is, unless told."""
+    return path if variety == "standard" else path.with_name(f"{path.name}-{variety}")
 
 
 def _phase(name: str) -> str:
@@ -176,9 +184,13 @@ def show_config(
         typer.echo(textwrap.fill(f"{key.kind}. {key.meaning}", 110, initial_indent="    ", subsequent_indent="    "))
 
 
-@app.command(epilog="Try:  draco plan qwen3.6-27b --gpu-memory-gib 140      draco plan qwen2.5-32b learner.workers=2")
+@app.command(
+    epilog="Try:  draco plan qwen3.6-27b --gpu-memory-gib 140      draco plan --simulate runs/NAME --rollouts 1024"
+)
 def plan(
-    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    config: Annotated[
+        str | None, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")
+    ] = None,
     overrides: Overrides = None,
     setting: Setting = None,
     gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU, GiB.")] = 80,
@@ -188,8 +200,65 @@ def plan(
     assume: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A throughput, see docs/planning.md; may be repeated.")
     ] = None,
+    simulate: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Play steps of other sizes from what this run recorded.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="With --simulate: foretell this other run's steps, too.")
+    ] = None,
+    rollouts: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=100_000, help="Of a simulated step; may be repeated. 96, 1,024 and 16,384."),
+    ] = None,
+    engines: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Of the simulated setting; the run's own.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, max=100_000, help="Likewise: environments.")] = None,
+    judge_workers: Annotated[int | None, typer.Option(min=1, max=100_000, help="Likewise.")] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(min=1, help="Likewise: judge.limits.")] = None,
+    tokens_per_minute: Annotated[float | None, typer.Option(min=1, help="Likewise: judge.limits.")] = None,
+    gpu_dollars: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, to add up a step.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what a simulation draws.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="A page with the simulation's curves.")] = None,
 ) -> None:
-    """Print the memory of each GPU by kind and the expected time of a step; refuse what cannot fit."""
+    """Print the memory of each GPU by kind and the expected time of a step; or simulate steps like a run's."""
+    from draco_ray.errors import ConfigError
+
+    number = {
+        "slots": slots,
+        "engines": engines,
+        "judge_workers": judge_workers,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+    }
+    if simulate is None:
+        given = [
+            name for name, value in {**number, "rollouts": rollouts, "compare": compare, "out": out}.items() if value
+        ]
+        if config is None or given:
+            wanted = (
+                f"--{given[0].replace('_', '-')} needs --simulate RUN" if given else "name CONFIG or --simulate RUN"
+            )
+            raise ConfigError(f"plan: {wanted}")
+        _plan_memory(config, overrides, setting, gpu_memory_gib, model_config, assume)
+        return
+    if config is not None:
+        raise ConfigError(f"plan --simulate: takes its configuration from the run; found {config!r} beside it")
+    from draco_ray.commands.simulate import simulate_run
+
+    simulate_run(
+        simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed, gpu_dollars=gpu_dollars, out=out
+    )
+
+
+def _plan_memory(
+    config: str,
+    overrides: list[str] | None,
+    setting: str | None,
+    gpu_memory_gib: float,
+    model_config: Path | None,
+    assume: list[str] | None,
+) -> None:
     from draco_ray.commands.plan import plan as print_plan
     from draco_ray.lab.planning.step_time import assumptions
 
@@ -203,13 +272,17 @@ def plan(
 
 @sandbox.command(name="build")
 def sandbox_build(
-    out: Annotated[Path, typer.Option(help="Where the AppWorld data root goes.")] = SANDBOX_ROOT,
+    variety: Variety = "standard",
+    out: Annotated[
+        Path | None, typer.Option(help=f"Where the AppWorld data root goes; {SANDBOX_ROOT}[-hard] unless told.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same world.")] = 0,
     scenarios: Annotated[int | None, typer.Option(help="At most so many scenarios per split.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Rebuild a world that is there.")] = False,
 ) -> None:
     """Build a complete AppWorld data root with AppWorld's own models and factories."""
-    arguments = ["build", "--out", str(out.resolve()), "--seed", str(seed)]
+    out = out or _of_variety(SANDBOX_ROOT, variety)
+    arguments = ["build", "--out", str(out.resolve()), "--seed", str(seed), "--variety", variety]
     arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
     _in_appworld("draco_ray.sandbox.world", arguments + (["--force"] if force else []))
 
@@ -225,14 +298,26 @@ def sandbox_verify(
 
 @starter.command(name="build")
 def starter_build(
-    world: Annotated[Path, typer.Option(help="The sandbox world to learn from (its training split).")] = SANDBOX_ROOT,
-    out: Annotated[Path, typer.Option(help="Where the model directory goes.")] = STARTER_MODEL,
+    variety: Variety = "standard",
+    world: Annotated[
+        Path | None,
+        typer.Option(help=f"The sandbox to learn from (its training split); {SANDBOX_ROOT}[-hard] unless told."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=f"Where the model directory goes; {STARTER_MODEL}[-hard] unless told.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed and world give the same model.")] = 0,
 ) -> None:
     """Train the starter policy on scripted rollouts, good and faulty; returns at once when it is there already."""
     from draco_ray.sandbox.starter import build_starter
 
-    build_starter(out, world, seed=seed, progress=True)
+    build_starter(
+        out or _of_variety(STARTER_MODEL, variety),
+        world or _of_variety(SANDBOX_ROOT, variety),
+        seed=seed,
+        variety=variety if world is None else None,
+        progress=True,
+    )
 
 
 @new.command(name="environment")
@@ -319,8 +404,10 @@ def judge_server(
 def runs_show(directory: RunArgument) -> None:
     """Print a run: its setting, one line a step, before and after."""
     from draco_ray.lab.runs.show import show
+    from draco_ray.runs.remote.place import checkpoint_steps
 
-    show(_run_folder(directory))
+    # They are large, and stay in the store: their number is what is shown of them.
+    show(_run_folder(directory), checkpoints=checkpoint_steps(directory))
 
 
 @runs.command(name="cost")

@@ -260,8 +260,10 @@ class Bench:
         return Measured(seconds=seconds, groups=groups, learned=learned, bound=bound)
 
 
-def configuration(world: Path, model: Path, root: Path, judge_seconds: float) -> DracoConfig:
-    """The sandbox preset at the bench's size."""
+def configuration(
+    world: Path, model: Path, root: Path, judge_seconds: float, overrides: Sequence[str] = ()
+) -> DracoConfig:
+    """The sandbox preset at the bench's size, and what ``overrides`` change of it."""
     return load_config(
         "sandbox",
         [
@@ -279,6 +281,7 @@ def configuration(world: Path, model: Path, root: Path, judge_seconds: float) ->
             "environment.start_timeout_seconds=600",
             "environment.cell_timeout_seconds=300",
             "ray.dashboard=false",
+            *overrides,
         ],
     )
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import ModelShape, model_shape
+from draco_ray.engine.model_shape import ModelShape, check_heads, model_shape
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
     context_problem,
@@ -24,6 +24,7 @@ from draco_ray.lab.planning.memory import (
     EngineMemory,
     LearnerMemory,
     engine_memory,
+    exchanged_bytes,
     is_sharded,
     learner_memory,
     learner_room,
@@ -33,6 +34,8 @@ from draco_ray.lab.planning.memory import (
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
+MOST_TOKENS = 1 << 24
+"""Tokens of a micro-batch beyond which nobody asks whether they fit."""
 MOST_WORKERS = 64
 """Learner workers that a refusal suggests at most."""
 
@@ -55,13 +58,14 @@ def plan(
     """
     console = console or Console(highlight=False, soft_wrap=True)
     shape = model_shape(config.model.path, model_config)
+    check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
     gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
     learner = learner_memory(config, shape)
     engine = engine_memory(config, shape, gpu, reserved)
     learner_on_gpu, engine_on_gpu = config.learner.gpus_per_worker > 0, config.engine.gpus_per_engine > 0
     room = learner_room(config, gpu, reserved)
     _print_model(console, config, shape)
-    _print_learner(console, config, learner, room if learner_on_gpu else None)
+    _print_learner(console, config, shape, learner, room if learner_on_gpu else None)
     _print_engine(console, config, engine)
     _print_gpus(console, config)
     resting = total(learner.resident) + reserved
@@ -133,16 +137,18 @@ def learner_problem(
     tokens = _largest_fitting(config, shape, room)
     if tokens >= sequence_tokens(config):
         return f"{found}: set learner.micro_batch_tokens to {tokens} or less"
-    workers = _fewest_fitting(config, shape, room)
+    workers, sharing = _fewest_fitting(config, shape, room), _fewest_sharing(config, shape, room)
+    shared = "" if sharing is None else f"set learner.context_parallel={sharing}, or "
     if workers is not None:
-        return f"{found}: set {'' if sharded else 'learner.sharding=full and '}learner.workers to {workers} or more"
+        more = f"{'' if sharded else 'learner.sharding=full and '}learner.workers to {workers} or more"
+        return f"{found}: {shared or 'set '}{more}"
     if total(memory.resident) >= room:
         dtype = "model.dtype=bfloat16, " if config.model.dtype == "float32" else ""
         held = "" if sharded else ", which each worker holds whole"
         return f"{found}{held}: {dtype}a smaller model.path, or GPUs with more memory (--gpu-memory-gib)"
     return (
         f"{found}; {movable.name} take {_size(movable.bytes)} with {memory.tokens:,} tokens in a micro-batch and "
-        f"{tokens:,} would fit: lower learner.micro_batch_tokens and agent.max_prompt_length + "
+        f"{tokens:,} would fit: {shared}lower learner.micro_batch_tokens and agent.max_prompt_length + "
         f"agent.max_response_length ({sequence_tokens(config):,}) to that, or use GPUs with more memory "
         "(--gpu-memory-gib)"
     )
@@ -209,6 +215,8 @@ def _in_bfloat16(config: DracoConfig) -> DracoConfig:
 def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
     """Tokens of the largest micro-batch with which a learner worker fits; 0 if none does."""
     low, high = 0, learner_memory(config, shape).tokens
+    while learner_memory(config, shape, high).peak <= room and high < MOST_TOKENS:
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if learner_memory(config, shape, middle).peak <= room else (low, middle)
@@ -223,6 +231,22 @@ def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | 
     return None
 
 
+def _fewest_sharing(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
+    """Into how many parts the configured workers must cut a pass for one to fit; None if they cannot."""
+    workers = config.learner.workers
+    for sharing in range(config.learner.context_parallel + 1, workers + 1):
+        divides = not any(number % sharing for number in (workers, *_heads(shape).values()))
+        if divides and learner_memory(_changed(config, context_parallel=sharing), shape).peak <= room:
+            return sharing
+    return None
+
+
+def _heads(shape: ModelShape) -> dict[str, int]:
+    """How many heads a ``config.json`` says, under the keys that `check_heads` reads."""
+    delta = {} if shape.delta is None else {"linear_num_value_heads": shape.delta.value_heads}
+    return {"num_attention_heads": shape.heads} | delta
+
+
 def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> None:
     learner = config.learner
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
@@ -234,7 +258,9 @@ def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> No
     )
 
 
-def _print_learner(console: Console, config: DracoConfig, memory: LearnerMemory, room: int | None) -> None:
+def _print_learner(
+    console: Console, config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int | None
+) -> None:
     learner = config.learner
     where = "GPU" if room is not None else "process, on the CPU"
     held = f"1/{learner.workers} of the base model" if is_sharded(config) else "the whole base model"
@@ -242,12 +268,18 @@ def _print_learner(console: Console, config: DracoConfig, memory: LearnerMemory,
         f"\nlearner: {learner.workers} workers, each with {held}; per {where}, "
         f"{memory.tokens:,} tokens in the largest micro-batch"
     )
+    if learner.context_parallel > 1:
+        console.print(
+            f"{learner.context_parallel} workers share each micro-batch, {memory.part:,} tokens each; in one forward "
+            f"pass of it a worker sends {_size(exchanged_bytes(config, shape, memory.tokens))} to the others"
+        )
     table = _table()
     for item in dict.fromkeys((*memory.resident, *memory.forward, *memory.backward, *memory.update)):
         table.add_row(item.name, _size(item.bytes))
     table.add_row(f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak))
     if room is not None:
         table.add_row("available", _size(room))
+        table.add_row("tokens of a micro-batch that would fit", f"{_largest_fitting(config, shape, room):,}")
     if memory.host:
         table.add_row("in the host's memory", _size(total(memory.host)))
     console.print(table)

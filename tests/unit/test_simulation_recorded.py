@@ -1,0 +1,220 @@
+"""What is read from a recorded run, and what is said of other sizes of it."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from draco_ray.cli import main
+from draco_ray.commands.simulate import simulate_run
+from draco_ray.errors import ConfigError
+from draco_ray.lab.simulation.page import COLORS
+from draco_ray.lab.simulation.recorded import read_run
+from draco_ray.lab.simulation.scaling import ALLOWANCE, Scale, foretell, median_error, most_a_minute, most_at_once
+from draco_ray.lab.simulation.speeds import fit
+from draco_ray.lab.simulation.step import simulate
+from draco_ray.lab.simulation.work import PARTS, Setting
+from draco_ray.runs.directory import RunDirectory, read_table
+from draco_ray.runs.schema import TABLES
+from draco_ray.runs.store import write_parquet
+from tests.support.small_run import small_run
+from tests.support.timed_run import (
+    CONFIG,
+    HEAD,
+    PER_LEARNED,
+    PER_READ,
+    PER_SAMPLED,
+    PER_TURN,
+    SLOWDOWN,
+    TAIL,
+    step_seconds,
+    timed_run,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return timed_run(tmp_path_factory.mktemp("runs") / "timed")
+
+
+def test_speeds_are_those_the_run_was_made_with(run: RunDirectory) -> None:
+    recorded = read_run(run)
+    speeds = fit(recorded.steps, recorded)
+    engine = speeds.engine
+    assert engine.slowdown_per_sequence == pytest.approx(SLOWDOWN, rel=0.01)
+    assert engine.seconds_per_sampled_token == pytest.approx(PER_SAMPLED, rel=0.01)
+    assert engine.alone(100, 50) == pytest.approx(PER_TURN + 100 * PER_SAMPLED + 50 * PER_READ, rel=0.02)
+    learner = speeds.learner
+    # Every token of this run costs the same; which of them were sampled tells nothing more.
+    assert learner.seconds_per_token + learner.seconds_per_sampled_token == pytest.approx(PER_LEARNED, rel=0.15)
+    assert (speeds.head, speeds.tail) == pytest.approx((HEAD, TAIL))
+    assert speeds.handover == pytest.approx(dict.fromkeys(speeds.handover, 0.0), abs=1e-6)
+
+
+def test_steps_are_foretold_by_the_others(run: RunDirectory) -> None:
+    foretold = foretell(read_run(run), seed=0)
+    assert [each.step.number for each in foretold] == [2, 3, 4, 5]
+    assert [each.step.seconds for each in foretold] == pytest.approx([step_seconds(step) for step in (2, 3, 4, 5)])
+    assert max(abs(each.error) for each in foretold) < 0.01
+
+
+def test_another_setting_is_foretold(run: RunDirectory, tmp_path: Path) -> None:
+    recorded = read_run(run)
+    scale = Scale(recorded, recorded.setting, seed=0)
+    size = scale.at(8)
+    assert size.rollouts == 8
+    assert size.stalls == "slots"
+    assert size.enough.slots == 4
+    assert size.enough.engines == 2
+    # Seven phases of two cents are asked of a group of two, and one of stage1 and union each.
+    assert size.dollars == pytest.approx(4 * 8 * 0.02)
+    assert size.unstalled.seconds < size.as_set.seconds
+    assert size.enough_gpu_hours == pytest.approx((2 * 2 + 2 * 1) * size.unstalled.seconds / 3600)
+
+
+def test_needs_are_enough_and_not_much_more(run: RunDirectory) -> None:
+    recorded = read_run(run)
+    scale = Scale(recorded, recorded.setting, seed=0)
+    enough = scale.needs(40)
+    work = scale._draw(40)
+    unbounded = replace(enough, judge_workers=1000, requests_per_minute=None, tokens_per_minute=None)
+
+    def seconds(setting: Setting) -> float:
+        return simulate([work], scale._speeds, setting).steps[0].seconds
+
+    assert seconds(enough) <= (1 + ALLOWANCE) * seconds(unbounded) + 1e-6
+    assert enough.requests_per_minute is not None
+    tight = replace(unbounded, requests_per_minute=enough.requests_per_minute / 1.25)
+    assert seconds(tight) > (1 + ALLOWANCE / 3) * seconds(unbounded)
+
+
+def test_what_is_used_at_most() -> None:
+    assert most_at_once([(0.0, 1.0), (1.0, 2.0), (1.5, 1.7)]) == 2
+    assert most_at_once([]) == 0
+    assert most_a_minute([]) == (0, 0)
+    assert most_a_minute([(59.0, 10.0), (0.0, 1.0), (60.0, 5.0)]) == (2, 15)
+
+
+def said(directory: Path, **options: object) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=200, soft_wrap=True)
+    simulate_run(directory, setting={}, console=console, **options)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def test_it_prints_steps_errors_and_sizes(run: RunDirectory) -> None:
+    text = said(run.path, rollouts=(8,), gpu_dollars=2.0)
+    assert "median error" in text
+    assert "8 rollouts: a step of" in text
+    assert "stalls at slots" in text
+    assert "2 engines, 4 slots" in text
+    assert said(run.path, rollouts=(8,)) == said(run.path, rollouts=(8,))
+
+
+def test_another_run_is_foretold_too(run: RunDirectory, tmp_path: Path) -> None:
+    other = timed_run(tmp_path / "other", steps=4)
+    text = said(run.path, rollouts=(4,), other=other.path)
+    assert "other, by the speeds of timed" in text
+
+
+def test_the_page_holds_what_was_printed_and_loads_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "page.html"
+    text = said(run.path, rollouts=(8, 4), out=path)
+    assert f"wrote {path}" in text
+    page = path.read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert not re.findall(r"<script|<link(?! rel=\"icon\" href=\"data:)|https?://", page)
+    for title in (
+        "recorded and simulated",
+        "Longest path, as set",
+        "of 4 rollouts by slots",
+        "of 4 rollouts by engines",
+    ):
+        assert title in page
+    assert len(re.findall(r"<tr><td", page)) == 4
+    assert re.search(r"<th scope=\"row\">slots</th><td class=\"n\">2</td><td class=\"n\">4</td>", page)
+
+
+def test_every_part_of_a_path_has_a_colour_of_its_own() -> None:
+    assert set(COLORS) == set(PARTS)
+    assert len(set(COLORS.values())) == len(PARTS)
+
+
+def test_a_page_that_cannot_be_written_is_known_at_once(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        said(run.path, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: timed_run(path, steps=2), "2 finished training steps; 3 are needed"),
+        (lambda path: small_run(path, steps=3), "has no sync spans"),
+        (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
+        (
+            lambda path: timed_run(path, steps=3, config=CONFIG + "judge: {self_judge: {enabled: true}}\n"),
+            "its policy is its own judge",
+        ),
+    ],
+)
+def test_runs_that_say_too_little_are_refused(make: object, problem: str, tmp_path: Path) -> None:
+    made = make(tmp_path / "run")  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=problem) as refused:
+        said(made.path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_step_without_rows_of_rollouts_is_named(tmp_path: Path) -> None:
+    made = timed_run(tmp_path / "run", steps=4)
+    (made.tables / "trajectories" / "step00003.parquet").unlink()
+    with pytest.raises(ConfigError, match="step 3: none of its rollouts"):
+        said(made.path)
+
+
+def test_a_step_that_does_not_say_its_seconds_is_named(tmp_path: Path) -> None:
+    made = timed_run(tmp_path / "run", steps=3)
+    made.metrics_file.write_text(made.metrics_file.read_text().replace('"seconds_sync": 2.0', '"seconds_sync": null'))
+    with pytest.raises(ConfigError, match="step 2 do not say its seconds"):
+        said(made.path)
+
+
+def test_a_failed_group_is_read_as_one(tmp_path: Path) -> None:
+    made = timed_run(tmp_path / "run", steps=3)
+    path = made.tables / "groups" / "step00002.parquet"
+    table = read_table(path, "groups").to_pylist()
+    table[0]["state"] = "failed"
+    write_parquet(path, pa.Table.from_pylist(table, schema=TABLES["groups"]))
+    step = read_run(made).steps[0]
+    failed = next(group for group in step.groups if group.task_id == table[0]["task_id"])
+    assert sorted(key for key, phase in failed.phases.items() if not phase.work.ok) == [("score", 0), ("score", 1)]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "name CONFIG or --simulate RUN"),
+        (("--slots", "3"), "--slots needs --simulate RUN"),
+        (("sandbox", "--rollouts", "3"), "--rollouts needs --simulate RUN"),
+        (("sandbox", "--simulate", "."), "takes its configuration from the run"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert problem in capsys.readouterr().err
+
+
+def test_a_copy_of_a_run_says_the_same(run: RunDirectory, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "copy")
+    assert median_error(foretell(read_run(RunDirectory.open(tmp_path / "copy")), 0)) == median_error(
+        foretell(read_run(run), 0)
+    )
