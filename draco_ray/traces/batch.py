@@ -5,8 +5,8 @@
 books and kept replies are the same. A batch is written down beside the replies when it is submitted, so whoever goes on
 after a kill waits for it instead of paying again.
 
-OpenAI's API (and servers that speak it) is reached through LiteLLM; Anthropic's, which LiteLLM can read but not submit
-to, over HTTP, in LiteLLM's translation of requests and replies.
+OpenAI's API (and servers that speak it) is reached through OpenAI's client; Anthropic's over HTTP, in LiteLLM's
+translation of requests and replies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
@@ -31,6 +31,9 @@ from draco_ray.judging.limiter import Leases
 from draco_ray.judging.model_limits import quiet_litellm
 from draco_ray.judging.pricing import check_budget, known_price
 from draco_ray.judging.reply_cache import ReplyCache
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 DISCOUNT = 0.5
 """What both providers charge of their price."""
@@ -218,6 +221,11 @@ class BatchEndpoint(Endpoint):
             os.replace(temporary, self._file)
 
 
+def _json_lines(content: bytes) -> list[Any]:
+    """The values of a file of JSON lines, whose texts may hold other ends of lines unescaped."""
+    return [json.loads(line) for line in content.split(b"\n") if line.strip()]
+
+
 def _cheaper(price: Price) -> Price:
     def half(rate: float | None) -> float | None:
         return None if rate is None else rate * DISCOUNT
@@ -266,8 +274,7 @@ class OpenAIBatches:
     """OpenAI's: a file of requests in, a file of replies out."""
 
     def __init__(self, litellm: Any, config: JudgeConfig, key: Any) -> None:
-        self._litellm, self._key = litellm, key
-        self._where = {"custom_llm_provider": "openai"} | ({"api_base": config.api_base} if config.api_base else {})
+        self._litellm, self._base, self._key = litellm, config.api_base, key
 
     async def submit(self, bodies: Mapping[str, dict[str, Any]]) -> str:
         """See `BatchApi`."""
@@ -276,27 +283,34 @@ class OpenAIBatches:
             for number, body in bodies.items()
         ]
         content = "\n".join(lines).encode()
-        about = {**self._where, "api_key": self._key()}
-        file = await self._litellm.acreate_file(file=("requests.jsonl", content), purpose="batch", **about)
-        batch = await self._litellm.acreate_batch(
-            completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id, **about
-        )
-        return str(batch.id)
+        async with self._client() as client:
+            file = await client.files.create(file=("requests.jsonl", content), purpose="batch")
+            batch = await client.batches.create(
+                completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id
+            )
+        return batch.id
 
     async def results(self, batch: str) -> dict[str, Result] | None:
         """See `BatchApi`."""
-        about = {**self._where, "api_key": self._key()}
-        state = await self._litellm.aretrieve_batch(batch_id=batch, **about)
-        if state.status not in ("completed", "failed", "expired", "cancelled"):
-            return None
         found: dict[str, Result] = {}
-        for file in filter(None, [state.output_file_id, state.error_file_id]):
-            # LiteLLM's own asynchronous form makes a second coroutine, which nobody awaits.
-            content = await asyncio.to_thread(self._litellm.file_content, file_id=file, **about)
-            for line in content.content.decode("utf-8").splitlines():
-                entry = json.loads(line)
-                found[entry["custom_id"]] = self._result(entry)
+        async with self._client() as client:
+            state = await client.batches.retrieve(batch)
+            if state.status not in ("completed", "failed", "expired", "cancelled"):
+                return None
+            files = list(filter(None, [state.output_file_id, state.error_file_id]))
+            if state.status == "completed" and not files:
+                # Its files come a moment later than its end; without them every request would be paid again.
+                return None
+            for file in files:
+                for entry in _json_lines((await client.files.content(file)).content):
+                    found[entry["custom_id"]] = self._result(entry)
         return found
+
+    def _client(self) -> AsyncOpenAI:
+        # LiteLLM's own form of these calls fetches the replies a second time, in the background, to price them.
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(api_key=self._key(), base_url=self._base, max_retries=0)
 
     def _result(self, entry: dict[str, Any]) -> Result:
         response = entry.get("response") or {}
@@ -325,7 +339,7 @@ class AnthropicBatches:
             return None
         # The address of its own, so that the key goes nowhere else.
         reply = await self._ask("GET", f"{self._base}/v1/messages/batches/{batch}/results")
-        return {entry["custom_id"]: self._result(entry["result"]) for entry in map(json.loads, reply.text.splitlines())}
+        return {entry["custom_id"]: self._result(entry["result"]) for entry in _json_lines(reply.content)}
 
     async def _ask(self, method: str, url: str, body: object = None) -> httpx.Response:
         headers = {"x-api-key": self._key(), "anthropic-version": "2023-06-01"}

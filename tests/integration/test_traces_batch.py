@@ -29,6 +29,8 @@ pytestmark = [
 ]
 
 MODELS = {"openai": "openai/own", "anthropic": "anthropic/claude-own"}
+SEPARATED = "two\u2028three\x85four"
+"""Has ends of lines that JSON leaves as they are."""
 PRICE = Price(input=10.0, output=100.0)
 
 
@@ -61,8 +63,10 @@ async def test_requests_go_out_together_and_cost_half(provider: str) -> None:
     with BatchServer(lambda prompt: f"re: {prompt}", fails="bad") as server:
         complete = client(server, provider)
         await complete.check()
-        found = await asyncio.gather(*(complete(asked(text)) for text in ("one", "two", "bad")))
-    assert [each.text for each in found[:2]] == ["re: one", "re: two"]
+        found = await asyncio.gather(*(complete(asked(text)) for text in ("one", SEPARATED, "bad")))
+    assert [each.text for each in found[:2]] == ["re: one", f"re: {SEPARATED}"]
+    # Each file of replies was fetched once.
+    assert len(server.fetched) == len(set(server.fetched)) == (2 if provider == "openai" else 0)
     assert "broken" in (found[2].error or "")
     # The third was asked again, alone.
     assert [len(batch["requests"]) for batch in server.batches.values()] == [3, 1]

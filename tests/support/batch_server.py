@@ -27,6 +27,8 @@ class BatchServer:
         """
         self.answer, self.looks, self.fails = answer, looks, fails
         self.files: dict[str, bytes] = {}
+        self.fetched: list[str] = []
+        """Files whose content was asked for, in order."""
         self.batches: dict[str, dict[str, Any]] = {}
         self.held = threading.Event()
         """While it is set no batch ends."""
@@ -71,6 +73,7 @@ class BatchServer:
         return JSONResponse(about | {"status": "processed"})
 
     async def _content(self, file: str) -> Response:
+        self.fetched.append(file)
         return Response(self.files[file])
 
     async def _create(self, request: Request) -> Response:
@@ -79,10 +82,15 @@ class BatchServer:
         return JSONResponse(self._state(self._begin(requests, file)))
 
     async def _look(self, batch: str) -> Response:
-        if self._ended(batch) and "output" not in self.batches[batch]:
+        if not self._ended(batch):
+            return JSONResponse(self._state(batch))
+        if not self.batches[batch].get("ended"):
+            # As OpenAI's does, it says that a batch has ended before it names the file of replies.
+            self.batches[batch]["ended"] = True
+        elif "output" not in self.batches[batch]:
             output = f"file-{len(self.files)}"
             lines = [self._openai(request) for request in self.batches[batch]["requests"]]
-            self.files[output] = "\n".join(map(json.dumps, lines)).encode()
+            self.files[output] = _json_lines(lines)
             self.batches[batch]["output"] = output
         return JSONResponse(self._state(batch))
 
@@ -96,7 +104,7 @@ class BatchServer:
 
     async def _results(self, batch: str) -> Response:
         lines = [self._anthropic(request) for request in self.batches[batch]["requests"]]
-        return PlainTextResponse("\n".join(map(json.dumps, lines)))
+        return PlainTextResponse(_json_lines(lines))
 
     def _begin(self, requests: list[dict[str, Any]], file: str) -> str:
         batch = f"batch_{len(self.batches)}"
@@ -115,7 +123,7 @@ class BatchServer:
             "endpoint": "/v1/chat/completions",
             "input_file_id": about["file"],
             "completion_window": "24h",
-            "status": "completed" if "output" in about else "in_progress",
+            "status": "completed" if about.get("ended") else "in_progress",
             "output_file_id": about.get("output"),
             "error_file_id": None,
             "created_at": 0,
@@ -157,3 +165,7 @@ class BatchServer:
             "usage": {"input_tokens": 1000, "output_tokens": 100},
         }
         return {"custom_id": request["custom_id"], "result": {"type": "succeeded", "message": message}}
+
+
+def _json_lines(values: list[dict[str, Any]]) -> bytes:
+    return "\n".join(json.dumps(value, ensure_ascii=False) for value in values).encode()
