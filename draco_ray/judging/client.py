@@ -315,7 +315,7 @@ class LiteLLMClient:
                 reasoning_tokens=0,
             )
             return _Bill(usage=guess, dollars=most.dollars, estimated=True)
-        reported = None if self._configured_price() else reported_cost(response)
+        reported = None if self._configured_price() else reported_cost(response, self._price, most)
         if reported is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
             reported = price_of(self._price, *counts)
