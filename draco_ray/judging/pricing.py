@@ -173,7 +173,7 @@ def read_usage(response: Any, most: Most) -> TokenUsage | None:
 
 
 def reported_cost(response: Any, price: Price | None, most: Most) -> float | None:
-    """LiteLLM's own figure for a reply, which knows service tiers and the like, and is OpenRouter's where that says one.
+    """LiteLLM's own figure for a reply, which knows service tiers and the like; OpenRouter's where that says one.
 
     Args:
         response: LiteLLM's.

@@ -38,7 +38,7 @@ from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import EpisodeEnd, Termination, Verdict
 from draco_ray.runs import parts
-from draco_ray.runs.schema import BEFORE, REQUIRED, STEP_TABLES, TABLES
+from draco_ray.runs.schema import BEFORE, METRIC_COUNTS, METRIC_LISTS, REQUIRED, STEP_TABLES, TABLES
 
 STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
@@ -178,9 +178,20 @@ def _check_regular(path: Path) -> None:
         raise OSError("it is no regular file")
 
 
-def _is_measure(value: object) -> bool:
-    """Whether it may stand in the metrics. JSON knows integers that no float can be."""
-    return isinstance(value, float | None | dict | list) or (isinstance(value, int) and abs(value) < 2**63)
+def _is_measure(name: str, value: object) -> bool:
+    """Whether it may stand in the metrics under that name."""
+    if name in METRIC_LISTS:
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    return _are_counts(value) if name in METRIC_COUNTS else _is_number(value)
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(_are_counts(each) or _is_number(each) for each in value.values())
+
+
+def _is_number(value: object) -> bool:
+    # JSON knows integers that no float can be.
+    return isinstance(value, float | None) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 class RunDirectory:
@@ -378,9 +389,13 @@ class RunDirectory:
                 raise ValueError(f"{type(line).__name__}, expected an object")
             if type(line.get("step")) is not int or line["step"] < 0:
                 raise ValueError("no number of a step")
-            wrong = [key for key, value in line.items() if not _is_measure(value)]
-            if wrong:
-                raise ValueError(f"{wrong[0]} is no number")
+            wrong = next((name for name, value in line.items() if not _is_measure(name, value)), None)
+            if wrong is not None:
+                kinds = {
+                    **dict.fromkeys(METRIC_LISTS, "a list of texts"),
+                    **dict.fromkeys(METRIC_COUNTS, "numbers by name"),
+                }
+                raise ValueError(f"{wrong}: expected {kinds.get(wrong, 'a number')}")
         except (ValueError, RecursionError) as error:
             raise damaged(self.metrics_file, f"line {number}: {error}") from None
         # What a step could not measure is null; JSON of others may have NaN there.

@@ -220,3 +220,8 @@ REQUIRED: dict[str, frozenset[str]] = {
 """Columns that are never null: readers count on them."""
 REQUIRED |= {"evaluation_trajectories": REQUIRED["trajectories"], "evaluation_steps": REQUIRED["steps"]}
 REQUIRED |= {"heldout_calls": REQUIRED["judge_calls"]}
+
+METRIC_LISTS = frozenset({"solved_tasks", "updates_skipped"})
+"""Of a line of the metrics: lists of texts."""
+METRIC_COUNTS = frozenset({"ended", "credit_fallbacks", "judge"})
+"""Mappings of names to numbers, or to such mappings. All else is a number, or null."""

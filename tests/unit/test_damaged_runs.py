@@ -290,7 +290,28 @@ def test_rows_about_what_is_not_there_are_one_line(
 def test_an_integer_that_no_number_can_be_is_named_with_its_line(tmp_path: Path, value: str) -> None:
     run = RunDirectory(tmp_path)
     run.metrics_file.write_text(f'{{"step": 1, "reward": {value}}}\n', encoding="utf-8")
-    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: line 1: reward is no number"):
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: line 1: reward: expected a number"):
+        run.metrics()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("seconds", [1.0], "seconds: expected a number"),
+        ("seconds_sync", {"a": 1}, "seconds_sync: expected a number"),
+        ("reward", "0.5", "reward: expected a number"),
+        ("mine", [], "mine: expected a number"),
+        ("solved_tasks", 3, "solved_tasks: expected a list of texts"),
+        ("solved_tasks", [3], "solved_tasks: expected a list of texts"),
+        ("judge", 1.5, "judge: expected numbers by name"),
+        ("judge", {"score": {"dollars": "much"}}, "judge: expected numbers by name"),
+        ("ended", {"submitted": [1]}, "ended: expected numbers by name"),
+    ],
+)
+def test_a_metric_of_another_kind_is_named_with_its_line(tmp_path: Path, name: str, value: object, wrong: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics_file.write_text(json.dumps({"step": 1, name: value}) + "\n", encoding="utf-8")
+    with pytest.raises(DamagedRun, match=rf"metrics\.jsonl: damaged: line 1: {wrong}"):
         run.metrics()
 
 
