@@ -19,6 +19,7 @@ from draco_ray.commands.tau import tau
 from draco_ray.config.load import load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
+from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
@@ -1032,7 +1033,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A terminal of ASCII or Latin-1 shows a question mark for what it lacks.
             stream.reconfigure(errors="replace")
     try:
-        with naming_extras():
+        with naming_extras(), ended_as_interrupted():
             app(arguments, prog_name="draco")
     except DracoError as error:
         print(f"draco: {error}", file=sys.stderr)

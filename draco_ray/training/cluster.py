@@ -16,6 +16,7 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
+from draco_ray.interruption import handler_of_sigterm_kept
 from draco_ray.training.preflight import check_resources, has_autoscaler
 from draco_ray.training.room import wait_for_room
 
@@ -49,14 +50,15 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     try:
-        if address:
-            ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
-            os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
-            # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
-            os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-            _start(config)
+        with handler_of_sigterm_kept():
+            if address:
+                ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
+            else:
+                # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
+                os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
+                # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
+                os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+                _start(config)
     except ConnectionError as error:
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
     except ValueError:

@@ -25,6 +25,7 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
+from draco_ray.interruption import ended_as_interrupted
 from draco_ray.learner.base import find_learner
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
@@ -42,7 +43,6 @@ from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rew
 from draco_ray.training.session import (
     TrainingSession,
     checked_model,
-    ended_as_interrupted,
     open_judge,
     ray_session,
     stopped_plainly,
@@ -271,7 +271,6 @@ def _train(
             ended_as_interrupted(),
             open_judge(config, console) as judge,
             ray_session(config, console),
-            ended_as_interrupted(),
         ):
             if judge.cache is None:
                 judge = judge.model_copy(update={"cache": run.judge_cache})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import threading
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,22 +200,6 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
         yield
     finally:
         ray.shutdown()
-
-
-@contextlib.contextmanager
-def ended_as_interrupted() -> Iterator[None]:
-    """SIGTERM (`ray job stop`, a container's end) ends the block as Ctrl-C does; main thread only.
-
-    Ray puts a handler of its own in the place of this one when it is started or joined: use it once more inside.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

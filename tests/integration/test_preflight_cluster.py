@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,10 @@ def test_a_cluster_knows_the_run_and_every_node_is_asked(
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(submitted))
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("DRACO_RUN_DIRECTORY", str(run))
+    before = signal.getsignal(signal.SIGTERM)
     assert connect(config)["judge"] == 4
+    # Ray's own would end this process with a stack trace.
+    assert signal.getsignal(signal.SIGTERM) is before
     waits_while_another_holds_the_cpus(config)
     seen = ray.get(ray.remote(num_cpus=0)(lambda: dict(os.environ)).remote())
     assert seen["DRACO_RUN_DIRECTORY"] == str(run)
@@ -103,6 +107,8 @@ def test_a_run_that_names_no_cluster_starts_its_own(
 ) -> None:
     """Ray by itself joins what was started last on the machine, and refuses the resources that a new one is given."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
     connect(load_config("sandbox", [f"data.root={tmp_path}", "ray.object_store_mib=80"]))
+    assert signal.getsignal(signal.SIGTERM) is before
     assert ray.get_runtime_context().gcs_address != two_nodes.address
     assert len(ray.nodes()) == 1
