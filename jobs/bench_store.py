@@ -284,8 +284,13 @@ class Bench:
             config.algorithm, self.rollouts, self.judges, self._advantages, self.store, watch=self._watch
         )
 
-    async def step(self, step: int, prompts: int, sizes: Sizes | None = None) -> float:
-        """A training step without a learner; returns the seconds from its last group to its end."""
+    async def step(
+        self, step: int, prompts: int, sizes: Sizes | None = None, written: Callable[[], None] = lambda: None
+    ) -> float:
+        """A training step without a learner; returns the seconds from its last group to its end.
+
+        ``written`` is called when its parts are on disk and nothing gathers them yet.
+        """
         self.rollouts.sizes = self.judges.sizes = sizes
         prompt = (Message(role="system", content="Act."),)
         groups = [Group(step=step, index=index, task_id=f"t{index}_1", prompt=prompt) for index in range(prompts)]
@@ -303,6 +308,7 @@ class Bench:
         metrics = {**step_metrics(step, groups, GROUP), "seconds": 0.0}
         await self.store.spans.remote(step, "spans", step_spans(groups, {}))
         await self.store.metrics.remote(step, metrics)
+        written()
         await self.store.finish_step.remote(step, metrics)
         return time.perf_counter() - began
 
@@ -314,8 +320,7 @@ async def measured(config: DracoConfig, folder: Path, sizes: Sequence[int], step
     await bench.judges.ready()
     kinds = Sizes()
     # Every process has then imported what it needs.
-    await bench.step(1, 2, kinds)
-    print_files(bench.run, folder)
+    await bench.step(1, 2, kinds, lambda: print_files(bench.run, folder))
     await bench.store.settle.remote()
     print("\n| a group in the object store | MiB |\n|---|---|")
     print("\n".join(f"| {kind} | {size / 2 / MIB:.2f} |" for kind, size in kinds.of.items()))

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
+from draco_ray.learner.checkpoint import OPTIMIZER, Snapshot, read_checkpoint
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import grpo_loss
 from draco_ray.learner.messages import UpdateMetrics
@@ -28,9 +24,6 @@ from draco_ray.learner.model import AdaptedModel
 from draco_ray.learner.packing import Packable, Row, lay_out, pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
 
-ADAPTER, OPTIMIZER, COUNTERS = "adapter_model.safetensors", "optimizer.safetensors", "learner.json"
-"""Files of a checkpoint beside ``adapter_config.json``: none of them can hold code, since they are read from run
-directories that others may have made."""
 SUMS = (
     "samples",
     "valid_tokens",
@@ -266,45 +259,39 @@ class LoraLearner:
             logprob_V = self.policy.logprobs(row)[0]
         return np.concatenate([np.zeros(1, dtype=np.float32), logprob_V.cpu().numpy()])
 
-    def save(self, directory: Path) -> None:
-        """Write a complete checkpoint: the adapter as PEFT loads it, the optimizer, the counters.
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint holds, copied: the adapter as PEFT loads it, the optimizer, the counters.
 
-        It appears under its name at once or not at all, and replaces one that is there. There is no random state to
-        keep: nothing here draws random numbers after the adapter is initialised.
+        There is no random state to keep: nothing here draws random numbers after the adapter is initialised.
 
         Raises: LearnerError in the middle of a minibatch: gradients that wait for `step` are not kept.
         """
         if self._sums["samples"]:
             raise LearnerError(
-                f"checkpoint {directory}: {self._sums['samples']:.0f} samples are accumulated, not stepped; step first"
+                f"checkpoint: {self._sums['samples']:.0f} samples are accumulated, not stepped; step first"
             )
-        unfinished = directory.with_name(f".{directory.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        adapter = self.adapter(self.updates)
-        save_file(
-            self.policy.saved_tensors(),
-            unfinished / ADAPTER,
-            metadata={"format": "pt"},
+        return Snapshot(
+            adapter=self.policy.saved_tensors(),
+            adapter_config=self.adapter(self.updates).config,
+            optimizer=self._optimizer_tensors(),
+            updates=self.updates,
         )
-        (unfinished / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2), encoding="utf-8")
-        save_file(self._optimizer_tensors(), unfinished / OPTIMIZER)
-        (unfinished / COUNTERS).write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
-        if directory.exists():
-            replaced = directory.with_name(f".{directory.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            directory.rename(replaced)
-            unfinished.rename(directory)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(unfinished, directory)
+
+    def save(self, directory: Path) -> None:
+        """Write a complete checkpoint.
+
+        Raises:
+            LearnerError: as of `snapshot`.
+            OSError: it cannot be written.
+        """
+        self.snapshot().write(directory)
 
     def load(self, directory: Path) -> None:
         """Continue from a checkpoint written by `save`, exactly; rates and the like are the configuration's.
 
         Raises: LearnerError if it is not one, or belongs to another model or rank.
         """
-        tensors, moments, updates = _read_checkpoint(directory)
+        tensors, moments, updates = read_checkpoint(directory)
         self.policy.load_adapter(tensors, str(directory))
         state = self._optimizer_state(moments, directory)
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
@@ -313,9 +300,13 @@ class LoraLearner:
         self.updates = updates
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments and step counts as ``<parameter's index>.<name>``; nothing before the first update."""
+        """Copies of AdamW's moments and step counts, as ``<parameter's index>.<name>``; nothing before an update."""
         state = self._optimizer.state_dict()["state"]
-        return {f"{index}.{name}": value.contiguous() for index, mine in state.items() for name, value in mine.items()}
+        return {
+            f"{index}.{name}": value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for index, mine in state.items()
+            for name, value in mine.items()
+        }
 
     def _optimizer_state(self, moments: dict[str, Tensor], directory: Path) -> dict[int, dict[str, Tensor]]:
         """`_optimizer_tensors` read back.
@@ -395,27 +386,6 @@ class LoraLearner:
             old_logprob_V=old_V,
             sample_V=torch.from_numpy(np.repeat(np.arange(len(rows)), tokens_S)).to(self._device),
         )
-
-
-def _read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """The adapter's tensors, the optimizer's, and the number of updates.
-
-    Raises: LearnerError, one line that names the file that cannot be read.
-    """
-    read: list[Any] = []
-    for name in (ADAPTER, OPTIMIZER, COUNTERS):
-        path = directory / name
-        try:
-            if not path.is_file():
-                raise OSError("no such file")
-            if name == COUNTERS:
-                read.append(int(json.loads(path.read_text(encoding="utf-8"))["updates"]))
-            else:
-                read.append(load_file(path))
-        except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-            problem = " ".join(f"{type(error).__name__} {error}".split())
-            raise LearnerError(f"checkpoint file {path}: cannot be read ({problem}); resume from another one") from None
-    return read[0], read[1], read[2]
 
 
 def _packable(sample: TrainingSample) -> Packable:

@@ -7,7 +7,9 @@ together with the position in the feed that it stands for, and the two must chan
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,21 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
         except (DracoError, ValueError, OSError) as error:
             # Answered rather than raised: a worker started anew would fail at the same command again.
             answer = Failed(message=str(error))
-        ray.get(given.feed.answer.remote(rank, position, (answer,)))
+        if isinstance(answer, Future):
+            answer.add_done_callback(partial(_send_later, given.feed, rank, position))
+        else:
+            ray.get(given.feed.answer.remote(rank, position, (answer,)))
         if isinstance(command, Stop):
             return
         position += 1
+
+
+def _send_later(feed: Any, rank: int, position: int, done: Future[Any]) -> None:
+    import ray
+
+    error = done.exception()
+    answer = done.result() if error is None else Failed(message=" ".join(f"{type(error).__name__}: {error}".split()))
+    ray.get(feed.answer.remote(rank, position, (answer,)))
 
 
 def fit(settings: LoopSettings) -> None:

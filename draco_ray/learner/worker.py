@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,12 @@ class LearnerWorker:
         self._to_remember, self._to_accumulate, self._to_accumulate_with_old = (Shares(self._shares) for _ in range(3))
         self._updated = False
         """Whether the weights have changed since the training step began."""
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        """Writes checkpoints one after the other, beside the commands that follow."""
         self._forget_loads()
 
     def execute(self, command: Command) -> Any:
-        """Carry out one command and return this worker's answer.
+        """Carry out one command and return this worker's answer, or a future of it where it comes while others run.
 
         Raises: ValueError if samples whose old log-probs are needed were not remembered.
         """
@@ -92,7 +95,9 @@ class LearnerWorker:
                 if self._owner or self._to_accumulate or self._to_accumulate_with_old:
                     raise ValueError(f"checkpoint {directory} in the middle of a training step; finish its minibatches")
                 self._updated = False
-                return self._learner.save(Path(directory)) if self._rank == 0 else None
+                if self._rank > 0:
+                    return None
+                return self._writer.submit(self._learner.snapshot().write, Path(directory))
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
                 if self._share > 0 and not self._learner.sharded:
                     return None
@@ -100,6 +105,7 @@ class LearnerWorker:
                 self._learner.release_memory()
                 return logprobs
             case Stop():
+                self._writer.shutdown()
                 return None
         raise ValueError(f"unknown learner command {command!r}")
 

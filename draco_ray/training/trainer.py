@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from functools import partial
@@ -26,6 +27,9 @@ from draco_ray.training.progress import step_line
 from draco_ray.training.retention import drop_checkpoints
 from draco_ray.training.streaming import StreamedUpdate, streamed_update
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
+
+STOPPING_SECONDS = 60.0
+"""A checkpoint has to reach the disk when the run is stopped."""
 
 
 class Trainer:
@@ -64,6 +68,8 @@ class Trainer:
         self._batches, self._learner, self._fleet, self._weights = batches, learner, fleet, weights
         self._store, self._observer, self._watch = store, observer, watch
         self._pending, self._watchdog = pending or Pending(), Watchdog(config.watch)
+        self._writing: asyncio.Task[None] | None = None
+        """The checkpoint that is not on disk yet."""
 
     async def train(self, first: int, last: int) -> None:
         """Train from step ``first`` to step ``last``.
@@ -79,6 +85,9 @@ class Trainer:
             self._watchdog.end()
         finally:
             await self._batches.cancel()
+            # Of a run that is stopped: what its last step has taught is kept if it can be.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._written(), STOPPING_SECONDS)
 
     def _late(self, step: int) -> RunStopped:
         seconds = self._config.watch.step_seconds
@@ -87,6 +96,8 @@ class Trainer:
     async def _step(self, step: int, last: int) -> dict[str, Any]:
         config, started = self._config, time.time()
         check_disk(config, self._run.path)
+        if self._writing is not None and self._writing.done():
+            await self._written()
         batch = await self._batches.take(step)
         self._watch.begin(f"step {step}/{last}", batch.groups, config.algorithm.group_size)
         try:
@@ -107,21 +118,37 @@ class Trainer:
             gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
         learning = {**played, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
-        metrics = {**learning, **_seconds(learned_at, started)}
         # The checkpoint makes the step one that is done: what it has taught is on disk by then.
         await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
-        await self._store.metrics.remote(step, metrics)
+        await self._store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
         if step % config.train.checkpoint_every == 0 or step == last:
             began = time.time()
-            with self._pending.of("the learner's checkpoint"):
-                await self._learner.checkpoint(self._run.checkpoint(step))
+            await self._checkpoint(step)
+            if step == last:
+                await self._written()
             await self._store.spans.remote(step, "checkpoint", step_spans((), {"checkpoint": [(began, time.time())]}))
-            metrics = {**learning, **_seconds(learned_at, started)}
+        metrics = {**learning, **_seconds(learned_at, started)}
         self._observer.step(metrics)
         await self._store.finish_step.remote(step, metrics)
-        drop_checkpoints(self._run, config.train)
         await asyncio.to_thread(self._observer.rollouts, step, self._run)
         return metrics
+
+    async def _checkpoint(self, step: int) -> None:
+        """Have the step's checkpoint written beside the next step, once the one before it is on disk."""
+        await self._written()
+        self._writing = asyncio.create_task(self._learner.checkpoint(self._run.checkpoint(step)))
+        # Let it ask the learner: what the learner is asked from here on comes after it.
+        await asyncio.sleep(0)
+
+    async def _written(self) -> None:
+        """Wait until the last checkpoint is on disk, and drop those that do not stay."""
+        if self._writing is None:
+            return
+        with self._pending.of("the learner's checkpoint"):
+            # Whoever is tired of waiting does not take the checkpoint away from those who come later.
+            await asyncio.shield(self._writing)
+        self._writing = None
+        drop_checkpoints(self._run, self._config.train)
 
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:
         """Update the policy with the groups as they finish; returns what became of it and what the canary compares."""

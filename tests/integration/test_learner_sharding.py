@@ -137,7 +137,8 @@ def play(worker: LearnerWorker, directory: Path) -> dict[str, Any]:
         "base": worker.execute(TokenLogprobs(token_ids=tuple(range(30)), adapter=False)),
         "adapter": worker.execute(Publish(version=1)),
     }
-    worker.execute(SaveCheckpoint(directory=str(directory / "checkpoint")))
+    writing = worker.execute(SaveCheckpoint(directory=str(directory / "checkpoint")))
+    assert writing is None or writing.result() is None
     answers["weights"] = [parameter.detach().numpy() for parameter in worker._learner.policy.parameters]
     return answers
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +21,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
+from draco_ray.learner.checkpoint import ADAPTER, COUNTERS, OPTIMIZER, Snapshot
 from draco_ray.learner.lora_learner import SUMS, LoraLearner, trained_length
 from draco_ray.learner.messages import (
     Accumulate,
     Publish,
     Remember,
     SaveCheckpoint,
+    Stop,
     TokenLogprobs,
     Update,
     UpdateMetrics,
@@ -32,6 +36,7 @@ from draco_ray.learner.messages import (
 from draco_ray.learner.mismatch import SPREAD_BINS
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import Adapter, TrainingSample
+from tests.support.killed import Killed, killed_after
 
 WORDS = 300
 
@@ -443,6 +448,62 @@ def test_a_checkpoint_replaces_an_older_one_and_leaves_nothing_else(model: Model
     assert json.loads((tmp_path / "step00001" / "learner.json").read_text()) == {"updates": 1}
 
 
+def test_a_checkpoint_holds_the_weights_it_was_asked_for_whatever_is_learned_while_it_is_written(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the work after it goes on meanwhile; it ends once all is written."""
+    learner, apart = make_learner(model), make_learner(model)
+    may_write = threading.Event()
+    write = Snapshot.write
+
+    def held(self: Snapshot, directory: Path) -> None:
+        may_write.wait()
+        write(self, directory)
+
+    worker = make_worker(learner)
+    for each in (worker, make_worker(apart)):
+        each.execute(Accumulate(groups=(make_samples(seed=1),)))
+        each.execute(Update())
+    apart.save(tmp_path / "at-once")
+    monkeypatch.setattr(Snapshot, "write", held)
+    first = worker.execute(SaveCheckpoint(directory=str(tmp_path / "step00001")))
+    worker.execute(Accumulate(groups=(make_samples(seed=2),)))
+    worker.execute(Update())
+    second = worker.execute(SaveCheckpoint(directory=str(tmp_path / "step00002")))
+    assert not first.done()
+    assert [path.name for path in tmp_path.iterdir()] == ["at-once"]
+    may_write.set()
+    worker.execute(Stop())
+    assert (first.result(), second.result()) == (None, None)
+    for name in (ADAPTER, OPTIMIZER, COUNTERS):
+        written, expected = (tmp_path / folder / name for folder in ("step00001", "at-once"))
+        assert written.read_bytes() == expected.read_bytes()
+    assert (tmp_path / "step00002" / ADAPTER).read_bytes() != (tmp_path / "at-once" / ADAPTER).read_bytes()
+
+
+def test_a_checkpoint_is_whole_or_the_one_before_wherever_its_writer_is_killed(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    learner = make_learner(model)
+    learner.accumulate(make_samples())
+    learner.step()
+    at, changes = tmp_path / "step00001", 0
+    while True:
+        shutil.rmtree(at, ignore_errors=True)
+        try:
+            with killed_after(changes):
+                learner.save(at)
+        except Killed:
+            if at.exists():
+                make_learner(model).load(at)
+            changes += 1
+            continue
+        break
+    # Three folders' changes and four files at the least.
+    assert changes >= 4
+    make_learner(model).load(at)
+
+
 def test_no_checkpoint_in_the_middle_of_a_minibatch(model: ModelConfig, tmp_path: Path) -> None:
     learner = make_learner(model)
     learner.accumulate(make_samples(2))
@@ -678,7 +739,8 @@ def test_rank_zero_speaks_for_all(model: ModelConfig, tmp_path: Path) -> None:
         worker = make_worker(learner, rank, workers=2)
         canary = worker.execute(TokenLogprobs(token_ids=(1, 2, 3), adapter=True))
         adapter = worker.execute(Publish(version=3))
-        worker.execute(SaveCheckpoint(directory=str(tmp_path / f"rank{rank}")))
-        assert (canary is None, adapter is None) == (rank == 1, rank == 1)
+        writing = worker.execute(SaveCheckpoint(directory=str(tmp_path / f"rank{rank}")))
+        assert (canary is None, adapter is None, writing is None) == (rank == 1,) * 3
+        worker.execute(Stop())
     assert (tmp_path / "rank0" / "optimizer.safetensors").exists()
     assert not (tmp_path / "rank1").exists()

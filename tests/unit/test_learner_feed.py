@@ -9,7 +9,7 @@ import pytest
 
 from draco_ray.errors import LearnerError
 from draco_ray.learner.feed import LearnerFeed
-from draco_ray.learner.messages import Accumulate, Failed, Publish, SaveCheckpoint, Stop, TokenLogprobs, Update
+from draco_ray.learner.messages import Accumulate, Failed, Publish, SaveCheckpoint, Start, Stop, TokenLogprobs, Update
 from tests.unit.test_training_metrics import an_update
 
 CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)
@@ -73,6 +73,21 @@ async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
     await feed.answer(1, 1, (None,))
     assert (await feed.start()).checkpoint == "second"
     assert await feed.next((await feed.start()).position) == CANARY
+
+
+async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> None:
+    feed = LearnerFeed(workers=1)
+    saving = await submitted(feed, SaveCheckpoint(directory="second"))
+    task = await submitted(feed, CANARY)
+    await feed.answer(0, 1, ("learned meanwhile",))
+    assert await task == "learned meanwhile"
+    assert not saving.done()
+    # A worker that starts now begins before the checkpoint, and what it answers again changes nothing.
+    assert (await feed.start()).position == 0
+    await feed.answer(0, 0, (None,))
+    await saving
+    assert (await feed.start()) == Start(checkpoint="second", position=1)
+    assert await feed.next(1) == CANARY
 
 
 async def test_a_repeated_answer_changes_nothing() -> None:

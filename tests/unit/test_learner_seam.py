@@ -195,18 +195,22 @@ async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_tau
     run = RunDirectory.create(tmp_path / "run", "")
     trainer = await trainer_of(config, Engine(config), run)
 
-    def killed(*arguments: Any) -> None:
-        raise Killed
+    finish = trainer._store.finish_step.remote
+
+    def killed(step: int, metrics: Any) -> Any:
+        if step == 2:
+            raise Killed
+        return finish(step, metrics)
 
     trainer._store.finish_step = SimpleNamespace(remote=killed)
     with pytest.raises(Killed):
         await trainer.train(1, 2)
-    assert run.checkpoint_steps() == [1]
-    assert rewind(run, reuse=True).step == 1
-    (line,) = run.metrics()
-    assert line["updates"] == 2
-    assert line["seconds"] > 0
-    assert {"learning", "sync", "checkpoint"} <= set(run.table("spans", 1).column("stage").to_pylist())
+    assert run.checkpoint_steps() == [1, 2]
+    assert rewind(run, reuse=True).step == 2
+    for step, line in enumerate(run.metrics(), 1):
+        assert (line["step"], line["updates"]) == (step, 2)
+        assert line["seconds"] > 0
+        assert {"learning", "sync", "checkpoint"} <= set(run.table("spans", step).column("stage").to_pylist())
 
 
 async def test_an_engine_that_ignores_the_update_is_found_out(config: DracoConfig, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.engine.canary import CanaryReading
-from draco_ray.errors import RunStopped
+from draco_ray.errors import LearnerError, RunStopped
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
 from draco_ray.rollout.pool import SlotQueue
 from draco_ray.runs.directory import RunDirectory
@@ -346,3 +346,62 @@ async def test_a_step_in_which_every_group_was_dropped_is_no_finished_one(
     with pytest.raises(RunStopped, match="step 1: all 3 groups were dropped, .* 3 x no rubric"):
         await trained(run, monkeypatch)
     assert saved == []
+
+
+async def test_a_checkpoint_is_written_beside_the_next_step_and_before_the_one_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    asked: list[tuple[str, list[int], list[str]]] = []
+    on_disk: list[str] = []
+
+    async def checkpoint(folder: Path) -> None:
+        asked.append((folder.name, list(run.learned), list(on_disk)))
+        # Step 1's until step 2 has been learned.
+        while folder.name == "step00001" and not run.asked_for_effect.get(2):  # noqa: ASYNC110 (the loop's doing)
+            await asyncio.sleep(0)
+        on_disk.append(folder.name)
+
+    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    await trained(run, monkeypatch)
+    names = [f"step{step:05d}" for step in range(1, STEPS + 1)]
+    # Each is asked for at the end of its step, when the one before is on disk, the last one's too when training ends.
+    assert asked == [(names[step], [*range(1, step + 1)], names[:step]) for step in range(STEPS)]
+    assert on_disk == names
+
+
+async def test_a_checkpoint_that_cannot_be_written_stops_the_run_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, "train.checkpoint_every=4")
+    run.first = 4
+
+    async def checkpoint(folder: Path) -> None:
+        raise LearnerError("no space left on device")
+
+    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    with pytest.raises(LearnerError, match="no space left"):
+        await trained(run, monkeypatch)
+    assert run.learned == [4]
+
+
+async def test_a_run_that_is_stopped_keeps_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    on_disk: list[str] = []
+
+    async def checkpoint(folder: Path) -> None:
+        while not stopping.cancelling():  # noqa: ASYNC110 (no event says so)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        on_disk.append(folder.name)
+
+    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    stopping = asyncio.create_task(trained(run, monkeypatch))
+    while run.learned != [1]:  # noqa: ASYNC110 (the loop's doing)
+        await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert on_disk == ["step00001"]
