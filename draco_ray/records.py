@@ -193,6 +193,8 @@ class Trajectory:
     """What the environment says of how it ended; None until it was asked."""
     branches: tuple[int, ...] = (0,)
     """Where in the arrays each token sequence begins, ascending from 0. No token sees those of another branch."""
+    scenario: str = ""
+    """The task's: its group, or its id. Empty: nobody has said, so the task is one of its own."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}

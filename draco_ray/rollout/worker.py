@@ -97,7 +97,7 @@ class RolloutWorkerActor:
             world = GuardedWorld(await _opened(slot, request.task_id), slot.name, self._timeout_seconds)
             try:
                 trajectory = await self._agents[policy].run(world, request)
-                trajectory = replace(trajectory, termination=slot.termination(trajectory))
+                trajectory = replace(trajectory, termination=slot.termination(trajectory), scenario=world.task.scenario)
                 evaluated = None
                 if self._ground_truth and trajectory.ended is not EpisodeEnd.SERVER_ERROR:
                     evaluated = await evaluate(world, trajectory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draco_ray.records import EpisodeEnd, Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import scenario_of
 
 
 def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation]]:
@@ -20,9 +21,8 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
             ended=EpisodeEnd(row["ended"]),
             difficulty=row["difficulty"],
             failures=tuple(row["failures"] or ()),
-            # Older runs are AppWorld's, whose ids are ``<scenario>_<1..3>``.
             termination=None if row["termination"] is None else Termination(row["termination"]),
-            scenario=row["task_id"].rsplit("_", 1)[0] if row["scenario"] is None else row["scenario"],
+            scenario=scenario_of(row),
             reward=row["reward"],
         )
         found.setdefault((row["training_step"], row["split"]), []).append(evaluation)

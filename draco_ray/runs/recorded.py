@@ -49,6 +49,24 @@ def trajectories_from(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, li
     return dict(found)
 
 
+def scenario_of(row: Row) -> str:
+    """The scenario of a rollout's or an evaluation's task; a task of none is one of its own.
+
+    Older runs did not record it: they are AppWorld's, whose ids are ``<scenario>_<1..3>``.
+    """
+    task_id: str = row["task_id"]
+    if row["scenario"] is None:
+        return task_id.rsplit("_", 1)[0]
+    return row["scenario"] or task_id
+
+
+def training_scenarios(run: RunDirectory) -> dict[str, str]:
+    """Task id -> scenario, of every task that a rollout was recorded of."""
+    return {
+        row["task_id"]: scenario_of(row) for row in run.table("trajectories", None, ["task_id", "scenario"]).to_pylist()
+    }
+
+
 def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
     return Trajectory(
         task_id=row["task_id"],
@@ -70,6 +88,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
         engine=row["engine"],
         termination=None if row["termination"] is None else Termination(row["termination"]),
         branches=tuple(row["branches"] or (0,)),
+        scenario=scenario_of(row),
     )
 
 

@@ -32,6 +32,7 @@ TABLES: dict[str, pa.Schema] = {
             ("ended_at", pa.float64()),
             ("termination", pa.string()),
             ("branches", pa.list_(pa.int32())),
+            ("scenario", pa.string()),
         ]
     ),
     "steps": pa.schema(

@@ -22,9 +22,9 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.replay import REPLAYED, ArchivedCall, agreement_table, archived_calls
 from draco_ray.lab.analysis.replay import replay as ask_again
-from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.lab.evaluation.intervals import Interval, clustered_mean, rate_difference
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.recorded import training_scenarios
 
 Row = dict[str, Any]
 PEOPLE = "labels"
@@ -148,19 +148,20 @@ async def with_examples(
         JudgeUnavailable: the judge answers no call at all.
     """
     labels = _of_verdicts(labels)
-    scenarios = sorted({scenario_of(label.task_id) for label in labels})
-    if len(scenarios) < 2:
-        raise ConfigError(f"labels of {len(scenarios)} scenario: examples are tried on others than they are from")
     if not corrected(labels, 1):
         raise ConfigError("no verdict was marked wrong: there is nothing to show as an example")
-    dealt = {str(name): place % folds for place, name in enumerate(np.random.default_rng(seed).permutation(scenarios))}
     calls = labelled_calls(run, labels)
+    scenario = training_scenarios(run)
+    scenarios = sorted({scenario[call.task_id] for call in calls})
+    if len(scenarios) < 2:
+        raise ConfigError(f"labels of {len(scenarios)} scenario: examples are tried on others than they are from")
+    dealt = {str(name): place % folds for place, name in enumerate(np.random.default_rng(seed).permutation(scenarios))}
     plain = await ask_again(run, complete, calls, judge)
     tables, shown = [], []
     for fold in sorted(set(dealt.values())):
-        examples = corrected([label for label in labels if dealt[scenario_of(label.task_id)] != fold], most)
+        examples = corrected([label for label in labels if dealt[scenario[label.task_id]] != fold], most)
         before = examples_text(examples)
-        mine = [call for call in calls if dealt[scenario_of(call.task_id)] == fold]
+        mine = [call for call in calls if dealt[scenario[call.task_id]] == fold]
         shown.append(len(examples))
         tables.append(
             await ask_again(run, complete, [replace(call, prompt=before + call.prompt) for call in mine], judge)
