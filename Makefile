@@ -185,7 +185,7 @@ bench: world
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
-# What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (ten minutes).
+# What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
 .PHONY: bench-store
 bench-store: setup
 	$(VENV)/bin/python jobs/bench_store.py $(ARGS)

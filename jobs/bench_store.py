@@ -265,8 +265,10 @@ def _is_store(process: psutil.Process) -> bool:
 class Bench:
     """The actors of a run, and steps through them."""
 
-    def __init__(self, config: DracoConfig, run: RunDirectory) -> None:
+    def __init__(self, config: DracoConfig, run: RunDirectory, every: float) -> None:
+        """``every``: seconds between two groups that begin."""
         name = run.path.name
+        self._every = every
         rollouts = ray.remote(MadeRollouts).options(num_cpus=0, max_concurrency=SLOTS).remote()
         made = ray.remote(MadeJudge)
 
@@ -297,6 +299,7 @@ class Bench:
         self._watch.begin(f"step {step}", groups, GROUP)
 
         async def work(group: Group) -> None:
+            await asyncio.sleep(group.index * self._every)
             samples = await self.pipeline.run(group)
             if samples is None:
                 raise SystemExit(f"bench-store: group {group.name} failed: {group.reason}")
@@ -313,9 +316,9 @@ class Bench:
         return time.perf_counter() - began
 
 
-async def measured(config: DracoConfig, folder: Path, sizes: Sequence[int], steps: int) -> None:
+async def measured(config: DracoConfig, folder: Path, sizes: Sequence[int], steps: int, every: float) -> None:
     """Print the tables."""
-    bench = Bench(config, RunDirectory.create(folder / "store", ""))
+    bench = Bench(config, RunDirectory.create(folder / "store", ""), every)
     bench.judges.open()
     await bench.judges.ready()
     kinds = Sizes()
@@ -408,19 +411,20 @@ def ray_for_bench(object_store_mib: int) -> Iterator[None]:
 
 def main(
     groups: Annotated[str, typer.Option(help="Groups a step.")] = "16 64 256 1024",
-    steps: Annotated[int, typer.Option(min=1, help="Of each size, one after the other.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Of each size, one after the other.")] = 1,
+    every: Annotated[float, typer.Option(min=0, help="Seconds between two groups; 0: as fast as it goes.")] = 1.0,
     object_store_mib: Annotated[int, typer.Option(help="Of Ray's object store.")] = 2048,
 ) -> None:
     """Print what groups cost (a quarter of a CPU second each, stand-ins included, and 4 MB of disk)."""
     memory = psutil.virtual_memory().total / 2**30
     print(
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, "
-        f"load average {os.getloadavg()[0]:.1f} at the start",
+        f"load average {os.getloadavg()[0]:.1f} at the start; a group every {every:g} s",
         flush=True,
     )
     config = load_config("sandbox", [f"algorithm.group_size={GROUP}", "run.trackers=[]", "ray.dashboard=false"])
     with tempfile.TemporaryDirectory() as folder, ray_for_bench(object_store_mib):
-        asyncio.run(measured(config, Path(folder), [int(each) for each in groups.split()], steps))
+        asyncio.run(measured(config, Path(folder), [int(each) for each in groups.split()], steps, every))
 
 
 if __name__ == "__main__":
