@@ -10,27 +10,34 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does; main thread only."""
-    with handler_of_sigterm_kept():
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """SIGTERM ends the block as Ctrl-C does; main thread only.
+
+    A shell starts what it runs behind a script with SIGINT ignored: then, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with handler_kept(signal.SIGTERM), handler_kept(signal.SIGINT):
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         yield
 
 
 @contextlib.contextmanager
-def handler_of_sigterm_kept() -> Iterator[None]:
-    """What SIGTERM did before the block it does after it; main thread only.
+def handler_kept(number: signal.Signals) -> Iterator[None]:
+    """What a signal did before the block it does after it; main thread only.
 
-    Ray puts a handler of its own in the place of another when it is started or joined: one that ends the process where
+    Ray puts a handler of SIGTERM in the place of another when it is started or joined: one that ends the process where
     it stands, with a stack trace.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     try:
         yield
     finally:
         # None is a handler that was not installed by Python.
         if before is not None:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(number, before)

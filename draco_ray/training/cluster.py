@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.interruption import handler_of_sigterm_kept
+from draco_ray.interruption import handler_kept
 from draco_ray.training.preflight import check_resources, has_autoscaler
 from draco_ray.training.room import wait_for_room
 
@@ -50,7 +51,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     try:
-        with handler_of_sigterm_kept():
+        with handler_kept(signal.SIGTERM):
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 
 import pytest
 
-from draco_ray.interruption import ended_as_interrupted, handler_of_sigterm_kept
+from draco_ray.interruption import ended_as_interrupted, handler_kept
 
 
-def test_sigterm_interrupts_the_block_and_means_what_it_meant_afterwards() -> None:
+# A shell starts what a script runs behind it with SIGINT ignored.
+@pytest.mark.parametrize("usual", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_interrupts_the_block_and_means_what_it_meant_afterwards(usual: signal.Handlers) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
-        signal.raise_signal(signal.SIGTERM)
+    with handler_kept(signal.SIGINT):
+        signal.signal(signal.SIGINT, usual)
+        with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) is usual
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_cancels_what_runs_in_an_event_loop() -> None:
+    seen = []
+
+    async def work() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cleaned up")
+            raise
+
+    with handler_kept(signal.SIGINT):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+            asyncio.run(work())
+    assert seen == ["cleaned up"]
 
 
 def test_a_handler_that_another_puts_in_its_place_goes() -> None:
     with ended_as_interrupted():
         ours = signal.getsignal(signal.SIGTERM)
-        with handler_of_sigterm_kept():
+        with handler_kept(signal.SIGTERM):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) is ours
 
