@@ -23,6 +23,7 @@ from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
 from tests.conftest import REPOSITORY
+from tests.support.http_mcp_server import DROP, error, reply, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -182,3 +183,65 @@ async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:
     schema = {"type": "function", "function": {"name": "note"}}
     with pytest.raises(ConfigError, match="two tools note, of environment.options.tools and of MCP server desk"):
         merged([schema], {"desk": [schema]})
+
+
+def session_at(url: str, seconds: float = 20) -> McpSession:
+    config = EnvironmentConfig(use="tools", start_timeout_seconds=seconds, cell_timeout_seconds=seconds)
+    return McpSession("desk", McpServerOptions.model_validate({"url": url}), config, {}, False)
+
+
+ODD = [
+    (reply(b"no", 401, "text/plain"), "it answered with HTTP status 401"),
+    (reply(b'{"error": "expired"}', 403), "it answered with HTTP status 403"),
+    (reply(b"", 404, "text/plain"), "it answered with HTTP status 404"),
+    (error(-32600, "gone", 404), "it answered with HTTP status 404"),
+    (reply(b"", 502, "text/html"), "it answered with HTTP status 502"),
+    (reply(b"", 302, headers="location: http://localhost:1/\r\n"), "it answered with HTTP status 302"),
+    (reply(b"<html>Sign in</html>", kind="text/html"), "it answered with text/html, expected application/json or"),
+    (reply(b"{no"), "Failed to parse JSON"),
+    (reply(b'{"a": 1}'), "Failed to parse JSON"),
+    (reply(b"data: {no\n\n", kind="text/event-stream"), "Failed to parse SSE"),
+    (reply(b"", kind="text/event-stream"), "stream ended without a response"),
+    (DROP, "disconnected"),
+]
+
+
+@pytest.mark.parametrize(("odd", "said"), ODD)
+@pytest.mark.parametrize("method", ["initialize", "tools/call"])
+async def test_an_answer_over_http_that_is_no_answer_loses_the_session_in_one_line(
+    method: str, odd: bytes, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(method, odd) as url:
+        session = session_at(url)
+
+        async def play() -> None:
+            await session.start()
+            # The policy is told nothing of it: it could mend nothing.
+            await session.call("note", {})
+
+        with pytest.raises(EnvironmentCrashed, match=f"^MCP server desk is lost: .*{said}") as lost:
+            await play()
+        await session.stop()
+    assert "\n" not in str(lost.value)
+    assert "Traceback" not in caplog.text
+
+
+async def test_what_a_server_says_of_arguments_is_the_policys_to_mend() -> None:
+    async with serving("tools/call", error(-32602, "no text given", 400)) as url:
+        session = session_at(url)
+        await session.start()
+        assert await session.call("note", {}) == "error: note: no text given"
+        await session.stop()
+
+
+async def test_a_server_that_stops_answering_over_http_is_waited_for_no_longer_than_is_said() -> None:
+    async with serving("initialize", None) as url:
+        session = session_at(url, seconds=1)
+        with pytest.raises(EnvironmentCrashed, match="^MCP server desk was not ready within 1 s$"):
+            await session.start()
+        await session.stop()
+    async with serving("tools/call", None) as url:
+        session = session_at(url, seconds=1)
+        await session.start()
+        assert await session.call("note", {}) == "error: note: stopped after 1 s without an answer"
+        await session.stop()

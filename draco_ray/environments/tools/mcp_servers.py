@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
 """Shown to commands: other programs live there."""
-_CONNECTION_CLOSED, _TIMED_OUT = -32000, -32001
+_CONNECTION_CLOSED, _TIMED_OUT, _BAD_ARGUMENTS, _UNREADABLE = -32000, -32001, -32602, -32700
+_ANSWERS = ("application/json", "text/event-stream")
+"""Content types that the protocol answers a request with."""
 
 
 class McpSession:
@@ -47,12 +49,15 @@ class McpSession:
         self._jobs: asyncio.Queue[tuple[str, Mapping[str, Any], asyncio.Future[str]] | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._lost: str | None = None
+        self._refused: str | None = None
+        """What the last answer over HTTP was, where it was none of the protocol's."""
 
     async def start(self) -> list[dict[str, Any]]:
         """Begin the session. Returns: the schemas of its tools, in OpenAI's form. Raises: EnvironmentCrashed."""
         need("mcp")
         # What a server prints beside the protocol is no error; the client logs a traceback for each line.
-        logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
+        for client in ("stdio", "streamable_http"):
+            logging.getLogger(f"mcp.client.{client}").setLevel(logging.CRITICAL)
         ready: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._live(ready))
         try:
@@ -106,7 +111,7 @@ class McpSession:
                     tool, arguments, waiting = job
                     waiting.set_result(await self._answer(client, tool, arguments))
         except BaseException as error:
-            self._lost = f"MCP server {self.name} is lost: {_reason(error)}"
+            self._lost = f"MCP server {self.name} is lost: {self._refused or _reason(error)}"
             crash = EnvironmentCrashed(self._lost)
             if not waiting.done():
                 waiting.set_exception(crash)
@@ -124,9 +129,11 @@ class McpSession:
         try:
             result = await client.call_tool(tool, dict(arguments), read_timeout_seconds=seconds)
         except MCPError as error:
-            if error.error.code == _CONNECTION_CLOSED:
+            code = error.error.code
+            # Arguments are the policy's to mend, with whatever HTTP status. Of the rest nothing is what the tool says.
+            if code in (_CONNECTION_CLOSED, _UNREADABLE) or (self._refused is not None and code != _BAD_ARGUMENTS):
                 raise
-            said = f"stopped after {seconds:g} s without an answer" if error.error.code == _TIMED_OUT else str(error)
+            said = f"stopped after {seconds:g} s without an answer" if code == _TIMED_OUT else str(error)
             return f"error: {tool}: {' '.join(said.split())[:500]}"
         text = "\n".join(map(_text, result.content))
         if not result.content and result.structured_content is not None:
@@ -142,7 +149,10 @@ class McpSession:
             import httpx2
 
             headers = {name: _filled(value, self._secrets) for name, value in self._options.headers.items()}
-            async with httpx2.AsyncClient(headers=headers, follow_redirects=True, timeout=None) as http:
+            hooks: dict[str, list[Callable[..., Any]]] = {"request": [self._look_away], "response": [self._look_at]}
+            async with httpx2.AsyncClient(
+                headers=headers, follow_redirects=True, timeout=None, event_hooks=hooks
+            ) as http:
                 yield streamable_http_client(self._options.url, http_client=http)
             return
         directory = tempfile.mkdtemp(prefix="draco-mcp-")
@@ -160,6 +170,21 @@ class McpSession:
                     raise EnvironmentCrashed(f"{_reason(error)}; it said: {last_line(directory)}") from error
         finally:
             await asyncio.to_thread(linux.remove_tree, directory)
+
+    async def _look_away(self, request: Any) -> None:
+        """Forget the answer to the last request: what goes wrong now is another one's doing."""
+        if _asks(request):
+            self._refused = None
+
+    async def _look_at(self, response: Any) -> None:
+        """Remember an answer to a request that the protocol does not know; the client tells little of it."""
+        if not _asks(response.request):
+            return
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not response.is_success:
+            self._refused = f"it answered with HTTP status {response.status_code} {response.reason_phrase}".rstrip()
+        elif response.status_code == 200 and kind not in _ANSWERS:
+            self._refused = f"it answered with {kind or 'no content type'}, expected {' or '.join(_ANSWERS)}"
 
     def _jailed(self, directory: str) -> list[str]:
         """Arguments for Python that start the command in the jail."""
@@ -193,6 +218,11 @@ class McpSession:
             network=self._network,
         )
         return jail_command(spec)
+
+
+def _asks(request: Any) -> bool:
+    """Whether an answer is due. A stream, a notification and the end of the session may be refused as one likes."""
+    return request.method == "POST" and "id" in json.loads(request.content)
 
 
 def _filled(template: str, secrets: Mapping[str, str]) -> str:
