@@ -378,6 +378,11 @@ async def test_a_turn_cut_at_its_limit_says_so() -> None:
         ("responses", {"input": [{"type": "item_reference"}]}, 'input[0]: an item of type "item_reference"'),
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]: only tools of type function"),
         ("responses", {"input": "a", "background": True}, "background=true: not supported"),
+        ("responses", {"input": "a", "tools": [{"parameters": {"most": float("nan")}}]}, "the request is no JSON: NaN"),
+        ("responses", b'{"input": "a", "metadata": {"most": -1e999}}', "the request is no JSON: -1e999"),
+        ("responses", {"input": "a", "odd\nname": 1}, "odd\\nname: not a parameter"),
+        ("responses", {"input": [{"role": "critic", "content": "a"}]}, "input[0]: expected an object with a role"),
+        ("responses", {"input": "a", "stream": True, "n": 3}, "n=3: not supported here; expected 1"),
         ("embeddings", {"input": "a"}, "POST /"),
     ],
 )

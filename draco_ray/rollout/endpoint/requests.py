@@ -8,6 +8,7 @@ is refused, and so is what is not known.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,14 @@ def _token_ids(body: Mapping[str, Any], name: str) -> list[int]:
     return ids
 
 
+def finite(number: str) -> float:
+    """A number of JSON. Raises: ValueError for NaN and infinities, which Python reads and no answer could repeat."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number[:20]} is no number that can be had")
+    return value
+
+
 def clean(value: Any) -> Any:
     """A JSON value whose texts can be encoded: a lone surrogate could not be put into tokens."""
     if isinstance(value, str):
@@ -147,7 +156,7 @@ def _check(body: Any, known: set[str], only: Mapping[str, Sequence[Any]] | None 
                 f"{name}={_short(value)}: not supported here; expected {expected}", 400, "unsupported_parameter"
             )
         if name not in known | only.keys():
-            raise Refused(f"{name}: not a parameter that is supported here", 400, "unsupported_parameter")
+            raise Refused(f"{_short(name)[1:-1]}: not a parameter that is supported here", 400, "unsupported_parameter")
 
 
 def _chat_message(message: Any, where: str) -> dict[str, Any]:

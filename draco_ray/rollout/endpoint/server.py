@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.replies import chat_completion, chat_events, generated, response, response_events
-from draco_ray.rollout.endpoint.requests import clean, read_chat, read_generate, read_responses
+from draco_ray.rollout.endpoint.requests import clean, finite, read_chat, read_generate, read_responses
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import Refused
 from draco_ray.rollout.endpoint.world_tools import WorldTools
@@ -259,7 +259,7 @@ async def _body(request: Request) -> Any:
         if len(content) > MOST_BYTES:
             raise Refused(f"the request is larger than {MOST_BYTES >> 20} MiB", 413, "too_large")
     try:
-        return clean(json.loads(content))
+        return clean(json.loads(content, parse_float=finite, parse_constant=finite))
     except ValueError as error:
         raise Refused(f"the request is no JSON: {' '.join(str(error).split())[:200]}") from None
 
