@@ -39,8 +39,13 @@ PRELOADED = (
     *("fastapi", "litellm", "peft", "pyarrow.parquet", "ray", "torch", "transformers"),
 )
 """Imported once, before anything is broken; none of them starts a thread at import."""
-FATES = {None: "not tried", 0: "survived", 5: "no test", 33: "no test"}
-"""By mutmut's exit code; every other one, that of a time-out included, is a kill."""
+FATES: dict[int | None, str] = {
+    None: "not tried",
+    0: "survived",
+    **dict.fromkeys((5, 33), "no test"),
+    **dict.fromkeys((-24, 24, 36, 152, 255), "timed out"),
+}
+"""By mutmut's exit code; every other one is a kill. A time-out is none: no test failed, and the machine may be busy."""
 UNREACHED = "no test reaches it"
 
 
@@ -185,7 +190,7 @@ class Mutant:
     diff: str
     """Lines taken out and put in, each behind its sign, of one that survived."""
     fate: str
-    """``killed``, ``survived``, ``no test`` (none runs the function) or ``not tried``."""
+    """``killed``, ``survived``, ``timed out``, ``no test`` (none runs the function) or ``not tried``."""
 
 
 def mutants(folder: Path) -> Iterator[Mutant]:
@@ -271,7 +276,7 @@ def report(folder: Path) -> int:
     for each in known:
         if not used[each]:
             print(f"explains nothing any more: {each.function}: {each.diff}")
-    columns = ("killed", "explained", "survived", "no test", "not tried")
+    columns = ("killed", "explained", "survived", "timed out", "no test", "not tried")
     print("| module | mutants | " + " | ".join(columns) + " |")
     print("|---|" + "---:|" * (1 + len(columns)))
     counts["all"] = sum(counts.values(), start=Counter())

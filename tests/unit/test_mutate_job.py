@@ -63,7 +63,7 @@ class Counter:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What mutmut leaves: two mutants killed, one of them by the clock, one that survived, one that no test reaches."""
+    """What mutmut leaves: a mutant each that was killed, ran out of time, survived, and that no test reaches."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "a.py").write_text(MUTATED, encoding="utf-8")
     codes = {
@@ -90,13 +90,13 @@ def test_survivors_are_shown_and_counted(
     assert missed == 2
     assert "pack/a:double\n- return 2 * number\n+ return 3 * number\n" in printed
     assert "pack/a:Counter.add\nno test reaches it\n" in printed
-    assert "| `pack/a` | 4 | 2 | 0 | 1 | 1 | 0 |" in printed
+    assert "| `pack/a` | 4 | 1 | 0 | 1 | 1 | 1 | 0 |" in printed
 
     missed, printed = reported(
         '{function = "*:double", diff = "3 . number", reason = "r"}, {function = "*", diff = "no test", reason = "r"}'
     )
     assert missed == 0
-    assert "| `pack/a` | 4 | 2 | 2 | 0 | 0 | 0 |" in printed
+    assert "| `pack/a` | 4 | 1 | 2 | 0 | 1 | 0 | 0 |" in printed
     missed, printed = reported('{function = "pack/b:*", diff = "number", reason = "r"}')
     assert missed == 2
     assert "explains nothing any more: pack/b:*: number" in printed
