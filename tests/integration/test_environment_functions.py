@@ -21,7 +21,8 @@ from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.tokens import TokenPolicy
 from tests.support.endpoint_episode import CHAT, END, ScriptedSampler, call
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
 
 APPS = {"apps": ["spotify"]}
 
@@ -53,6 +54,7 @@ async def act(world: World, name: str, **arguments: Any) -> str:
     return await world.act(json.dumps({"name": name, "arguments": arguments}))
 
 
+@on_the_modules_loop
 async def test_apis_are_called_and_what_fails_is_said(spotify: AppWorldFunctions) -> None:
     world = await spotify.open(spotify.tasks("train")[0])
     passwords = json.loads(await act(world, "supervisor__show_account_passwords"))
@@ -74,6 +76,7 @@ async def test_apis_are_called_and_what_fails_is_said(spotify: AppWorldFunctions
     assert "out\n" not in await act(world, "spotify__login", **hostile)
 
 
+@on_the_modules_loop
 async def test_a_rollout_of_the_tool_calling_agent_is_evaluated(sandbox_root: Path, spotify: AppWorldFunctions) -> None:
     task_id, answer = question(sandbox_root, spotify)
     config = load_config("appworld-functions", ["agent.thinking=false"]).agent
@@ -100,6 +103,7 @@ async def test_a_rollout_of_the_tool_calling_agent_is_evaluated(sandbox_root: Pa
     assert verdict.success, verdict.failures
 
 
+@on_the_modules_loop
 async def test_a_program_behind_the_endpoint_plays_the_same_world(
     sandbox_root: Path, spotify: AppWorldFunctions
 ) -> None:

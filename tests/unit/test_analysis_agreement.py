@@ -16,6 +16,7 @@ from draco_ray.lab.analysis.agreement import (
     clustered_interval,
     contingency,
 )
+from draco_ray.lab.evaluation.intervals import Interval
 
 
 def ratings(table: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -143,6 +144,7 @@ def test_judges_that_never_differed_may_yet_differ() -> None:
 
 def test_whole_clusters_are_left_out() -> None:
     def mean(items: list[float]) -> float:
+        assert items, "nothing has no mean"
         return float(np.mean(items))
 
     items = np.random.default_rng(0).integers(0, 2, 40).astype(float)
@@ -153,7 +155,8 @@ def test_whole_clusters_are_left_out() -> None:
     # A group without items is no evidence.
     padded = {str(number): [item] for number, item in enumerate(items)} | {"none": []}
     assert clustered_interval(padded, mean) == apart
-    assert clustered_interval({"a": [1.0]}, mean).low == -math.inf
+    for alone in ({"a": [1.0]}, {"a": [1.0], "none": []}):
+        assert clustered_interval(alone, mean) == Interval(1.0, -math.inf, math.inf)
     with pytest.raises(ValueError, match="no clusters"):
         clustered_interval({}, mean)
 

@@ -144,15 +144,15 @@ def clustered_interval(
     Raises:
         ValueError: there are no clusters.
     """
-    groups = [list(items) for items in clusters.values()]
-    if not groups:
+    if not clusters:
         raise ValueError("no clusters to take an interval over")
+    groups = [list(items) for items in clusters.values() if items]
     items = [item for group in groups for item in group]
     value = statistic(items)
     places = np.cumsum([0, *(len(group) for group in groups)])
-    without = [
-        statistic(items[: places[index]] + items[places[index + 1] :]) for index, group in enumerate(groups) if group
-    ]
+    # Without the only cluster nothing is left to take the statistic of.
+    left_out = range(len(groups)) if len(groups) > 1 else ()
+    without = [statistic(items[: places[index]] + items[places[index + 1] :]) for index in left_out]
     return Interval(value, *_limits(value, without, trials=float(len(items)), level=level))
 
 
