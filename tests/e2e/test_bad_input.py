@@ -1,18 +1,26 @@
-"""What a user gets wrong is one line on stderr that says what to do, a non-zero exit, and nothing lost."""
+"""What a user gets wrong is one line on stderr that says what to do, a non-zero exit, and nothing lost.
+
+What is refused before anything is started is refused in the test's process (`refused`); that a process of its own
+prints nothing else, what it imports included, is seen where one starts (`refusal`).
+"""
 
 from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from draco_ray.cli import main
 from tests.support.command import draco
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
+
+Refused = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +38,24 @@ def refusal(*arguments: str, **environment: str) -> tuple[int, str]:
     return result.returncode, lines[0]
 
 
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """As `refusal`, by the entry point in this process."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        printed = capsys.readouterr()
+        lines = [line for line in printed.err.splitlines() if line.strip()]
+        assert len(lines) == 1, printed.err
+        assert "Traceback" not in printed.out + printed.err
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, lines[0]
+
+    return run
+
+
 def test_unknown_key_names_the_nearest() -> None:
     code, line = refusal("train", "sandbox", "learner.learning_rat=1e-4")
     assert code == 2
@@ -37,16 +63,16 @@ def test_unknown_key_names_the_nearest() -> None:
     assert "learner.learning_rate" in line
 
 
-def test_value_out_of_range() -> None:
-    code, line = refusal("train", "sandbox", "algorithm.group_size=1")
+def test_value_out_of_range(refused: Refused) -> None:
+    code, line = refused("train", "sandbox", "algorithm.group_size=1")
     assert code == 2
     assert "algorithm.group_size" in line
     assert "2" in line
 
 
-def test_unknown_preset_and_setting() -> None:
-    assert "sandbox" in refusal("train", "sandboxx")[1]
-    assert "no-credit" in refusal("train", "sandbox", "--setting", "nocredit")[1]
+def test_unknown_preset_and_setting(refused: Refused) -> None:
+    assert "sandbox" in refused("train", "sandboxx")[1]
+    assert "no-credit" in refused("train", "sandbox", "--setting", "nocredit")[1]
 
 
 def test_data_root_without_tasks(tmp_path: Path, sandbox_root: Path) -> None:
@@ -60,32 +86,34 @@ def test_data_root_without_tasks(tmp_path: Path, sandbox_root: Path) -> None:
     assert "draco sandbox build" in line
 
 
-def test_unknown_split(sandbox_root: Path, model: Path) -> None:
-    code, line = refusal("train", "sandbox", f"data.root={sandbox_root}", "data.eval_split=tset", f"model.path={model}")
+def test_unknown_split(refused: Refused, sandbox_root: Path, model: Path) -> None:
+    code, line = refused("train", "sandbox", f"data.root={sandbox_root}", "data.eval_split=tset", f"model.path={model}")
     assert code == 1
     assert "tset" in line
     assert "test_normal" in line
 
 
-def test_model_directory_without_tokenizer(tmp_path: Path, sandbox_root: Path, model: Path) -> None:
+def test_model_directory_without_tokenizer(refused: Refused, tmp_path: Path, sandbox_root: Path, model: Path) -> None:
     broken = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    code, line = refusal("train", "sandbox", f"data.root={sandbox_root}", f"model.path={broken}")
+    code, line = refused("train", "sandbox", f"data.root={sandbox_root}", f"model.path={broken}")
     assert code == 1
     assert str(broken) in line
     assert "tokenizer" in line
 
 
-def test_more_prompts_a_step_than_tasks(sandbox_root: Path, model: Path) -> None:
-    code, line = refusal("train", "sandbox", f"data.root={sandbox_root}", f"model.path={model}")
+def test_more_prompts_a_step_than_tasks(refused: Refused, sandbox_root: Path, model: Path) -> None:
+    code, line = refused("train", "sandbox", f"data.root={sandbox_root}", f"model.path={model}")
     assert code == 2
     assert "train.prompts_per_step" in line
 
 
-def test_existing_run_directory_is_left_alone(tmp_path: Path, sandbox_root: Path, model: Path) -> None:
+def test_existing_run_directory_is_left_alone(
+    refused: Refused, tmp_path: Path, sandbox_root: Path, model: Path
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
     arguments = [f"data.root={sandbox_root}", f"model.path={model}", f"run.root={tmp_path}"]
-    code, line = refusal("train", "sandbox", *arguments, "run.name=mine", "train.prompts_per_step=2")
+    code, line = refused("train", "sandbox", *arguments, "run.name=mine", "train.prompts_per_step=2")
     assert code == 2
     assert "run.name" in line
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
