@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Of run directories. A reader refuses newer ones; of older ones a column that came later reads as null."""
 FILE = "run.json"
 _KEY_BYTES = 32

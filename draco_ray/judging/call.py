@@ -38,6 +38,8 @@ class Call:
     """Of the latest request."""
     guessed: float = 0.0
     """Dollars of requests that may have been billed without a reply."""
+    waited: float = 0.0
+    """Seconds for leave to send its requests."""
     error: BaseException | None = None
 
     def note_failure(self, error: BaseException, billed: float) -> None:

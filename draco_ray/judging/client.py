@@ -173,7 +173,9 @@ class LiteLLMClient:
 
     async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Next | None:
         """Ask for a lease and send one request; None: it was spent on the small question."""
+        asked = time.perf_counter()
         grant = await self._leases.lease(call.asked)
+        call.waited += time.perf_counter() - asked
         call.note_grant(grant)
         if call.spent and call.error is not None:
             await self._leases.give_back(grant.number)
@@ -337,6 +339,7 @@ class LiteLLMClient:
             call_id=call.number,
             started_at=call.started_at,
             seconds=time.perf_counter() - call.clock,
+            waited_seconds=call.waited,
             requests=call.requests,
         )
 
@@ -352,6 +355,7 @@ class LiteLLMClient:
             estimated_dollars=call.guessed,
             started_at=call.started_at,
             seconds=time.perf_counter() - call.clock,
+            waited_seconds=call.waited,
             requests=call.requests,
             error=self._endpoint.one_line(error) + advice(error),
             call_id=call.number,
@@ -383,6 +387,7 @@ _REPLAYED = (
     "usage_known",
 )
 _PAID = tuple(each.name for each in dataclasses.fields(Paid))
+_PAID_ALWAYS = tuple(each.name for each in dataclasses.fields(Paid) if each.default is dataclasses.MISSING)
 
 
 def _stored(completion: Completion) -> dict[str, object]:
@@ -391,6 +396,7 @@ def _stored(completion: Completion) -> dict[str, object]:
 
 def _replay(stored: Mapping[str, Any]) -> Completion:
     """Return the stored reply, at no cost; replies stored by early versions do not say what they cost."""
-    paid = Paid(**{name: stored[name] for name in _PAID}) if all(name in stored for name in _PAID) else None
+    known = {name: stored[name] for name in _PAID if name in stored}
+    paid = Paid(**known) if all(name in known for name in _PAID_ALWAYS) else None
     replayed = {name: stored[name] for name in _REPLAYED if name in stored}
     return Completion(**replayed, paid=paid, dollars=0.0, started_at=time.time(), seconds=0.0, requests=0)

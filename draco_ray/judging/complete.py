@@ -59,6 +59,9 @@ class Completion:
     """Unique; of a reply from the durable cache empty."""
     paid: Paid | None = None
     """Of a reply from the durable cache: how it was paid for, where that is known."""
+    waited_seconds: float = 0.0
+    """The part of ``seconds`` that passed before requests might be sent: the limits of the whole pool, and pauses of a
+    judge that is not there."""
     usage_known: bool = True
     """Whether the reply said its usage; the tokens are the most that there can be where it did not."""
 

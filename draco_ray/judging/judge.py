@@ -220,6 +220,7 @@ def _call(phase: str, context: CallContext, prompt: str, completion: Completion,
         paid=completion.paid,
         started_at=completion.started_at,
         seconds=completion.seconds,
+        waited_seconds=completion.waited_seconds,
         requests=completion.requests,
         error=error,
     )

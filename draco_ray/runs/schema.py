@@ -122,6 +122,7 @@ TABLES: dict[str, pa.Schema] = {
             ("error", pa.string()),
             ("reasoning_tokens", pa.int64()),
             ("estimated_dollars", pa.float64()),
+            ("waited_seconds", pa.float64()),
         ]
     ),
     "groups": pa.schema(

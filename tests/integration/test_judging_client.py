@@ -385,9 +385,41 @@ async def test_a_replayed_reply_says_what_it_was_paid_with(tmp_path: Path) -> No
         estimated_dollars=0.0,
         seconds=paid.seconds,
         started_at=paid.started_at,
+        waited_seconds=paid.waited_seconds,
     )
     assert (replayed.requests, replayed.dollars, replayed.seconds) == (0, 0.0, 0.0)
     assert replayed.started_at >= paid.started_at + paid.seconds
+
+
+async def test_what_a_call_waits_for_leave_is_told_from_what_the_judge_takes(tmp_path: Path) -> None:
+    class Slow(Told):
+        async def lease(self, asked: Asked) -> Grant:
+            await asyncio.sleep(0.2)
+            return await super().lease(asked)
+
+    with ScriptedJudgeServer(Reply("once", status=500), Reply("fine")) as server:
+        client = LiteLLMClient(config(server.base), ReplyCache(tmp_path), sleep=Naps(), leases=Slow())
+        answered, replayed = await client(ask()), await client(ask())
+    # A lease for each of its two requests.
+    assert answered.requests == 2
+    assert 0.38 < answered.waited_seconds < answered.seconds
+    assert replayed.waited_seconds == 0.0
+    assert replayed.paid is not None
+    assert replayed.paid.waited_seconds == answered.waited_seconds
+
+
+async def test_replies_of_versions_that_did_not_say_their_wait_are_replayed_with_their_cost(tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply("fine")) as server:
+        cache = ReplyCache(tmp_path)
+        client = LiteLLMClient(config(server.base), cache)
+        answered, key = await client(ask()), client._key(ask())
+        stored = await cache.get(key)
+        assert stored is not None
+        del stored["waited_seconds"]
+        await cache.put(key, stored)
+        replayed = await client(ask())
+    assert replayed.paid is not None
+    assert (replayed.paid.call_id, replayed.paid.waited_seconds) == (answered.call_id, None)
 
 
 async def test_replies_of_versions_that_stored_no_cost_are_replayed(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.support.small_run import small_run
 from tests.support.timed_run import (
     CONFIG,
     HEAD,
+    JUDGE,
     PER_LEARNED,
     PER_READ,
     PER_SAMPLED,
@@ -194,6 +195,30 @@ def test_a_failed_group_is_read_as_one(tmp_path: Path) -> None:
     step = read_run(made).steps[0]
     failed = next(group for group in step.groups if group.task_id == table[0]["task_id"])
     assert sorted(key for key, phase in failed.phases.items() if not phase.work.ok) == [("score", 0), ("score", 1)]
+
+
+def with_waits(made: RunDirectory, seconds: float | None) -> RunDirectory:
+    """Every call waited so long for leave before it took what it takes; None: that is not recorded."""
+    for path in sorted((made.tables / "judge_calls").glob("*.parquet")):
+        table = read_table(path, "judge_calls").to_pylist()
+        for row in table:
+            row["waited_seconds"], row["seconds"] = seconds, row["seconds"] + (seconds or 0.0)
+        write_parquet(path, pa.Table.from_pylist(table, schema=TABLES["judge_calls"]))
+    return made
+
+
+def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> None:
+    limited = CONFIG + "judge: {limits: {requests_per_minute: 1000}}\n"
+    recorded = read_run(with_waits(timed_run(tmp_path / "run", steps=3, config=limited), 7.0))
+    assert recorded.notes == ()
+    phases = [phase for step in recorded.steps for group in step.groups for phase in group.phases.items()]
+    for (name, _), phase in phases:
+        ((call,),) = phase.work.rounds
+        assert call.seconds == pytest.approx(JUDGE[name])
+        # Its spans are as long as the calls take: nothing is left over.
+        assert phase.work.overhead == 0.0
+    older = with_waits(timed_run(tmp_path / "older", steps=3, config=limited), None)
+    assert "for 48 of 48 calls it is not recorded" in read_run(older).notes[0]
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,12 @@ def _notes(run: RunDirectory) -> tuple[str, ...]:
     limits = run.setting("judge.limits")
     if limits.requests_per_minute is None and limits.tokens_per_minute is None:
         return ()
+    waits = run.table("judge_calls", columns=["waited_seconds"]).column("waited_seconds")
+    if not waits.null_count:
+        return ()
     return (
-        "the run had judge.limits: seconds of its calls include what they waited for those, and are counted as the "
-        "judge's own",
+        f"the run had judge.limits, and for {waits.null_count} of {len(waits)} calls it is not recorded how long they "
+        "waited for those (an earlier version): that is counted as the judge's own time",
     )
 
 
@@ -299,20 +302,22 @@ def _turns(rows: Iterable[Row], began: float) -> Iterable[RecordedTurn]:
 
 
 def _phases(run: RunDirectory, step: int, spans: Sequence[Row]) -> dict[str, dict[Key, RecordedPhase]]:
-    columns = ["task_id", "rollout", "phase", "started_at", "seconds", "requests", "input_tokens", "output_tokens"]
+    columns = ["task_id", "rollout", "phase", "started_at", "seconds", "waited_seconds", "requests", "input_tokens"]
     calls: dict[tuple[str, str, int | None], list[Row]] = defaultdict(list)
-    for row in run.table("judge_calls", step, [*columns, "dollars", "error"]).to_pylist():
+    for row in run.table("judge_calls", step, [*columns, "output_tokens", "dollars", "error"]).to_pylist():
         calls[row["task_id"], row["phase"], row["rollout"]].append(row)
     found: dict[str, dict[Key, RecordedPhase]] = defaultdict(dict)
     for span in spans:
         if span["task_id"] is None or span["stage"] == "rollout":
             continue
         rows = sorted(calls[span["task_id"], span["stage"], span["rollout"]], key=lambda row: float(row["started_at"]))
-        rounds = [tuple(_call(row) for row in rows) for rows in _rounds(rows)]
+        together = _rounds(rows)
         began, ended = span["started_at"], span["ended_at"]
-        overhead = ended - began - sum(max(call.seconds for call in calls) for calls in rounds)
+        # What a call waited for the limits is nobody's work: a simulation has limits of its own.
+        overhead = ended - began - sum(max(max(0.0, row["seconds"]) for row in rows) for rows in together)
         ok = not rows or rows[-1]["error"] is None
-        work = PhaseWork(rounds=tuple(rounds), overhead=max(0.0, overhead), ok=ok)
+        rounds = tuple(tuple(_call(row) for row in rows) for rows in together)
+        work = PhaseWork(rounds=rounds, overhead=max(0.0, overhead), ok=ok)
         found[span["task_id"]][span["stage"], span["rollout"]] = RecordedPhase(began=began, ended=ended, work=work)
     return found
 
@@ -332,7 +337,7 @@ def _rounds(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _call(row: Row) -> CallWork:
     return CallWork(
-        seconds=max(0.0, float(row["seconds"])),
+        seconds=max(0.0, float(row["seconds"]) - (row["waited_seconds"] or 0.0)),
         requests=int(row["requests"]),
         input_tokens=int(row["input_tokens"]),
         output_tokens=int(row["output_tokens"]),
