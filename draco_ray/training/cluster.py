@@ -33,6 +33,11 @@ LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
 
 
+def address_of(config: DracoConfig) -> str | None:
+    """Of the cluster that is joined; None where this process starts Ray itself."""
+    return config.ray.address or os.environ.get("RAY_ADDRESS") or None
+
+
 def connect(config: DracoConfig, *, judges: bool = True, console: Console | None = None) -> dict[str, Any]:
     """Join the cluster of ``ray.address`` or RAY_ADDRESS, or start Ray on this machine.
 
@@ -49,7 +54,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     # Read by the processes Ray starts as well: no price map is fetched, no model hub is asked.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    address = config.ray.address or os.environ.get("RAY_ADDRESS")
+    address = address_of(config)
     try:
         with handler_kept(signal.SIGTERM):
             if address:

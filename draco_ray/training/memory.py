@@ -1,13 +1,20 @@
-"""Peak memory of a run on one machine: this process and everything below it."""
+"""Peak memory of a run: this process and everything below it, and what Ray runs on other nodes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+LOOK_SECONDS = 30.0
+"""Between two looks at which nodes there are, and what they have used."""
 
 GROWTH = 1.02
 """Factor of resident memory at which the exact figure is read anew."""
@@ -37,8 +44,9 @@ class PeakMemory:
     resident memory, which counts shared pages often but costs nothing, is larger than at the last reading.
     """
 
-    def __init__(self, every_seconds: float = 5.0) -> None:
-        self._every = every_seconds
+    def __init__(self, every_seconds: float = 5.0, pid: int | None = None) -> None:
+        """``pid``: of the topmost process; None is this one."""
+        self._every, self._pid = every_seconds, pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
         self.peak_bytes = 0
@@ -54,8 +62,78 @@ class PeakMemory:
     def _watch(self) -> None:
         highest = 0.0
         while not self._done.is_set():
-            resident = _sum(None, lambda process: process.memory_info().rss)
+            resident = _sum(self._pid, lambda process: process.memory_info().rss)
             if resident > GROWTH * highest:
                 highest = resident
-                self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
+                self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._pid))
             self._done.wait(self._every)
+
+
+class NodeMemoryActor:
+    """Samples what Ray runs on its node: the process that starts the node's workers, and all below it."""
+
+    def __init__(self) -> None:
+        self._memory = PeakMemory(pid=os.getppid()).__enter__()
+
+    def peak(self) -> int:
+        """Bytes."""
+        return self._memory.peak_bytes
+
+
+class NodeMemory:
+    """The peak of every node of a cluster that was joined; of one that has left, what was last heard."""
+
+    def __init__(self, look_seconds: float = LOOK_SECONDS) -> None:
+        self._look = look_seconds
+        self._actors: dict[str, Any] = {}
+        self._addresses: dict[str, str] = {}
+        self._peaks: dict[str, int] = {}
+
+    async def watch(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._look)
+
+    async def look(self) -> None:
+        """Ask every node that is there, also those that have come since the last look."""
+        for node in await asyncio.to_thread(ray.nodes):
+            number = node["NodeID"]
+            if not node["Alive"] or number in self._actors:
+                continue
+            self._addresses[number] = node["NodeManagerAddress"]
+            there = NodeAffinitySchedulingStrategy(number, soft=False)
+            self._actors[number] = ray.remote(NodeMemoryActor).options(num_cpus=0, scheduling_strategy=there).remote()
+        await asyncio.gather(*(self._ask(number) for number in self._actors))
+
+    async def _ask(self, number: str) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(self._look):
+                self._peaks[number] = await self._actors[number].peak.remote()
+
+    def __str__(self) -> str:
+        """Each node with its peak, e.g. ``10.0.0.1 12.3 GiB, 10.0.0.2 70.1 GiB``; empty where nothing was heard."""
+        return described(self._addresses, self._peaks)
+
+
+@contextlib.asynccontextmanager
+async def node_memory(*, joined: bool) -> AsyncIterator[NodeMemory]:
+    """Watch the nodes of a cluster while the block runs; of a Ray that this process started itself there is nothing to
+    ask, since all of it is below this process.
+    """
+    nodes = NodeMemory()
+    if not joined:
+        yield nodes
+        return
+    watching = asyncio.create_task(nodes.watch())
+    try:
+        yield nodes
+        await nodes.look()
+    finally:
+        watching.cancel()
+
+
+def described(addresses: Mapping[str, str], peaks: Mapping[str, int]) -> str:
+    """Nodes that have an address and a peak, the largest first."""
+    largest = sorted(peaks, key=lambda number: -peaks[number])
+    return ", ".join(f"{addresses[number]} {peaks[number] / 2**30:.1f} GiB" for number in largest)

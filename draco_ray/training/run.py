@@ -34,9 +34,10 @@ from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
+from draco_ray.training.cluster import address_of
 from draco_ray.training.engines import unless_lost
 from draco_ray.training.head import head_failure
-from draco_ray.training.memory import PeakMemory
+from draco_ray.training.memory import PeakMemory, node_memory
 from draco_ray.training.order import EarlierTasks, TaskOrder
 from draco_ray.training.preflight import check_disk, check_outlives_job, check_trainable
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
@@ -292,13 +293,15 @@ async def _run(
     """Start the actors, train, and report before and after."""
     started, last = time.time(), _steps(config, order)
     with _said_at_once(console), PeakMemory() as memory:
-        async with training_session(config, judge, prompts, order, run, start, console) as session:
+        async with (
+            training_session(config, judge, prompts, order, run, start, console) as session,
+            node_memory(joined=address_of(config) is not None) as nodes,
+        ):
             console.print(f"actors ready in {time.time() - started:.0f}s")
             work = _train_and_measure(session, start.step, last)
             await unless_lost(work, session.actors.fleet.failure(), head_failure())
-    console.print(
-        f"done in {time.time() - started:.0f}s, peak memory {memory.peak_bytes / 2**30:.1f} GiB in all: {run.path}"
-    )
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
+    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}", markup=False)
     console.print(f"its page: draco report {shlex.quote(str(run.path))}", markup=False)
 
 

@@ -21,6 +21,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError
 from draco_ray.training import preflight
 from draco_ray.training.cluster import connect
+from draco_ray.training.memory import NodeMemory
 from draco_ray.training.room import wait_for_room
 
 pytestmark = pytest.mark.slow
@@ -62,6 +63,21 @@ def waits_while_another_holds_the_cpus(config: DracoConfig) -> None:
     assert text.getvalue().startswith("waiting for room on the Ray cluster, for ")
     assert "rollout workers" in text.getvalue()
     assert "free are 0 GPUs and 0 CPUs on 2 nodes; another run may hold the rest" in text.getvalue()
+
+
+async def test_every_node_says_what_it_used(two_nodes: Cluster) -> None:
+    ray.init(address=two_nodes.address)
+    nodes = NodeMemory(look_seconds=60.0)
+    ids = {node["NodeID"] for node in ray.nodes()}
+    while {number for number, peak in nodes._peaks.items() if peak} != ids:
+        await nodes.look()
+    held = ray.remote(num_cpus=1)(lambda: bytearray(b"x" * (96 << 20))).remote()
+    (head,) = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("judge")]
+    before = dict(nodes._peaks)
+    while nodes._peaks[head] < before[head] + (60 << 20):
+        await nodes.look()
+    del held
+    assert str(nodes).count(" GiB") == 2
 
 
 def test_a_cluster_knows_the_run_and_every_node_is_asked(

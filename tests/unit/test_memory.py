@@ -9,7 +9,7 @@ import time
 import pytest
 
 from draco_ray.training import memory
-from draco_ray.training.memory import PeakMemory, tree_memory_bytes
+from draco_ray.training.memory import PeakMemory, described, tree_memory_bytes
 
 GROWS = "import sys; held = bytearray(b'x' * (96 << 20)); print('grown', flush=True); sys.stdin.read()"
 
@@ -36,3 +36,9 @@ def test_what_a_child_took_counts_after_it_has_ended(monkeypatch: pytest.MonkeyP
     assert peak.peak_bytes >= before + (90 << 20)
     # Memory that shrinks is not read again.
     assert len(read) <= readings + 1
+
+
+def test_nodes_are_named_with_what_they_used_the_largest_first() -> None:
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+    # Of the third nothing was heard.
+    assert described(addresses, {"a": 3 << 30, "b": 5 << 29}) == "10.0.0.1 3.0 GiB, 10.0.0.2 2.5 GiB"
