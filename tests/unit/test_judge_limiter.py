@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 
 import bench_limiter
 import pytest
@@ -53,6 +54,24 @@ def ended(tokens: float, dollars: float = 0.0) -> Ended:
 def lease(limiter: Limiter, tokens: float = 1.0, dollars: float = 0.0) -> tuple[str, float]:
     grant, wait = limiter.lease(asked(tokens, dollars))
     return ("" if grant is None else grant.number), wait
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_a_machine_whose_clock_is_set_neither_opens_the_limits_nor_shuts_them(
+    jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limiter = Limiter(JudgeLimits(requests_per_minute=BURST_REQUESTS), lease_seconds=600.0)
+    numbers = [lease(limiter)[0] for _ in range(BURST_REQUESTS)]
+    assert all(numbers)
+    jumped = time.time() + jump
+    monkeypatch.setattr(time, "time", lambda: jumped)
+    number, wait = lease(limiter)
+    assert number == ""
+    assert 0 < wait <= WINDOW_SECONDS
+    assert limiter.pause() is None
+    limiter.settle(numbers[0], ended(1.0, 2.0))
+    # Not one of the leases has come to its end meanwhile: that would book it, and this one twice.
+    assert limiter.spent == 2.0
 
 
 def test_without_limits_nobody_waits(clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ def line(
         "rollouts_lost": lost,
         "judge": {"score": {"phases": 40, "failed": failed}, "credit": {"phases": 10, "failed": 0}},
     }
+
+
+def test_a_machine_whose_clock_is_set_makes_nothing_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = Pending()
+    with pending.of("rollout", "step1/a_1/0"):
+        jumped = time.time() + 86400
+        monkeypatch.setattr(time, "time", lambda: jumped)
+        assert 0 <= pending.quiet < 3600
+        assert "day" not in str(pending)
+        assert "24 h" not in str(pending)
 
 
 def test_a_step_in_which_every_group_was_dropped_stops_the_run_and_says_why() -> None:
