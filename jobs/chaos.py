@@ -1,4 +1,6 @@
-"""Kill the processes of a run with SIGKILL, one fault a run, in the middle of a step, and print what became of it.
+"""Do something to a run in the middle of a step, one fault a run, and print what became of it.
+
+Processes are killed, stopped for a while, or told to end; memory and disks are filled; data is taken away.
 
 python jobs/chaos.py [--faults "engine actor,driver"] [--world DIR] [--model DIR]
 """
@@ -9,6 +11,7 @@ import contextlib
 import glob
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +40,23 @@ JUDGE_SECONDS = 1.0
 LIMIT_SECONDS = 900.0
 RAY_FOLDER = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
 """Where Ray keeps the sessions that it starts itself."""
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 60.0
 """For replies to be stored, and for processes to end."""
+SAID = ("draco: ", "done in ", "stopped; ")
+"""What a run's last words begin with."""
+CATCH_SECONDS = 3.0
+"""For a reply that has left the judge to be stored."""
+STOP_SECONDS = 90.0
+BETWEEN_SIGNALS_SECONDS = 1.0
+SMALL_STORE_MIB, SMALL_FOLDER_MIB = 80, 512
+FILLER = f"""
+import numpy, ray, sys
+ray.init(log_to_driver=False)
+kept = [ray.put(numpy.zeros(8 << 20, dtype=numpy.uint8)) for _ in range({2 * SMALL_STORE_MIB} // 8)]
+print("full", flush=True)
+sys.stdin.read()
+"""
+"""Keeps twice what the object store holds; Ray writes the rest to disk."""
 HEAD_ATTEMPTS = 3
 """Ray gives a head 30 s to start, which a busy machine may miss."""
 
@@ -70,22 +89,230 @@ def processes(driver: int, words: str) -> list[int]:
     return found
 
 
-FAULTS: dict[str, Callable[[int], list[int]]] = {
-    "rollout worker": lambda driver: actors(driver, "RolloutWorkerActor")[:1],
-    "AppWorld child": lambda driver: processes(driver, "world_template")[-1:],
-    "judge worker": lambda driver: actors(driver, "JudgeWorkerActor")[:1],
-    "union and judge": lambda driver: actors(driver, "JudgeWorkerActor"),
-    "advantage actor": lambda driver: actors(driver, "AdvantageComputerActor"),
-    "run store": lambda driver: actors(driver, "RunStoreActor"),
-    "engine actor": lambda driver: actors(driver, "PolicyEngineActor")[:1],
-    "engine core": lambda driver: processes(driver, "VLLM::EngineCore")[:1],
-    "learner worker": lambda driver: processes(driver, "ray::RayTrainWorker")[:1],
-    "driver": lambda driver: [driver],
-}
-"""Fault -> the processes to kill, given the driver's."""
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A Ray head that is no child of the driver's, and what a driver needs to join it."""
+
+    pid: int
+    folder: Path
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a fault may touch."""
+
+    driver: int
+    judge: int
+    world: Path
+    head: Head | None
+    stack: contextlib.ExitStack
+    """Ends with the run."""
+
+
+def kill(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGKILL, and wait until they are gone."""
+    send((signal.SIGKILL,), victims)
+
+
+def terminate(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGTERM, as `ray job stop` and the end of a container, and wait until they are gone."""
+    send((signal.SIGTERM,), victims)
+
+
+def interrupt_twice(scene: Scene, victims: Sequence[int]) -> None:
+    """Ctrl-C, and once more by who does not want to wait."""
+    send((signal.SIGINT, signal.SIGINT), victims)
+
+
+def stop(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGSTOP until the run has ended."""
+    for victim in victims:
+        os.kill(victim, signal.SIGSTOP)
+
+
+def stop_for_a_while(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGSTOP for `STOP_SECONDS`, unless the process is ended meanwhile."""
+    stop(scene, victims)
+    time.sleep(STOP_SECONDS)
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
+
+
+def fill_object_store(scene: Scene, victims: Sequence[int]) -> None:
+    """Keep more objects than it holds, until the run has ended."""
+    assert scene.head is not None
+    filler = scene.stack.enter_context(
+        subprocess.Popen(
+            [sys.executable, "-c", FILLER],
+            env=scene.head.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    )
+    scene.stack.callback(filler.kill)
+    assert filler.stdout is not None
+    if filler.stdout.readline() != "full\n":
+        sys.exit("chaos: the object store could not be filled")
+
+
+def fill_folder(scene: Scene, victims: Sequence[int]) -> None:
+    """Write until nothing more fits into Ray's folder."""
+    assert scene.head is not None
+    with contextlib.suppress(OSError), (scene.head.folder / "ballast").open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1 << 20))
+
+
+def take_data(scene: Scene, victims: Sequence[int]) -> None:
+    """Move the world away, until the run has ended."""
+    scene.world.rename(gone(scene.world))
+
+
+def gone(path: Path) -> Path:
+    """Where `take_data` moves it."""
+    return path.with_name(f"{path.name}.gone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is done to which processes."""
+
+    find: Callable[[Scene], list[int]]
+    strike: Callable[[Scene, Sequence[int]], None] = kill
+    held: bool = True
+    """Whether the judge is held meanwhile: see `held`."""
+    settings: tuple[str, ...] = ()
+    """Of the run."""
+    head: Callable[[Path], contextlib.AbstractContextManager[Head]] | None = None
+    """Starts the Ray that the run joins; None: it starts one itself."""
+    own_world: bool = False
+
+
+def everything(scene: Scene) -> list[int]:
+    """Every process of the head."""
+    assert scene.head is not None
+    return [child.pid for child in psutil.Process(scene.head.pid).children(recursive=True)]
+
+
+def of_head(scene: Scene) -> list[int]:
+    """The head's first process."""
+    assert scene.head is not None
+    return [scene.head.pid]
+
+
+def of_kind(kind: str, most: int | None = None) -> Callable[[Scene], list[int]]:
+    """Finds actors of that class."""
+    return lambda scene: actors(scene.driver, kind)[:most]
+
+
+def of_words(words: str) -> Callable[[Scene], list[int]]:
+    """Finds the innermost process with those words."""
+    return lambda scene: processes(scene.driver, words)[-1:]
+
+
+def the_driver(scene: Scene) -> list[int]:
+    """Finds the driver."""
+    return [scene.driver]
+
+
+def the_judge(scene: Scene) -> list[int]:
+    """Finds the judge's own process, which is not below the driver."""
+    return [scene.judge]
+
+
+@contextlib.contextmanager
+def ray_head(root: Path, store_mib: int = 512, folder_mib: int | None = None) -> Iterator[Head]:
+    """``ray start --head`` on a free port, for as long as the block lasts.
+
+    Args:
+        root: a file with its token comes there.
+        store_mib: of its object store.
+        folder_mib: its folder gets a file system of that size, which takes the right to mount; None leaves it in /tmp.
+    """
+    # Ray's sockets lie in its folder, and the path of a socket must be short.
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
+        contextlib.nullcontext() if folder_mib is None else mounted(Path(folder), folder_mib),
+    ):
+        token, log = root / "token", Path(folder) / "head.log"
+        token.write_text(secrets.token_hex(32), encoding="ascii")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        environment.pop("RAY_ADDRESS", None)
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+            *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"),
+            *("--include-dashboard=false", "--num-cpus=4", "--resources", '{"judge": 8}'),
+            f"--object-store-memory={store_mib << 20}",
+        ]
+        for _ in range(HEAD_ATTEMPTS):
+            process = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
+            while "--block" not in log.read_text(encoding="utf-8") and process.poll() is None:
+                time.sleep(0.2)
+            if process.poll() is None:
+                break
+        else:
+            sys.exit(f"chaos: ray start: {log.read_text(encoding='utf-8').strip().splitlines()[-1]}")
+        try:
+            yield Head(
+                pid=process.pid, folder=Path(folder), environment={**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            )
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, mib: int) -> Iterator[None]:
+    """A file system in memory of that size at ``folder``."""
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(folder)], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"chaos: a small file system cannot be mounted ({error}); run as root, or leave this fault out")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
 JUDGE_SERVER, NODE = "judge server", "node"
-"""Faults of what is not below the driver: the judge's own process; every process of a Ray head of its own."""
-ALL = (*FAULTS, JUDGE_SERVER, NODE)
+FAULTS: dict[str, Fault] = {
+    "rollout worker": Fault(find=of_kind("RolloutWorkerActor", 1)),
+    "AppWorld child": Fault(find=of_words("world_template")),
+    "judge worker": Fault(find=of_kind("JudgeWorkerActor", 1)),
+    "union and judge": Fault(find=of_kind("JudgeWorkerActor")),
+    "advantage actor": Fault(find=of_kind("AdvantageComputerActor")),
+    "run store": Fault(find=of_kind("RunStoreActor")),
+    "engine actor": Fault(find=of_kind("PolicyEngineActor", 1)),
+    "engine core": Fault(find=of_words("VLLM::EngineCore")),
+    "learner worker": Fault(find=of_words("ray::RayTrainWorker")),
+    "driver": Fault(find=the_driver),
+    JUDGE_SERVER: Fault(find=the_judge, held=False),
+    NODE: Fault(find=everything, head=ray_head),
+    "judge hangs": Fault(find=the_judge, strike=stop, held=False, settings=("judge.request_timeout_seconds=10",)),
+    "engine core stopped": Fault(find=of_words("VLLM::EngineCore"), strike=stop_for_a_while, held=False),
+    "engine actor stopped": Fault(find=of_kind("PolicyEngineActor", 1), strike=stop_for_a_while, held=False),
+    "AppWorld child stopped": Fault(find=of_words("world_template"), strike=stop_for_a_while, held=False),
+    "rollout worker stopped": Fault(find=of_kind("RolloutWorkerActor", 1), strike=stop_for_a_while, held=False),
+    "SIGTERM": Fault(find=the_driver, strike=terminate),
+    "two Ctrl-C": Fault(find=the_driver, strike=interrupt_twice),
+    "GCS": Fault(find=of_words("gcs_server")),
+    "object store full": Fault(
+        find=of_head, strike=fill_object_store, head=partial(ray_head, store_mib=SMALL_STORE_MIB)
+    ),
+    "Ray's folder full": Fault(find=of_head, strike=fill_folder, head=partial(ray_head, folder_mib=SMALL_FOLDER_MIB)),
+    "data gone": Fault(find=the_driver, strike=take_data, own_world=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,23 +329,25 @@ class Outcome:
     last: str
 
 
-def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
+def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
     """One run with one fault in its last step, continued if it ended."""
-    name = fault.replace(" ", "-")
-    run = root / name
+    fault, called = FAULTS[name], "".join(each if each.isalnum() else "-" for each in name)
+    run = root / called
     began = time.monotonic()
+    if fault.own_world:
+        world = Path(shutil.copytree(world, root / f"{called}.world"))
     with contextlib.ExitStack() as stack:
         # It outlives the driver and, by what it wrote, itself: so it can tell what was asked twice.
-        book = root / f"{name}.answered"
+        book = root / f"{called}.answered"
         judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book))
-        head = stack.enter_context(ray_head(root)) if fault == NODE else None
+        head = None if fault.head is None else stack.enter_context(fault.head(root))
         process = start(
             [
                 "sandbox",
                 f"data.root={world}",
                 f"model.path={model}",
                 f"run.root={root}",
-                f"run.name={name}",
+                f"run.name={called}",
                 "judge.rule_judge.start=false",
                 f"judge.model=openai/{MODEL_NAME}",
                 f"judge.api_base={judge.base_url}",
@@ -131,56 +360,57 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
                 f"algorithm.group_size={GROUP}",
                 "learner.minibatch_prompts=1",
                 "ray.dashboard=false",
+                *fault.settings,
             ],
             head,
         )
         victims: list[int] = []
+        struck = stack.enter_context(contextlib.ExitStack())
+        scene = Scene(driver=process.pid, judge=judge.pid, world=world, head=head, stack=struck)
         try:
             parts = run / "tables" / "trajectories"
             if wait(lambda: any(parts.glob(f"step{STEPS:05d}/*.arrow")), process):
-                if fault == JUDGE_SERVER:
-                    victims = [judge.pid]
-                elif head is not None:
-                    victims = [child.pid for child in psutil.Process(head.pid).children(recursive=True)]
-                else:
-                    victims = find(fault, process)
-            if fault == JUDGE_SERVER:
-                kill(victims)
-            else:
-                with held(judge, book, run):
-                    kill(victims)
+                victims = find(name, process, scene)
+            if victims:
+                with held(judge, book, run) if fault.held else contextlib.nullcontext():
+                    fault.strike(scene, victims)
             output, errors = process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             output, errors = "", f"hung for {LIMIT_SECONDS:g} s"
         finally:
             process.kill()
+        struck.close()
+        if gone(world).exists():
+            gone(world).rename(world)
+        if runs(judge.pid):
+            psutil.Process(judge.pid).resume()
+        else:
+            port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
+            judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book, port=port))
         code, how = process.returncode, "goes on"
         if not victims:
-            how = "no process to kill found"
+            how = "no process to strike found"
         elif code != 0:
-            if fault == JUDGE_SERVER:
-                port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
-                judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book, port=port))
-            head = stack.enter_context(ray_head(root)) if fault == NODE else None
+            head = None if head is None else stack.enter_context(ray_head(root))
             process = start(["--resume", str(run)], head)
             try:
-                output, resumed_errors = process.communicate(timeout=LIMIT_SECONDS)
+                output_resumed, resumed_errors = process.communicate(timeout=LIMIT_SECONDS)
             finally:
                 process.kill()
             how = "resumed" if process.returncode == 0 else "no"
             if process.returncode != 0:
-                errors = resumed_errors
+                output, errors = output + output_resumed, errors + resumed_errors
         if "Traceback" in errors:
             how += ", with a traceback"
         if how != "goes on" and how != "resumed":
-            print(f"chaos: {fault}: {how}:\n{output}\n{errors}", file=sys.stderr)
+            print(f"chaos: {name}: {how}:\n{output}\n{errors}", file=sys.stderr)
         stats = httpx.get(judge.base_url.removesuffix("/v1") + "/stats", trust_env=False).json()
     directory = RunDirectory(run)
     metrics = directory.metrics()
     # What the run said when it was struck, else at its end; Ray's own messages come between its lines.
-    said = [line for line in (*output.splitlines(), *errors.splitlines()) if line.startswith(("draco: ", "done in "))]
+    said = [line for line in (*output.splitlines(), *errors.splitlines()) if line.startswith(SAID)]
     return Outcome(
-        fault=fault,
+        fault=name,
         survived=how,
         rollouts=directory.table("trajectories", columns=["rollout"]).num_rows,
         lost=sum(line["rollouts_lost"] for line in metrics),
@@ -189,51 +419,6 @@ def strike(fault: str, root: Path, world: Path, model: Path) -> Outcome:
         seconds=time.monotonic() - began,
         last=said[-1] if said else "",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """A Ray head that is no child of the driver's, and what a driver needs to join it."""
-
-    pid: int
-    environment: dict[str, str]
-
-
-@contextlib.contextmanager
-def ray_head(root: Path) -> Iterator[Head]:
-    """``ray start --head`` on a free port, for as long as the block lasts."""
-    # Ray's sockets lie in its folder, and the path of a socket must be short.
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        token, log = root / "token", Path(folder) / "head.log"
-        token.write_text(secrets.token_hex(32), encoding="ascii")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        environment.pop("RAY_ADDRESS", None)
-        command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-            *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"),
-            *("--include-dashboard=false", "--num-cpus=4", "--resources", '{"judge": 8}'),
-            f"--object-store-memory={512 << 20}",
-        ]
-        for _ in range(HEAD_ATTEMPTS):
-            process = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
-            while "--block" not in log.read_text(encoding="utf-8") and process.poll() is None:
-                time.sleep(0.2)
-            if process.poll() is None:
-                break
-        else:
-            sys.exit(f"chaos: ray start: {log.read_text(encoding='utf-8').strip().splitlines()[-1]}")
-        try:
-            yield Head(pid=process.pid, environment={**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"})
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def start(arguments: list[str], head: Head | None) -> subprocess.Popen[str]:
@@ -249,35 +434,52 @@ def held(judge: JudgeServer, book: Path, run: Path) -> Iterator[None]:
 
     A reply on its way when its reader dies has to be asked for again; without this, chance would decide whether one is.
     """
-    server = psutil.Process(judge.pid)
-    server.suspend()
+    server, replies = psutil.Process(judge.pid), ReplyCache(RunDirectory(run).judge_cache)
+
+    def stored() -> bool:
+        return len(replies) >= len(set(book.read_text(encoding="ascii").split() if book.exists() else ()))
+
+    def caught() -> bool:
+        server.suspend()
+        deadline = time.monotonic() + CATCH_SECONDS
+        while not stored():
+            if time.monotonic() > deadline:
+                # It may have been stopped between its book and the connection: the reply has to leave it.
+                server.resume()
+                return False
+            time.sleep(0.05)
+        return True
+
     try:
-        replies = ReplyCache(RunDirectory(run).judge_cache)
-        until(
-            lambda: len(replies) >= len(set(book.read_text(encoding="ascii").split() if book.exists() else ())),
-            "replies that were answered are not stored",
-        )
+        until(caught, "replies that were answered are not stored")
+        server.suspend()
         yield
     finally:
         server.resume()
 
 
-def kill(victims: Sequence[int]) -> None:
-    """SIGKILL, and wait until they are gone, and what reads the judge's replies below them, with their connections."""
+def send(signals: Sequence[signal.Signals], victims: Sequence[int]) -> None:
+    """Send those; wait until they are gone, and the readers of the judge's replies below them, connections included."""
     ending = set(victims)
     for victim in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             ending.update(actors(victim, "JudgeWorkerActor"))
-    for victim in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+    for index, number in enumerate(signals):
+        time.sleep(BETWEEN_SIGNALS_SECONDS if index else 0.0)
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, number)
     until(lambda: not any(map(runs, ending)), "processes outlive the one that started them")
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended; a zombie has."""
+    """Whether a process is there and holds its connections.
+
+    A zombie has ended; but the first thread of a killed process may be one while others still hold all its files.
+    """
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
     except psutil.NoSuchProcess:
         return False
 
@@ -292,15 +494,16 @@ def until(done: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.05)
 
 
-def find(fault: str, process: subprocess.Popen[str]) -> list[int]:
-    """The processes to kill, as soon as there are any: one that died by itself may be on its way back.
+def find(fault: str, process: subprocess.Popen[str], scene: Scene | None = None) -> list[int]:
+    """The processes to strike, as soon as there are any: one that died by itself may be on its way back.
 
-    Returns: none if the run ended or `LIMIT_SECONDS` passed before.
+    ``scene`` None has nothing but the driver. Returns: none if the run ended or `LIMIT_SECONDS` passed before.
     """
     found: list[int] = []
+    known = scene or Scene(driver=process.pid, judge=0, world=Path(), head=None, stack=contextlib.ExitStack())
 
     def there() -> bool:
-        found[:] = FAULTS[fault](process.pid)
+        found[:] = FAULTS[fault].find(known)
         return bool(found)
 
     return found if wait(there, process) else []
@@ -317,7 +520,7 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
 
 
 def main(
-    faults: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(ALL)}.")] = ",".join(ALL),
+    faults: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(FAULTS)}.")] = ",".join(FAULTS),
     world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
     model: Annotated[Path, typer.Option(help="The starter policy.")] = Path(".cache/starter"),
 ) -> None:
@@ -331,8 +534,8 @@ def main(
     lost = False
     with tempfile.TemporaryDirectory() as folder:
         for fault in (name.strip() for name in faults.split(",")):
-            if fault not in ALL:
-                sys.exit(f"chaos: unknown fault {fault!r}; expected one of {', '.join(ALL)}")
+            if fault not in FAULTS:
+                sys.exit(f"chaos: unknown fault {fault!r}; expected one of {', '.join(FAULTS)}")
             console.print(f"chaos: {fault} ...")
             outcome = strike(fault, Path(folder), world.resolve(), model.resolve())
             lost = lost or outcome.steps < STEPS

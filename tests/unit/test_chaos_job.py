@@ -1,10 +1,15 @@
-"""The job that kills a run's processes: it waits for them, as they come back by themselves."""
+"""The job that does something to a run: it waits for processes that come back by themselves; what it does to them."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -35,24 +40,93 @@ def test_a_process_that_is_not_there_yet_is_waited_for(
 ) -> None:
     looked = 0
 
-    def processes(driver: int) -> list[int]:
+    def processes(scene: Any) -> list[int]:
         nonlocal looked
         looked += 1
         if looked == 3:
             assert run.stdin is not None
             run.stdin.write("go\n")
             run.stdin.flush()
-        found: list[int] = JOB.processes(driver, "the engine core")
+        found: list[int] = JOB.processes(scene.driver, "the engine core")
         assert found == [] or looked >= 3
         return found
 
-    monkeypatch.setitem(JOB.FAULTS, "engine core", processes)
+    monkeypatch.setitem(JOB.FAULTS, "engine core", JOB.Fault(find=processes))
     (victim,) = JOB.find("engine core", run)
     assert psutil.Process(victim).ppid() == run.pid
 
 
 def test_nobody_is_found_in_a_run_that_has_ended(run: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(JOB.FAULTS, "engine core", lambda driver: [])
+    monkeypatch.setitem(JOB.FAULTS, "engine core", JOB.Fault(find=lambda scene: []))
     run.kill()
     run.wait()
     assert JOB.find("engine core", run) == []
+
+
+INTERRUPTED = """
+import signal, sys
+def first(*_):
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+    print("first", flush=True)
+signal.signal(signal.SIGINT, first)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[str]]:
+    """A process that survives one Ctrl-C."""
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def slept(monkeypatch: pytest.MonkeyPatch, sleep: Any) -> None:
+    """What happens while the job sleeps."""
+    monkeypatch.setattr(JOB, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
+
+def test_a_process_is_stopped_for_a_while_and_goes_on(
+    victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    slept(monkeypatch, lambda seconds: seen.append((seconds, psutil.Process(victim.pid).status())))
+    JOB.stop_for_a_while(None, [victim.pid])
+    assert seen == [(JOB.STOP_SECONDS, psutil.STATUS_STOPPED)]
+    victim.send_signal(signal.SIGINT)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "first\n"
+
+
+def test_the_second_ctrl_c_comes_after_the_first(
+    victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+
+    def sleep(seconds: float) -> None:
+        if seconds == JOB.BETWEEN_SIGNALS_SECONDS:
+            assert victim.stdout is not None
+            heard.append(victim.stdout.readline())
+
+    slept(monkeypatch, sleep)
+    JOB.interrupt_twice(None, [victim.pid])
+    assert heard == ["first\n"]
+    assert victim.wait() == 7
+
+
+def test_data_is_taken_away_whole(tmp_path: Path) -> None:
+    (tmp_path / "world").mkdir()
+    (tmp_path / "world" / "file").write_text("kept")
+    JOB.take_data(SimpleNamespace(world=tmp_path / "world"), [])
+    assert not (tmp_path / "world").exists()
+    assert (JOB.gone(tmp_path / "world") / "file").read_text() == "kept"
+
+
+def test_who_may_not_mount_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="cannot be mounted"), JOB.mounted(tmp_path, 1):
+        pass
