@@ -316,7 +316,13 @@ def _said_at_once(console: Console) -> Iterator[None]:
     def interrupted(number: int, frame: FrameType | None) -> None:
         # By the loop, since a handler may be called in the middle of another line; before anything is cancelled.
         loop.call_soon_threadsafe(console.print, "stopping…")
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, again)
+        if callable(before):
+            before(number, frame)
+
+    def again(number: int, frame: FrameType | None) -> None:
+        # Who does not wait for the end leaves futures that nobody looks at: not a word of each, with a stack trace.
+        loop.set_exception_handler(lambda loop, context: None)
         if callable(before):
             before(number, frame)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import signal
 import threading
 
 import pytest
+from rich.console import Console
 
 from draco_ray.interruption import ended_as_interrupted, handler_kept
+from draco_ray.training.run import _said_at_once
 
 
 # A shell starts what a script runs behind it with SIGINT ignored.
@@ -61,3 +65,23 @@ def test_another_thread_can_set_no_handlers_and_goes_on() -> None:
     thread.start()
     thread.join()
     assert done == [before]
+
+
+def test_a_second_interrupt_ends_at_once_without_a_stack_trace(caplog: pytest.LogCaptureFixture) -> None:
+    said = io.StringIO()
+
+    async def run() -> None:
+        with _said_at_once(Console(file=said)):
+            try:
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(3600)
+            finally:
+                # Ends what the run started, which takes its time.
+                asyncio.get_running_loop().call_later(0.01, signal.raise_signal, signal.SIGINT)
+                await asyncio.wait_for(asyncio.gather(asyncio.sleep(3600), asyncio.sleep(3600)), timeout=3600)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    gc.collect()
+    assert said.getvalue() == "stopping…\n"
+    assert "never retrieved" not in caplog.text
