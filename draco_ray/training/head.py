@@ -27,22 +27,31 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
     Raises:
         ClusterError: then.
     """
-    address = address or str(ray.get_runtime_context().gcs_address)
-    host, _, port = address.rpartition(":")
+    address = address or head_address()
     missed = 0
     while missed * look < gone:
         await asyncio.sleep(look)
-        try:
-            async with asyncio.timeout(look):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except (OSError, TimeoutError):
-            missed += 1
-            continue
-        missed = 0
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        missed = 0 if await head_answers(address, look) else missed + 1
     raise ClusterError(
         f"the Ray cluster's head at {address} has not answered for {gone:g} s; start a cluster again, or run where one "
         "is, and continue with draco train --resume"
     )
+
+
+def head_address() -> str:
+    """HOST:PORT of the head of the cluster that was joined."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
+    """Whether the head takes a connection within so many seconds; what asks it through Ray waits for it instead."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(within):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

@@ -13,6 +13,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from draco_ray.training.head import head_address, head_answers
+
 LOOK_SECONDS = 30.0
 """Between two looks at which nodes there are, and what they have used."""
 
@@ -97,6 +99,9 @@ class NodeMemory:
 
     async def look(self) -> None:
         """Ask every node that is there, also those that have come since the last look."""
+        if not await head_answers(head_address()):
+            # Ray would wait for it, until it ended this process.
+            return
         for node in await asyncio.to_thread(ray.nodes):
             number = node["NodeID"]
             if not node["Alive"] or number in self._actors:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+import ray
 
 from draco_ray.training import memory
-from draco_ray.training.memory import PeakMemory, described, tree_memory_bytes
+from draco_ray.training.memory import NodeMemory, PeakMemory, described, tree_memory_bytes
 
 GROWS = "import sys; held = bytearray(b'x' * (96 << 20)); print('grown', flush=True); sys.stdin.read()"
 
@@ -42,3 +44,26 @@ def test_nodes_are_named_with_what_they_used_the_largest_first() -> None:
     addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
     # Of the third nothing was heard.
     assert described(addresses, {"a": 3 << 30, "b": 5 << 29}) == "10.0.0.1 3.0 GiB, 10.0.0.2 2.5 GiB"
+
+
+async def test_a_head_that_is_gone_is_asked_nothing_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait for its answer in a thread, which the end of the run would wait for in turn."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    asked: list[str] = []
+    monkeypatch.setattr(memory, "head_address", lambda: address)
+
+    def none_yet() -> list[object]:
+        asked.append("nodes")
+        return []
+
+    monkeypatch.setattr(ray, "nodes", none_yet)
+    nodes = NodeMemory()
+    await nodes.look()
+    assert asked == []
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        await nodes.look()
+    assert asked == ["nodes"]
+    assert str(nodes) == ""
