@@ -34,7 +34,7 @@ LATE = "timed out during startup"
 
 
 def address_of(config: DracoConfig) -> str | None:
-    """Of the cluster that is joined; None where this process starts Ray itself."""
+    """Return that of the cluster which is joined; None where this process starts Ray itself."""
     return config.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -94,9 +95,14 @@ def test_a_process_is_stopped_for_a_while_and_goes_on(
     victim: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    slept(monkeypatch, lambda seconds: seen.append((seconds, psutil.Process(victim.pid).status())))
+
+    def sleep(seconds: float) -> None:
+        _, status = os.waitpid(victim.pid, os.WUNTRACED)
+        seen.append((seconds, os.WIFSTOPPED(status)))
+
+    slept(monkeypatch, sleep)
     JOB.stop_for_a_while(None, [victim.pid])
-    assert seen == [(JOB.STOP_SECONDS, psutil.STATUS_STOPPED)]
+    assert seen == [(JOB.STOP_SECONDS, True)]
     victim.send_signal(signal.SIGINT)
     assert victim.stdout is not None
     assert victim.stdout.readline() == "first\n"
