@@ -36,6 +36,14 @@ def own_umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture(autouse=True)
+def own_interrupts() -> Iterator[None]:
+    """A test that leaves a handler of Ctrl-C behind fails itself, and not a later one that sends one."""
+    yield
+    left = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert left is signal.default_int_handler
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make skips count where CI is set."""
     skips.register(config)
