@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.sandbox.starter import train as train_module
 from draco_ray.sandbox.starter.settings import StarterSettings
 from draco_ray.sandbox.starter.tokenizer import TURN_END, train_tokenizer
 from draco_ray.sandbox.starter.train import Example, batches, new_model, train
@@ -68,7 +69,10 @@ def test_an_example_longer_than_the_budget_is_a_batch_of_its_own() -> None:
     assert [0] in batches(shown, 40, np.random.default_rng(0))
 
 
-def test_training_learns_what_is_sampled_and_is_reproducible() -> None:
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_training_learns_what_is_sampled_and_is_reproducible(bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the CPU can, and what is served is bfloat16 in either case."""
+    monkeypatch.setattr(train_module, "_has_bfloat16", lambda: bfloat16)
     shown = examples(24)
     weights = []
     for _ in range(2):

@@ -76,7 +76,7 @@ def train(
     saved_dtype = model.dtype
     weights = list(model.parameters())
     masters = [weight.detach().float().clone() for weight in weights]
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not _has_bfloat16():
         model.float()
     optimizer = torch.optim.AdamW(
         masters, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
@@ -108,6 +108,11 @@ def train(
         model.eval()
     model.to(saved_dtype)
     return epoch_loss
+
+
+def _has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 matrices by instructions of its own."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def batches(examples: Sequence[Example], batch_tokens: int, order: np.random.Generator) -> list[list[int]]:
