@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 import ray
 import ray._private.state
 from ray.autoscaler.sdk import request_resources
+from ray.autoscaler.v2.sdk import get_cluster_status
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError
 from draco_ray.judging.outage import span
+
+log = logging.getLogger(__name__)
 
 Bundle = tuple[float, float]
 """GPUs and CPUs that one process asks for on one node."""
@@ -23,6 +27,8 @@ SAY_SECONDS = 60.0
 """Between two lines on what is waited for."""
 PARTS = 1e-6
 """Ray counts resources in ten-thousandths; sums of floats are off by less than this."""
+ASK_SECONDS = 5
+"""In which Ray's head has to answer what waits for a place."""
 
 
 def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:
@@ -107,6 +113,26 @@ def wait_for_room(
         if requested:
             # The run's own processes ask from here on.
             ask([])
+
+
+def unplaced() -> str:
+    """What waits for a node with room for it, e.g. ``no node has room for 2 x 1 CPU``; empty where nothing is known to.
+
+    Of every run on the cluster. Waits for Ray's head, at most `ASK_SECONDS`.
+    """
+    try:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=ASK_SECONDS)
+    except Exception as error:  # a head that is gone is said elsewhere
+        log.debug("Ray's head does not say what waits for a place: %s", error)
+        return ""
+    demands = [*status.resource_demands.placement_group_demand, *status.resource_demands.ray_task_actor_demand]
+    counts: Counter[str] = Counter()
+    for demand in demands:
+        for asked in demand.bundles_by_count:
+            named = [f"{asked.bundle[kind]:g} {kind}" for kind in ("GPU", "CPU") if asked.bundle.get(kind)]
+            counts[" and ".join(named)] += asked.count
+    del counts[""]
+    return f"no node has room for {', '.join(f'{count} x {what}' for what, count in counts.items())}" if counts else ""
 
 
 def _free() -> list[Mapping[str, float]]:

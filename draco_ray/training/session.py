@@ -51,6 +51,7 @@ from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import Trainer
+from draco_ray.training.room import unplaced
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
 if TYPE_CHECKING:
@@ -424,7 +425,7 @@ async def training_session(
         parts.push_async_exit(partial(_drain_within_budget, actors, judge))
         advantages = start_advantage_computer(config.algorithm, name)
         said = partial(console.print, markup=False)
-        async with _beside(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said)):
+        async with _beside(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said, unplaced)):
             await in_time(
                 _start(config, actors, learner, pending),
                 config.watch.start_seconds,
@@ -467,7 +468,7 @@ async def training_session(
             console=console,
         )
         await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
-        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said)))
+        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, unplaced)))
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, recorded),

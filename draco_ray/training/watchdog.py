@@ -125,15 +125,23 @@ class Watchdog:
 
 
 async def watch_quiet(
-    pending: Pending, seconds: float, say: Callable[[str], None], look_seconds: float = LOOK_SECONDS
+    pending: Pending,
+    seconds: float,
+    say: Callable[[str], None],
+    why: Callable[[], str] = str,
+    look_seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Say, until cancelled, what is waited for whenever nothing has happened for so many ``seconds`` more."""
+    """Say, until cancelled, what is waited for whenever nothing has happened for so many ``seconds`` more.
+
+    ``why``: what may be the reason, or nothing; called in a thread.
+    """
     said = 0
     while True:
         await asyncio.sleep(look_seconds)
         times = int(pending.quiet // seconds)
         if times > said:
-            say(f"no progress for {span(pending.quiet)}, waiting for: {pending}")
+            reason = await asyncio.to_thread(why)
+            say(f"no progress for {span(pending.quiet)}, waiting for: {pending}{reason and f' ({reason})'}")
         said = times
 
 

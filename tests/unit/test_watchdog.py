@@ -97,12 +97,14 @@ def test_what_is_waited_for_is_named_with_its_oldest() -> None:
 async def test_silence_is_broken_once_in_each_such_time() -> None:
     now, said = 0.0, asyncio.Queue[str]()
     pending = Pending(lambda: now)
-    watching = asyncio.create_task(watch_quiet(pending, 600.0, said.put_nowait, look_seconds=0.0))
+    reason = ""
+    watching = asyncio.create_task(watch_quiet(pending, 600.0, said.put_nowait, lambda: reason, look_seconds=0.0))
     with pending.of("rollout", "step3/a_1/0"):
-        for minutes in (10, 20):
+        for minutes, reason in ((10, ""), (20, "no node has room for 1 x 2 CPU")):
+            shown = f" ({reason})" if reason else ""
             now = 60.0 * minutes
             assert await said.get() == (
-                f"no progress for {minutes} min 0 s, waiting for: rollout step3/a_1/0, for {minutes} min 0 s"
+                f"no progress for {minutes} min 0 s, waiting for: rollout step3/a_1/0, for {minutes} min 0 s{shown}"
             )
             for _ in range(5):
                 await asyncio.sleep(0)
