@@ -21,6 +21,7 @@ from draco_ray.judging.limiter_actor import start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.pool import JudgePool
+from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
@@ -109,7 +110,11 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         local = start_judge_servers(config.judge, kept.path, name)
         servers = None if local is None else local[1]
         nobody = PolicyJudge(samplers=(), tokenizer=None, name="none")
-        starter = judge_starter(_told(config.judge, kept), nobody, leases, name, servers)
+        judge = _told(config.judge, kept)
+        # The handle lives as long as the block.
+        kept_replies = start_replies(judge, name)
+        replies = None if kept_replies is None else kept_replies[1]
+        starter = judge_starter(judge, nobody, leases, name, servers, replies)
         pool = JudgePool(starter, config.judge)
         pool.open()
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))

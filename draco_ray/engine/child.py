@@ -108,6 +108,8 @@ class Child:
 
     def _copy(self, log: Path, scrubber: Scrubber) -> None:
         assert self._process.stdout is not None
+        # A node that does not see the run directory keeps the log for itself.
+        log.parent.mkdir(parents=True, exist_ok=True)
         with self._process.stdout, log.open("a", encoding="utf-8") as file:
             for line in self._process.stdout:
                 masked = scrubber.text(line)

@@ -40,7 +40,7 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
-from draco_ray.judging.reply_cache import ReplyCache, request_key
+from draco_ray.judging.reply_cache import Replies, request_key
 from draco_ray.judging.trouble import (
     advice,
     classify,
@@ -77,7 +77,7 @@ class LiteLLMClient:
     def __init__(
         self,
         config: JudgeConfig,
-        cache: ReplyCache | None = None,
+        cache: Replies | None = None,
         sleep: Sleep = asyncio.sleep,
         leases: Leases | None = None,
         *,

@@ -31,6 +31,7 @@ from draco_ray.records import JudgeCall, Judged, Message
 if TYPE_CHECKING:
     from draco_ray.judging.endpoint import Servers
     from draco_ray.judging.limiter import Leases
+    from draco_ray.judging.reply_cache import Replies
     from draco_ray.judging.self_judge import JudgeSampler
 
 ValueT = TypeVar("ValueT")
@@ -156,10 +157,22 @@ class Judge:
         )
 
 
-def build_judge(config: JudgeConfig, leases: Leases | None = None, servers: Servers | None = None) -> Judge:
-    """The judge a configuration describes, over LiteLLM; answers are kept if ``config.cache`` names a folder.
+def build_judge(
+    config: JudgeConfig,
+    leases: Leases | None = None,
+    servers: Servers | None = None,
+    *,
+    replies: Replies | None = None,
+    prompts: Prompts | None = None,
+) -> Judge:
+    """The judge a configuration describes, over LiteLLM.
 
-    ``leases`` are asked before every request; None: nothing is limited. ``servers`` are those of ``judge.local``.
+    Args:
+        config: the judge.
+        leases: asked before every request; None: nothing is limited.
+        servers: of ``judge.local``.
+        replies: where answers are kept; None: in the folder ``config.cache``, if that names one.
+        prompts: what `prompts_of` gave on another host; None: read here.
 
     Raises:
         ConfigError: the prompt set cannot be used.
@@ -168,12 +181,12 @@ def build_judge(config: JudgeConfig, leases: Leases | None = None, servers: Serv
     from draco_ray.judging.panel import panel_judge, with_fallbacks
     from draco_ray.judging.reply_cache import ReplyCache
 
-    cache = None if config.cache is None else ReplyCache(config.cache)
+    cache = ReplyCache(config.cache) if replies is None and config.cache is not None else replies
 
     def open_one(judge: JudgeConfig) -> Complete:
         return LiteLLMClient(judge, cache, leases=leases, servers=servers if judge.local.enabled else None)
 
-    return panel_judge(config, prompts_of(config), with_fallbacks(config, open_one), open_one)
+    return panel_judge(config, prompts or prompts_of(config), with_fallbacks(config, open_one), open_one)
 
 
 def prompts_of(config: JudgeConfig) -> Prompts:
@@ -184,8 +197,10 @@ def prompts_of(config: JudgeConfig) -> Prompts:
     return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts, examples_of(config))
 
 
-def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], tokenizer: Any, name: str) -> Judge:
-    """The policy behind ``samplers`` as its own judge.
+def build_self_judge(
+    config: JudgeConfig, samplers: Sequence[JudgeSampler], tokenizer: Any, name: str, prompts: Prompts | None = None
+) -> Judge:
+    """The policy behind ``samplers`` as its own judge; ``prompts`` as of `build_judge`.
 
     Raises:
         ConfigError: the prompt set or the chat template cannot be used.
@@ -193,7 +208,7 @@ def build_self_judge(config: JudgeConfig, samplers: Sequence[JudgeSampler], toke
     from draco_ray.judging.self_judge import SelfJudgeClient
 
     complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{name}")
-    return Judge(complete, prompts_of(config), config)
+    return Judge(complete, prompts or prompts_of(config), config)
 
 
 def _who(context: CallContext) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from draco_ray.errors import StoreError
 
@@ -61,6 +61,30 @@ class Book:
     def dollars(self) -> float:
         """The sum over all requests."""
         return math.fsum([*self.settled.values(), *self.under_way.values()])
+
+
+class Replies(Protocol):
+    """Where a judge's answers are kept: `ReplyCache`, or one in another process."""
+
+    async def get(self, key: str) -> dict[str, object] | None:
+        """See `ReplyCache.get`."""
+        ...
+
+    async def put(self, key: str, answer: dict[str, object]) -> None:
+        """See `ReplyCache.put`."""
+        ...
+
+    async def begin(self, number: str, most: float) -> None:
+        """See `ReplyCache.begin`."""
+        ...
+
+    async def settle(self, number: str, dollars: float, reply: tuple[str, dict[str, object]] | None = None) -> None:
+        """See `ReplyCache.settle`."""
+        ...
+
+    async def forget(self, key: str) -> None:
+        """See `ReplyCache.forget`."""
+        ...
 
 
 def request_key(request: dict[str, object]) -> str:

@@ -13,9 +13,11 @@ import ray
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.judging.endpoint import Servers
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Judge, prompts_of
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.prompts import Prompts
+from draco_ray.judging.reply_cache import Replies
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
@@ -37,15 +39,21 @@ class JudgeWorkerActor:
     """One asynchronous judge client with many calls in flight."""
 
     def __init__(
-        self, config: JudgeConfig, policy: PolicyJudge, leases: Leases | None, servers: Servers | None = None
+        self,
+        config: JudgeConfig,
+        policy: PolicyJudge,
+        leases: Leases | None,
+        servers: Servers | None,
+        replies: Replies | None,
+        prompts: Prompts,
     ) -> None:
         from draco_ray.judging.judge import build_judge, build_self_judge
 
         start_run_log()
         self._judge: Judge = (
-            build_self_judge(config, policy.samplers, policy.tokenizer, policy.name)
+            build_self_judge(config, policy.samplers, policy.tokenizer, policy.name, prompts)
             if config.self_judge.enabled
-            else build_judge(config, leases, servers)
+            else build_judge(config, leases, servers, replies=replies, prompts=prompts)
         )
 
     async def up(self) -> str:
@@ -93,10 +101,22 @@ async def _value(given: Any) -> Any:
 
 
 def judge_starter(
-    config: JudgeConfig, policy: PolicyJudge, leases: Leases | None, run_name: str, servers: Servers | None = None
+    config: JudgeConfig,
+    policy: PolicyJudge,
+    leases: Leases | None,
+    run_name: str,
+    servers: Servers | None = None,
+    replies: Replies | None = None,
 ) -> Callable[[str], Any]:
-    """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``."""
-    remote = ray.remote(JudgeWorkerActor)
+    """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``.
+
+    They may run on hosts that see no file of the driver's: prompts and examples come with them, and ``replies``
+    (`draco_ray.judging.replies_actor.start_replies`) are reached through Ray.
+
+    Raises:
+        ConfigError, StoreError: as `prompts_of`.
+    """
+    remote, prompts = ray.remote(JudgeWorkerActor), prompts_of(config)
 
     def start(name: str) -> Any:
         return remote.options(
@@ -109,7 +129,7 @@ def judge_starter(
             max_restarts=-1,
             # At the same worker, and in seconds where its node is gone: then the pool has the phase made elsewhere.
             max_task_retries=1,
-        ).remote(config, policy, leases, servers)
+        ).remote(config, policy, leases, servers, replies, prompts)
 
     return start
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draco_ray.errors import LearnerError
+from draco_ray.learner.checkpoint_files import begin, finish
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, COUNTERS = "optimizer.safetensors", "learner.json"
@@ -39,24 +38,19 @@ class Snapshot:
         Raises:
             OSError: it cannot be written.
         """
-        unfinished = directory.with_name(f".{directory.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        save_file(dict(self.adapter), unfinished / ADAPTER, metadata={"format": "pt"})
-        (unfinished / ADAPTER_CONFIG).write_text(json.dumps(self.adapter_config, indent=2), encoding="utf-8")
-        save_file(dict(self.optimizer), unfinished / OPTIMIZER)
-        (unfinished / COUNTERS).write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
-        for path in (*unfinished.iterdir(), unfinished):
-            _on_disk(path)
-        if directory.exists():
-            replaced = directory.with_name(f".{directory.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            directory.rename(replaced)
-            unfinished.rename(directory)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(unfinished, directory)
-        _on_disk(directory.parent)
+        self.write_files(begin(directory))
+        finish(directory)
+
+    def write_files(self, folder: Path) -> None:
+        """Write the files of the checkpoint into a folder that is there.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        save_file(dict(self.adapter), folder / ADAPTER, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self.adapter_config, indent=2), encoding="utf-8")
+        save_file(dict(self.optimizer), folder / OPTIMIZER)
+        (folder / COUNTERS).write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
@@ -78,12 +72,3 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tenso
             problem = " ".join(f"{type(error).__name__} {error}".split())
             raise LearnerError(f"checkpoint file {path}: cannot be read ({problem}); resume from another one") from None
     return read[0], read[1], read[2]
-
-
-def _on_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlive the machine's end."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

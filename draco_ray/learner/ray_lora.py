@@ -42,7 +42,7 @@ class RayLoraLearner:
         Args:
             model: the frozen base.
             config: hyperparameters, workers and their resources.
-            run: the run directory; every worker must reach it under this path.
+            run: the run directory, on this machine.
             seed: of the adapter's initial values.
             resume_from: checkpoint to continue from.
 
@@ -67,6 +67,7 @@ class RayLoraLearner:
         self._feed = start_learner_feed(self._config.workers, self._resume_from, self._run.name)
         settings = LoopSettings(
             feed=self._feed,
+            node=ray.get_runtime_context().get_node_id(),
             model=self._model,
             config=self._config,
             seed=self._seed,

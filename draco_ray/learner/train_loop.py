@@ -24,6 +24,8 @@ class LoopSettings:
 
     feed: Any
     """Handle of the LearnerFeed actor."""
+    node: str
+    """Ray's id of the driver's."""
     model: ModelConfig
     config: LearnerConfig
     seed: int
@@ -40,6 +42,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
 
+    from draco_ray.learner.carried import checkpoints_of
     from draco_ray.learner.context import rows_shared
     from draco_ray.learner.lora_learner import LoraLearner
     from draco_ray.learner.worker import LearnerWorker
@@ -52,6 +55,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     if given.config.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(given.config.cpus_per_worker)))
     start = ray.get(given.feed.start.remote())
+    checkpoints = checkpoints_of(given.node)
     device = ray.train.torch.get_device()
     sharded = given.config.sharding == "full" and workers > 1
     try:
@@ -65,12 +69,17 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
             context=rows_shared(workers, given.config.context_parallel, device.type),
         )
         if start.checkpoint is not None:
-            learner.load(Path(start.checkpoint))
+            checkpoints.load(learner, Path(start.checkpoint))
     except DracoError as error:
         ray.get(given.feed.fail.remote(str(error)))
         return
     worker = LearnerWorker(
-        learner, rank=rank, workers=workers, fetch=lambda groups: ray.get(list(groups)), publish=ray.put
+        learner,
+        rank=rank,
+        workers=workers,
+        fetch=lambda groups: ray.get(list(groups)),
+        publish=ray.put,
+        save=checkpoints.save,
     )
     position = start.position
     while True:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from draco_ray.learner.checkpoint import Snapshot
 from draco_ray.learner.lora_learner import LoraLearner, trained_length
 from draco_ray.learner.messages import (
     Accumulate,
@@ -44,6 +45,7 @@ class LearnerWorker:
         workers: int,
         fetch: Callable[[Sequence[Any]], Sequence[Sequence[TrainingSample]]],
         publish: Callable[[Adapter], Any],
+        save: Callable[[Snapshot, Path], None] | None = None,
     ) -> None:
         """
         Args:
@@ -52,6 +54,7 @@ class LearnerWorker:
             workers: how many there are.
             fetch: resolves references to groups of samples.
             publish: puts the adapter where a reference can reach it, and returns the reference.
+            save: writes a checkpoint; None: on this machine.
         """
         self._learner = learner
         self._rank = rank
@@ -59,6 +62,7 @@ class LearnerWorker:
         """Which part of the samples is this worker's, of how many."""
         self._fetch = fetch
         self._publish = publish
+        self._save = save or _write
         self._owner: dict[SampleKey, int] = {}
         """The worker that remembers a sample."""
         self._old_logprobs: dict[SampleKey, FloatArray] = {}
@@ -97,7 +101,7 @@ class LearnerWorker:
                 self._updated = False
                 if self._rank > 0:
                     return None
-                return self._writer.submit(self._learner.snapshot().write, Path(directory))
+                return self._writer.submit(self._save, self._learner.snapshot(), Path(directory))
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
                 if self._share > 0 and not self._learner.sharded:
                     return None
@@ -159,6 +163,10 @@ class LearnerWorker:
     def _forget_loads(self) -> None:
         self._load_W = [0] * self._shares
         self._remembered_load_W = [0] * self._shares
+
+
+def _write(snapshot: Snapshot, directory: Path) -> None:
+    snapshot.write(directory)
 
 
 def _key(sample: TrainingSample) -> SampleKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class RolloutWorkerActor:
         data: DataConfig,
         ground_truth: bool,
         slots: int,
+        template: str | None = None,
         kept: Path | None = None,
     ) -> None:
         start_run_log()
@@ -73,7 +75,8 @@ class RolloutWorkerActor:
             make_environment(environment, data, ground_truth=ground_truth, name=f"{name}.{index}")
             for index in range(slots)
         ]
-        template = agent_template(agent.prompt, self._slots[0].agent_prompt)
+        # Given where the file is on another host.
+        template = template or agent_template(agent.prompt, self._slots[0].agent_prompt)
         kind = find_agent(agent.use)
         self._agents = [kind(policy, agent, template) for policy in policies(agent)]
         self._ground_truth = ground_truth
@@ -122,7 +125,13 @@ class RolloutWorkerActor:
             folder = self._kept.joinpath(*parts)
             # A step that is played again after a crash leaves no mixture.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            await world.keep(folder)
+            if self._kept.parent.is_dir():
+                await world.keep(folder)
+                return
+            with tempfile.TemporaryDirectory() as aside:
+                await world.keep(Path(aside, EPISODES))
+                if Path(aside, EPISODES).exists():
+                    raise FileNotFoundError(f"this node does not see the run directory {self._kept.parent}")
         except Exception as error:
             said = " ".join(str(error).split())[:300]
             log.warning("files of rollout %s/%s are not kept: %s", request.group, request.rollout, said)
@@ -188,7 +197,7 @@ def start_rollout_workers(
 
     Args:
         kind: begins their names, unique in a run.
-        kept: a folder that every node sees, for files of episodes whose worlds keep any.
+        kept: a folder of the run directory, for files of episodes whose worlds keep any.
     """
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
         # Here, because a worker that cannot be made would only be tried again.
@@ -197,6 +206,7 @@ def start_rollout_workers(
     # Workers need not share this process's working directory.
     data = data.model_copy(update={"root": data.root.resolve()})
     agent = agent.model_copy(update={"folder": agent.folder.resolve()})
+    template = agent_template(agent.prompt, make_environment(environment, data).agent_prompt)
     workers = []
     for index, first in enumerate(range(0, environment.slots, environment.slots_per_worker)):
         slots = min(environment.slots_per_worker, environment.slots - first)
@@ -216,6 +226,7 @@ def start_rollout_workers(
             data=data,
             ground_truth=ground_truth,
             slots=slots,
+            template=template,
             kept=kept,
         )
         workers.append((worker, slots))

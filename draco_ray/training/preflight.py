@@ -2,8 +2,8 @@
 
 What is checked: GPUs and CPUs of the whole cluster, and ``judge`` slots where a rubric is used, if no autoscaler brings
 them; that one node holds a whole engine; object store and disk against an upper estimate of a training step; that every
-node sees the run directory, the data and the model under the same path. Nodes that an autoscaler adds later cannot be
-checked: they must be made like the others.
+node which carries engines, slots or learners sees the data and the model under the same path. Nodes that an autoscaler
+adds later cannot be checked: they must be made like the others.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ def check_judge_context(config: DracoConfig, console: Console) -> None:
 
 
 def check_session(config: DracoConfig, run: Path) -> None:
-    """Check what a run needs beyond the resources that `check_resources` compares: room, and shared folders.
+    """Check what a run needs beyond the resources that `check_resources` compares: room, the data and the model.
 
     Raises:
-        ClusterError: the object stores are too small, or a node does not see the run directory, the data or the model.
+        ClusterError: the object stores are too small, or a node does not see the data or the model.
         StoreError: the run directory cannot be written, or its disk is full.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -150,7 +150,7 @@ def check_session(config: DracoConfig, run: Path) -> None:
     check_writable(run)
     check_disk(config, run)
     if len(nodes) > 1:
-        check_shared(config, run, nodes)
+        check_nodes(config, nodes)
 
 
 def has_autoscaler() -> bool:
@@ -284,7 +284,7 @@ def check_outlives_job(root: Path | str) -> None:
     if {"runtime_resources", "working_dir_files"} <= set(folder.parts):
         raise ConfigError(
             f"run.root={root} lies among the files that were submitted with this job ({folder}), which Ray deletes: "
-            "set run.root to a folder that outlives the job and that every node sees"
+            "set run.root to a folder that outlives the job"
         )
 
 
@@ -302,14 +302,15 @@ def check_disk(config: DracoConfig, run: Path) -> None:
         )
 
 
-def check_shared(config: DracoConfig, run: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Let a task on every node look for the run directory, the data and the model, and write to the first.
+def check_nodes(config: DracoConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Let a task look for the data and the model on every node that may hold engines, rollout slots or learners.
+
+    Nodes without CPUs and GPUs hold judge workers or the driver: those need neither. The run directory is the driver's
+    alone; what other nodes have to say to it goes through Ray.
 
     Raises:
         ClusterError: the first node that does not see them under the same path, or does not answer.
     """
-    marker = run / f".shared-{secrets.token_hex(4)}"
-    marker.write_text(marker.name, encoding="utf-8")
     data, judge = [config.data.root.resolve()], config.judge
     models = [Path(config.model.path), *([Path(served_model(judge.model))] if judge.local.enabled else [])]
     paths = [str(path) for path in [*data, *models] if path.is_absolute() and path.is_dir()]
@@ -319,43 +320,25 @@ def check_shared(config: DracoConfig, run: Path, nodes: Sequence[Mapping[str, An
             name=f"probe {node['NodeManagerAddress']}",
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        ).remote(str(marker), paths): node
+        ).remote(paths): node
         for node in nodes
+        if node["Resources"].get("CPU") or node["Resources"].get("GPU")
     }
-    try:
-        done, late = ray.wait(list(answers), num_returns=len(answers), timeout=PROBE_SECONDS)
-        for answer in [*done, *late]:
-            node = f"node {answers[answer]['NodeManagerAddress']}"
-            if answer in late:
-                raise ClusterError(f"{node} started no process within {PROBE_SECONDS:.0f}s: look at it in `ray status`")
-            problem, written = ray.get(answer)
-            if problem is not None:
-                raise ClusterError(f"{node}: {problem}; every node must see it under this path: use a shared folder")
-            if not Path(written).exists():
-                raise ClusterError(
-                    f"{node}: has a run directory {run} of its own; set run.root (where that is an object store: "
-                    "run.local) to a folder that all nodes share"
-                )
-    finally:
-        for leftover in run.glob(f"{marker.name}*"):
-            leftover.unlink(missing_ok=True)
+    done, late = ray.wait(list(answers), num_returns=len(answers), timeout=PROBE_SECONDS) if answers else ([], [])
+    for answer in [*done, *late]:
+        node = f"node {answers[answer]['NodeManagerAddress']}"
+        if answer in late:
+            raise ClusterError(f"{node} started no process within {PROBE_SECONDS:.0f}s: look at it in `ray status`")
+        if (missing := ray.get(answer)) is not None:
+            raise ClusterError(
+                f"{node}: no {missing}; every node with CPUs or GPUs must see it under this path: copy it there, or "
+                "use a shared folder"
+            )
 
 
-def probe_node(marker: str, paths: Sequence[str]) -> tuple[str | None, str]:
-    """Look at the node it runs on: what is missing there (or None), and the file it wrote beside ``marker``."""
-    written = f"{marker}-{secrets.token_hex(4)}"
-    for path in paths:
-        if not os.path.exists(path):
-            return f"no {path}", written
-    try:
-        if Path(marker).read_text(encoding="utf-8") != Path(marker).name:
-            return f"another run directory {Path(marker).parent}", written
-        Path(written).touch()
-    except FileNotFoundError:
-        return f"no run directory {Path(marker).parent}", written
-    except OSError as error:
-        return f"run directory {Path(marker).parent} cannot be written: {error.strerror}", written
-    return None, written
+def probe_node(paths: Sequence[str]) -> str | None:
+    """The first of these paths that is missing on the node it runs on."""
+    return next((path for path in paths if not os.path.exists(path)), None)
 
 
 def _gib(size: float) -> str:

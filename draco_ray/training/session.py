@@ -26,6 +26,7 @@ from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool
+from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.learner.base import Learner, find_learner
@@ -50,8 +51,8 @@ from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import Trainer
 from draco_ray.training.room import unplaced
+from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
 if TYPE_CHECKING:
@@ -297,11 +298,13 @@ class Actors:
         judged = config.algorithm.reward == "rubric"
         self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
         self._servers = start_judge_servers(judge, run.path, name) if judged else None
+        self._replies = start_replies(judge, name) if judged else None
         self._tokenizer = load_tokenizer(config.model.path)
         policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
         leases = None if self._limiter is None else self._limiter[1]
         servers = None if self._servers is None else self._servers[1]
-        self.judges = JudgePool(judge_starter(judge, policy, leases, name, servers), judge)
+        replies = None if self._replies is None else self._replies[1]
+        self.judges = JudgePool(judge_starter(judge, policy, leases, name, servers, replies), judge)
         if judged:
             self.judges.open()
         self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")

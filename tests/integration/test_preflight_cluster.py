@@ -105,16 +105,11 @@ def test_a_cluster_knows_the_run_and_every_node_is_asked(
     preflight.check_session(config, run)
     assert list(run.iterdir()) == []
 
-    def on_another_host(marker: str, paths: list[str]) -> tuple[str | None, str]:
-        """A node with a folder of its own under the same path: nobody sees what it writes."""
-        return None, str(Path(marker).with_name("written-elsewhere"))
-
-    monkeypatch.setattr(preflight, "probe_node", on_another_host)
-    with pytest.raises(ClusterError, match=r"^node .*: has a run directory .* of its own; set run.root"):
+    monkeypatch.setattr(preflight, "probe_node", lambda paths: "/shared/world")
+    with pytest.raises(ClusterError, match=r"^node .*: no /shared/world; every node with CPUs or GPUs must see it"):
         preflight.check_session(config, run)
-    monkeypatch.setattr(preflight, "probe_node", lambda marker, paths: ("no /shared/world", marker))
-    with pytest.raises(ClusterError, match=r"^node .*: no /shared/world; every node must see it under this path"):
-        preflight.check_session(config, run)
+    # A node for judges alone needs neither data nor model.
+    preflight.check_nodes(config, [node for node in ray.nodes() if not node["Resources"].get("CPU")])
     assert list(run.iterdir()) == []
 
 

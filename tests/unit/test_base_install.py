@@ -34,7 +34,14 @@ BASE = (
     "traces",
 )
 """Packages that work in the base install, but for these modules of theirs:"""
-ACTORS = ("judging.limiter_actor", "judging.local.actor", "judging.pool", "judging.worker", "runs.store_actor")
+ACTORS = (
+    "judging.limiter_actor",
+    "judging.local.actor",
+    "judging.pool",
+    "judging.replies_actor",
+    "judging.worker",
+    "runs.store_actor",
+)
 IN_APPWORLD = ("lab.analysis.attribution.execute",)
 
 

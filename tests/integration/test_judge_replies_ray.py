@@ -1,0 +1,51 @@
+"""The replies' actor in a real Ray: another process stores and reads, and the actor is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import StoreError
+from draco_ray.judging.replies_actor import RepliesClient, start_replies
+from draco_ray.judging.reply_cache import ReplyCache, read_book
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
+    yield
+    ray.shutdown()
+
+
+async def test_replies_and_their_book_outlive_the_actors_process(own_ray: None, tmp_path: Path) -> None:
+    started = start_replies(JudgeConfig(cache=tmp_path), "kept")
+    assert started is not None
+    handle, client = started
+    await client.begin("one", 0.5)
+    await client.begin("two", 0.25)
+    await client.settle("one", 0.4, ("key", {"text": "paid for"}))
+    os.kill(await handle.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+    assert await RepliesClient("kept").get("key") == {"text": "paid for"}
+    await client.put("other", {"text": "also"})
+    await client.forget("other")
+    assert await client.get("other") is None
+    book = read_book(tmp_path)
+    assert (book.settled, book.under_way) == ({"one": 0.4}, {"two": 0.25})
+    assert await ReplyCache(tmp_path).get("key") == {"text": "paid for"}
+
+
+async def test_a_folder_that_cannot_be_used_is_one_line(own_ray: None, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    started = start_replies(JudgeConfig(cache=tmp_path / "file" / "replies"), "refused")
+    assert started is not None
+    with pytest.raises(StoreError, match="judge replies cannot be kept in .*file/replies") as refusal:
+        await started[1].get("key")
+    assert "\n" not in str(refusal.value)
