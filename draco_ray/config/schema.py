@@ -468,6 +468,9 @@ class LearnerConfig(Tree):
     """Ray Train workers."""
     sharding: Literal["none", "full"] = "none"
     """Whether each worker holds the whole base, or one part of it (FSDP2) and a layer at a time while it computes."""
+    base_precision: Literal["model", "int8", "fp8"] = "model"
+    """How the frozen base's linear layers are held: in model.dtype, or in 8 bits with a scale for each output row, made
+    whole for each product. The engine serves the base unrounded, so the two differ by more (engine_k1, engine_k3)."""
     context_parallel: int = Field(1, ge=1)
     """Workers that share every forward pass, for sequences too long for one: each computes its part of the tokens, and
     attention over all of them for its part of the heads (Ulysses). It divides workers and the model's heads."""

@@ -16,6 +16,8 @@ from peft.tuners import lora
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draco_ray.learner.frozen import whole_weight
+
 
 class FusedLora(lora.Linear):
     """PEFT's LoRA layer around a frozen linear layer, for one adapter without dropout."""
@@ -28,7 +30,8 @@ class FusedLora(lora.Linear):
             return output
         (name,) = self.active_adapters
         weight_a, weight_b = self.lora_A[name].weight, self.lora_B[name].weight
-        adapted: Tensor = _AdaptedLinear.apply(x, base.weight, base.bias, weight_a, weight_b, self.scaling[name])
+        scale = getattr(base, "weight_scale", None)
+        adapted: Tensor = _AdaptedLinear.apply(x, base.weight, scale, base.bias, weight_a, weight_b, self.scaling[name])
         return adapted
 
 
@@ -40,28 +43,29 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight_OI: Tensor,
+        scale_O1: Tensor | None,
         bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
         scaling: float,
     ) -> Tensor:
         inner_NR = x.flatten(0, -2) @ a_RI.to(x.dtype).T
-        y = torch.nn.functional.linear(x, weight_OI, bias_O)
+        y = torch.nn.functional.linear(x, whole_weight(weight_OI, scale_O1, x.dtype), bias_O)
         y.view(-1, y.shape[-1]).addmm_(inner_NR, b_OR.to(x.dtype).T, alpha=scaling)
-        ctx.save_for_backward(x, weight_OI, a_RI, b_OR, inner_NR)
+        ctx.save_for_backward(x, weight_OI, scale_O1, a_RI, b_OR, inner_NR)
         ctx.scaling = scaling
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_OI, a_RI, b_OR, inner_NR = ctx.saved_tensors
+        x, weight_OI, scale_O1, a_RI, b_OR, inner_NR = ctx.saved_tensors
         slope_NO = gradients[0].flatten(0, -2)
         inner_slope_NR = (slope_NO @ b_OR.to(x.dtype)).mul_(ctx.scaling)
         x_slope = None
         if ctx.needs_input_grad[0]:
-            x_slope_NI = slope_NO @ weight_OI
+            x_slope_NI = slope_NO @ whole_weight(weight_OI, scale_O1, x.dtype)
             x_slope = x_slope_NI.addmm_(inner_slope_NR, a_RI.to(x.dtype)).view_as(x)
         a_slope_RI = (inner_slope_NR.T @ x.flatten(0, -2)).to(a_RI.dtype)
         b_slope_OR = (slope_NO.T @ inner_NR).to(b_OR.dtype).mul_(ctx.scaling)
-        return x_slope, None, None, a_slope_RI, b_slope_OR, None
+        return x_slope, None, None, None, a_slope_RI, b_slope_OR, None

@@ -22,6 +22,7 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_shape import check_heads
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.context import Context
+from draco_ray.learner.frozen import round_base
 from draco_ray.learner.logprobs import token_logprobs
 from draco_ray.learner.lora import FusedLora
 from draco_ray.learner.packing import Packable, Row, lay_out, part_of
@@ -64,8 +65,6 @@ class AdaptedModel:
         base = _load_base(model)
         if context is not None:
             check_heads(base.config.to_dict(), context.size, model.path)
-        if mesh is None:
-            base = base.to(device)
         base.requires_grad_(False)
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -77,7 +76,8 @@ class AdaptedModel:
             task_type="CAUSAL_LM",
         )
         lora._register_custom_module({torch.nn.Linear: FusedLora})
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        # On the CPU, whatever computes later: there are no other initial values on a GPU.
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, lora, autocast_adapter_dtype=True)
         self.peft.train()  # transformers checkpoints activations in training mode only; every dropout is 0
@@ -87,7 +87,10 @@ class AdaptedModel:
         self._offload = config.offload_activations
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
-        if mesh is not None:
+        round_base(self._decoder, config.base_precision)
+        if mesh is None:
+            base.to(device)
+        else:
             shard_base(base, mesh, device)
         self._check_head(model.path)
         self._context: Context | None = None

@@ -55,13 +55,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 4,
     },
 }
-CASES = {
+CASES: dict[str, tuple[str, str, bool]] = {
     "qwen2": ("qwen2", "float32", False),
     "tied, checkpointed": ("tied", "float32", True),
     "qwen3_5, checkpointed": ("qwen3_5", "float32", True),
     "qwen2, bfloat16, checkpointed": ("qwen2", "bfloat16", True),
+    "qwen2 in int8": ("qwen2", "float32", False),
+    "qwen3_5 in fp8, checkpointed": ("qwen3_5", "float32", True),
 }
 """Model, its type, gradient checkpointing."""
+PRECISIONS = {"qwen2 in int8": "int8", "qwen3_5 in fp8, checkpointed": "fp8"}
+"""Cases whose base is held in 8 bits."""
 SHARED = {
     # Two rows at a time, each shared by two workers, and the base sharded over all four.
     "qwen2": {"context_parallel": 2, "sharding": "full"},
@@ -95,6 +99,7 @@ def settings(directory: Path, case: str) -> tuple[ModelConfig, LearnerConfig]:
         micro_batch_tokens=48,  # one pass for a long sample, another for two short ones
         logprob_chunk_tokens=16,
         learning_rate=1e-3,
+        base_precision=PRECISIONS.get(case, "model"),
     )
     return ModelConfig(path=str(directory / name), dtype=dtype), config
 

@@ -21,7 +21,7 @@ UPDATE_COPIES = 3
 """Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
 BATCHED_TOKENS = {0: 8192, 70: 16384}
 """Tokens in one of vLLM's forward passes on a GPU of at least so many GiB, where nobody waits for a first token."""
-WEIGHT_KEYS = "model.path, learner.sharding and learner.workers"
+WEIGHT_KEYS = "model.path, learner.base_precision, learner.sharding and learner.workers"
 """What decides how much of the base a worker holds."""
 GATHERED_KEYS = "model.path and learner.sharding"
 """What decides how much of a sharded base is whole at one time."""
@@ -124,7 +124,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     matrices = 2 * len(shape.adapted(learner.lora_target))
     rank_key = "learner.lora_rank"
     resident = (
-        Item(name="base weights", bytes=base_parameters(config, shape) * width, keys=WEIGHT_KEYS),
+        Item(name="base weights", bytes=base_bytes(config, shape), keys=WEIGHT_KEYS),
         Item(name="adapter (float32)", bytes=adapter * FLOAT32, keys=rank_key),
         # AdamW keeps two moments and one step counter for every matrix.
         Item(name="optimizer", bytes=(2 * adapter + matrices) * FLOAT32, keys=rank_key),
@@ -162,7 +162,15 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     return LearnerMemory(
         resident=resident,
         forward=(*layers, head, *gathered_head, chunk),
-        backward=(*layers, head, *gathered_layers, *recomputed, slope, *([exchange] if part < tokens else [])),
+        backward=(
+            *layers,
+            head,
+            *gathered_layers,
+            *recomputed,
+            slope,
+            *_made_whole(config, shape),
+            *([exchange] if part < tokens else []),
+        ),
         update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
         tokens=tokens,
         part=part,
@@ -218,6 +226,30 @@ def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
     return whole + math.ceil((shape.parameters - whole) / config.learner.workers)
 
 
+def base_bytes(config: DracoConfig, shape: ModelShape) -> int:
+    """Bytes of the base that a learner worker keeps."""
+    spared = sum(_spared(config, shape, kind) for kind in shape.layers)
+    workers = config.learner.workers if is_sharded(config) else 1
+    return base_parameters(config, shape) * DTYPE_BYTES[config.model.dtype] - spared // workers
+
+
+def _spared(config: DracoConfig, shape: ModelShape, kind: LayerKind) -> int:
+    """Bytes by which a decoder layer is smaller where its weights are held in 8 bits, with a scale for each row."""
+    if config.learner.base_precision == "model":
+        return 0
+    width = DTYPE_BYTES[config.model.dtype]
+    return sum(linear.inputs * linear.outputs * (width - 1) - linear.outputs * width for linear in shape.linears(kind))
+
+
+def _made_whole(config: DracoConfig, shape: ModelShape) -> tuple[Item, ...]:
+    """The weight of a product, where weights are held in 8 bits."""
+    if config.learner.base_precision == "model":
+        return ()
+    largest = max(linear.inputs * linear.outputs for kind in shape.layers for linear in shape.linears(kind))
+    size = largest * DTYPE_BYTES[config.model.dtype]
+    return (Item(name="one weight, made whole", bytes=size, keys="learner.base_precision"),)
+
+
 def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Bytes of a sharded base that are whole at the LM head and in a layer's backward; `chunk`: of a log-prob chunk.
 
@@ -226,7 +258,7 @@ def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple
     if not is_sharded(config):
         return (), ()
     width = DTYPE_BYTES[config.model.dtype]
-    layer = max(shape.layer_parameters(kind) for kind in shape.layers) * width
+    layer = max(shape.layer_parameters(kind) * width - _spared(config, shape, kind) for kind in shape.layers)
     layers = Item(name="two layers, gathered", bytes=2 * layer, keys=GATHERED_KEYS)
     if shape.tied:
         return (), (layers,)
