@@ -1,13 +1,16 @@
 """One GRPO update of our learner against one of TRL's GRPO trainer: tokens a second, peak memory, and the same numbers.
 
-python jobs/bench_learner.py [--trl-python PYTHON] [--repeats 3] [--cells "ragged equal"]
+python jobs/bench_learner.py [--trl-python PYTHON] [--repeats 3] [--shapes "27b small"] [--cells "ragged equal"]
 
-Both sides get the same random model, the same LoRA adapter with values that differ from the base model, the same
-tokens, sampled or not, and the same advantages; each run is a process of its own, and the two take turns. What is timed
+Every side gets the same random model, the same LoRA adapter with values that differ from the base model, the same
+tokens, sampled or not, and the same advantages; each run is a process of its own, and they take turns. What is timed
 is the update: reference log-probs, loss, backward, clipping and the optimizer's step; generation is not part of it. TRL
 is driven through its public interface (`GRPOTrainer.train` with a `rollout_func` that hands out recorded tokens), with
 the settings of `trl_side`; `make bench-learner` gives it an environment of its own. Losses, gradient norms and the
 adapters after the update are compared, so that the faster side cannot be faster by computing something else.
+
+TRL pads to the longest sequence of a generation batch. It plays twice: with one generation batch, its default, and with
+one a group, which pads least. Its Liger kernels are Triton's and do not run on a CPU.
 """
 
 from __future__ import annotations
@@ -41,9 +44,33 @@ REWARDS = (1.0, 0.2, -0.4, 0.6, -1.0, 0.8, 0.1, -0.3)
 REWARD_EPSILON = 1e-4
 """TRL's, on the group's standard deviation."""
 
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32768, 384, 1024, 8, 6, 2, 64
+SHAPES = {
+    # A sixteenth of Qwen3.6-27B's width, and as much of a forward pass in the LM head: a twentieth.
+    "27b": {
+        "vocab_size": 3584,
+        "hidden_size": 320,
+        "intermediate_size": 1088,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
+    # Half of a forward pass is in the LM head.
+    "small": {
+        "vocab_size": 32768,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+"""Of the random models."""
+FIRST_WORDS = 128
+"""Token ids of the rollouts are below: each model has so many."""
 RANK, ALPHA, LEARNING_RATE, KL, SEED = 16, 32, 5e-5, 0.01, 0
-SIDES = ("draco", "trl")
+SIDES = {"draco": "draco-ray", "trl": "TRL", "trl_grouped": "TRL, padded by group"}
 LARGEST_GAP, LEAST_COSINE = 0.01, 0.99
 """Relative difference of losses and gradient norms, and cosine of the adapter's changes, that rounding explains."""
 MIB = 2**20
@@ -76,23 +103,25 @@ class Update:
 
 
 def workload(turns: Sequence[int], seed: int = SEED) -> list[Rollout]:
-    """Rollouts of random tokens, group after group, that end with a sampled turn."""
+    """Rollouts of random tokens, group after group with one prompt each, that end with a sampled turn."""
     generator = np.random.default_rng(seed)
     rewards = np.array(REWARDS[: len(turns)]).reshape(-1, GROUP)
     spread = rewards.std(axis=1, ddof=1, keepdims=True) + REWARD_EPSILON
     advantages = ((rewards - rewards.mean(axis=1, keepdims=True)) / spread).flatten()
     rollouts = []
-    for count, reward, advantage in zip(turns, rewards.flatten(), advantages, strict=True):
+    prompts = generator.integers(1, FIRST_WORDS, (len(rewards), PROMPT_TOKENS)).tolist()
+    for index, (count, reward, advantage) in enumerate(zip(turns, rewards.flatten(), advantages, strict=True)):
         sampled = [False] * PROMPT_TOKENS
         for turn in range(count):
             sampled += [False] * (OBSERVED_TOKENS if turn else 0) + [True] * SAMPLED_TOKENS
-        tokens = generator.integers(1, VOCABULARY, len(sampled)).tolist()
+        after = generator.integers(1, FIRST_WORDS, len(sampled) - PROMPT_TOKENS).tolist()
+        tokens = prompts[index // GROUP] + after
         rollouts.append(Rollout(token_ids=tokens, sampled=sampled, advantage=float(advantage), reward=float(reward)))
     return rollouts
 
 
-def build_model(folder: Path) -> None:
-    """Save a random Qwen3 model in float32, and the tokenizer that TRL asks for."""
+def build_model(folder: Path, shape: dict[str, int]) -> None:
+    """Save a random Qwen3 model in float32, and the tokenizer that TRL asks for; `shape` as in `SHAPES`."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -102,13 +131,7 @@ def build_model(folder: Path) -> None:
     logging.disable_progress_bar()
     torch.manual_seed(SEED)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        **shape,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -221,12 +244,13 @@ def draco_side(folder: Path, rollouts: Sequence[Rollout]) -> tuple[Update, dict[
     return update, learner.adapter(1).tensors
 
 
-def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Update, dict[str, Any]]:
+def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int, *, grouped: bool) -> tuple[Update, dict[str, Any]]:
     """One update of TRL's `GRPOTrainer`; returns its cost and the adapter after it.
 
     Its defaults, gradient checkpointing and the LM head fused with the log-probs included, with our hyperparameters:
-    the loss is its token mean ("dapo"), the reference is the model without the adapter, and with one generation batch
-    an update it computes no old log-probs of its own, as we do not.
+    the reference is the model without the adapter, and as an update is a whole number of generation batches it computes
+    no old log-probs of its own, as we do not. The loss is the mean over all tokens: "dapo" with one generation batch;
+    with one a group (`grouped`) that would be a mean of the groups' means, and "dr_grpo" divides the sum by a constant.
     """
     from trl import import_utils
 
@@ -244,15 +268,16 @@ def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Upd
     losses: list[float] = []
 
     def recorded(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's seam for rollouts that it did not sample itself; the update begins when it returns."""
+        """TRL's seam for rollouts that it did not sample itself; the update begins when it first returns."""
+        asked = [rollouts[GROUP * int(group) + number] for group in dict.fromkeys(prompts) for number in range(GROUP)]
         answer: dict[str, list[Any]] = {
-            "prompt_ids": [rollout.token_ids[:PROMPT_TOKENS] for rollout in rollouts],
-            "completion_ids": [rollout.token_ids[PROMPT_TOKENS:] for rollout in rollouts],
-            "logprobs": [[0.0] * (len(rollout.token_ids) - PROMPT_TOKENS) for rollout in rollouts],
-            "env_mask": [[int(sampled) for sampled in rollout.sampled[PROMPT_TOKENS:]] for rollout in rollouts],
-            "recorded_reward": [rollout.reward for rollout in rollouts],
+            "prompt_ids": [rollout.token_ids[:PROMPT_TOKENS] for rollout in asked],
+            "completion_ids": [rollout.token_ids[PROMPT_TOKENS:] for rollout in asked],
+            "logprobs": [[0.0] * (len(rollout.token_ids) - PROMPT_TOKENS) for rollout in asked],
+            "env_mask": [[int(sampled) for sampled in rollout.sampled[PROMPT_TOKENS:]] for rollout in asked],
+            "recorded_reward": [rollout.reward for rollout in asked],
         }
-        marks.append(mark())
+        marks.append(mark() if not marks else marks[0])
         return answer
 
     class Stop(TrainerCallback):
@@ -270,6 +295,9 @@ def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Upd
     def reward(completions: list[str], recorded_reward: list[float], **_: Any) -> list[float]:
         return recorded_reward
 
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    sampled = sum(sum(rollout.sampled) for rollout in rollouts)
+    together = GROUP if grouped else len(rollouts)
     trainer = Trainer(
         model=str(folder / "model"),
         reward_funcs=reward,
@@ -277,11 +305,13 @@ def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Upd
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=len(rollouts) // batch,
+            steps_per_generation=together // batch,
             num_generations=GROUP,
-            max_completion_length=max(len(rollout.token_ids) for rollout in rollouts),
+            # What "dr_grpo" divides by, for each sequence; nothing is generated.
+            max_completion_length=sampled // len(rollouts) if grouped else max(lengths),
             shuffle_dataset=False,
             max_steps=1,
-            loss_type="dapo",
+            loss_type="dr_grpo" if grouped else "dapo",
             beta=KL,
             epsilon=0.2,
             temperature=1.0,
@@ -312,7 +342,9 @@ def trl_side(folder: Path, rollouts: Sequence[Rollout], batch: int) -> tuple[Upd
     (log,) = (entry for entry in trainer.state.log_history if "grad_norm" in entry)
     update = Update(
         **costs[0],
-        computed_tokens=len(rollouts) * max(len(rollout.token_ids) for rollout in rollouts),
+        computed_tokens=sum(
+            together * max(lengths[start : start + together]) for start in range(0, len(lengths), together)
+        ),
         loss=sum(losses),
         grad_norm=log["grad_norm"],
     )
@@ -326,7 +358,10 @@ def run_side(side: str, cell: str, folder: Path, batch: int, out: Path) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rollouts = workload(CELLS[cell])
-    update, tensors = draco_side(folder, rollouts) if side == "draco" else trl_side(folder, rollouts, batch)
+    if side == "draco":
+        update, tensors = draco_side(folder, rollouts)
+    else:
+        update, tensors = trl_side(folder, rollouts, batch, grouped=side == "trl_grouped")
     np.savez(out.with_suffix(".npz"), **tensors)
     out.write_text(json.dumps(asdict(update)), encoding="utf-8")
 
@@ -345,8 +380,8 @@ def cosine(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
     return float(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)))
 
 
-def table(cell: str, updates: dict[str, list[Update]]) -> str:
-    """The two sides, and our share of TRL's: medians over the repetitions."""
+def table(title: str, cell: str, updates: dict[str, list[Update]]) -> str:
+    """All sides, and our share of each of TRL's: medians over the repetitions."""
     rollouts = workload(CELLS[cell])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     rows: list[tuple[str, Callable[[Update], float], str]] = [
@@ -359,30 +394,40 @@ def table(cell: str, updates: dict[str, list[Update]]) -> str:
         ("tokens in a pass, padding included", lambda update: update.computed_tokens, ".0f"),
     ]
     sampled = sum(sum(rollout.sampled) for rollout in rollouts)
+    others = [side for side in SIDES if side != "draco"]
+    heads = [*SIDES.values(), *(f"draco-ray / {SIDES[side]}" for side in others)]
     lines = [
-        f"### {cell}: {len(rollouts)} rollouts, {tokens} tokens, {sampled} of them sampled, longest "
+        f"### {title}, {cell}: {len(rollouts)} rollouts, {tokens} tokens, {sampled} of them sampled, longest "
         f"{max(len(rollout.token_ids) for rollout in rollouts)}\n",
-        "| | draco-ray | TRL | draco-ray / TRL |\n|---|---|---|---|",
+        f"| | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}",
     ]
     for name, of, digits in rows:
-        ours, theirs = (statistics.median(map(of, updates[side])) for side in SIDES)
-        lines.append(f"| {name} | {ours:{digits}} | {theirs:{digits}} | {ours / theirs:.2f} |")
+        found = {side: statistics.median(map(of, updates[side])) for side in SIDES}
+        cells = [f"{found[side]:{digits}}" for side in SIDES]
+        cells += [f"{found['draco'] / found[side]:.2f}" for side in others]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def agreement(cell: str, updates: dict[str, list[Update]], folder: Path) -> str:
-    """How near the two updates are; ends the program where they are not the same up to rounding."""
-    ours, theirs = (updates[side][0] for side in SIDES)
-    steps = [moved(folder / f"{cell}-{side}-0.npz", folder / "adapter.safetensors") for side in SIDES]
-    near = cosine(*steps)
-    text = (
-        f"loss {ours.loss:.6f} and {theirs.loss:.6f}, gradient norm {ours.grad_norm:.6f} and {theirs.grad_norm:.6f}; "
-        f"cosine of the two changes of the adapter {near:.6f}"
-    )
-    pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
-    if near < LEAST_COSINE or any(abs(left - right) > LARGEST_GAP * abs(right) for left, right in pairs):
-        sys.exit(f"bench-learner: {cell}: the two sides computed different updates: {text}")
-    return text
+    """How near the updates are to ours; ends the program where they are not the same up to rounding."""
+    ours = updates["draco"][0]
+    step = moved(folder / f"{cell}-draco-0.npz", folder / "adapter.safetensors")
+    lines = []
+    for side in SIDES:
+        if side == "draco":
+            continue
+        theirs = updates[side][0]
+        near = cosine(step, moved(folder / f"{cell}-{side}-0.npz", folder / "adapter.safetensors"))
+        text = (
+            f"{SIDES[side]}: loss {ours.loss:.6f} and {theirs.loss:.6f}, gradient norm {ours.grad_norm:.6f} and "
+            f"{theirs.grad_norm:.6f}; cosine of the two changes of the adapter {near:.6f}"
+        )
+        pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
+        if near < LEAST_COSINE or any(abs(left - right) > LARGEST_GAP * abs(right) for left, right in pairs):
+            sys.exit(f"bench-learner: {cell}: two sides computed different updates: {text}")
+        lines.append(text)
+    return "\n".join(lines)
 
 
 def main(
@@ -390,6 +435,7 @@ def main(
         ".venv-bench/bin/python"
     ),
     cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(CELLS),
+    shapes: Annotated[str, typer.Option(help=f"Of: {' '.join(SHAPES)}.")] = " ".join(SHAPES),
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Of each side.")] = os.cpu_count() or 1,
     trl_batch: Annotated[int, typer.Option(min=1, help="Sequences in one of TRL's forward passes.")] = 1,
@@ -397,7 +443,9 @@ def main(
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure both sides and print them beside each other; a minute or two a run of TRL on two cores."""
+    """Measure all sides and print them beside each other; a minute or two a run of TRL on two cores."""
+    if unknown := [name for name in shapes.split() if name not in SHAPES]:
+        sys.exit(f"bench-learner: unknown shape {unknown[0]!r}; expected one of {', '.join(SHAPES)}")
     if unknown := [name for name in cells.split() if name not in CELLS]:
         sys.exit(f"bench-learner: unknown cell {unknown[0]!r}; expected one of {', '.join(CELLS)}")
     if side is not None and folder is not None and out is not None:
@@ -417,22 +465,23 @@ def main(
         "TOKENIZERS_PARALLELISM": "false",
     }
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = Path(temporary)
-        build_model(scratch / "model")
-        build_adapter(scratch / "model", scratch / "adapter.safetensors")
-        for cell in cells.split():
-            updates: dict[str, list[Update]] = {name: [] for name in SIDES}
-            for repeat in range(repeats):
-                for name in SIDES:
-                    result = scratch / f"{cell}-{name}-{repeat}.json"
-                    options = {"--cells": cell, "--side": name, "--folder": scratch, "--out": result}
-                    options["--trl-batch"] = str(trl_batch)
-                    command = [trl_python, Path(__file__), *(part for pair in options.items() for part in pair)]
-                    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
-                    if done.returncode:
-                        sys.exit(f"bench-learner: the side {name} failed:\n{done.stderr[-3000:]}")
-                    updates[name].append(Update(**json.loads(result.read_text(encoding="utf-8"))))
-            print(f"\n{table(cell, updates)}\n\n{agreement(cell, updates, scratch)}", flush=True)
+        for shape in shapes.split():
+            scratch = Path(temporary) / shape
+            build_model(scratch / "model", SHAPES[shape])
+            build_adapter(scratch / "model", scratch / "adapter.safetensors")
+            for cell in cells.split():
+                updates: dict[str, list[Update]] = {name: [] for name in SIDES}
+                for repeat in range(repeats):
+                    for name in SIDES:
+                        result = scratch / f"{cell}-{name}-{repeat}.json"
+                        options = {"--cells": cell, "--side": name, "--folder": scratch, "--out": result}
+                        options["--trl-batch"] = str(trl_batch)
+                        command = [trl_python, Path(__file__), *(part for pair in options.items() for part in pair)]
+                        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+                        if done.returncode:
+                            sys.exit(f"bench-learner: the side {name} failed:\n{done.stderr[-3000:]}")
+                        updates[name].append(Update(**json.loads(result.read_text(encoding="utf-8"))))
+                print(f"\n{table(shape, cell, updates)}\n\n{agreement(cell, updates, scratch)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from draco_ray.engine.model_shape import read_shape
 from tests.support.jobs import load_job
 
 
@@ -26,6 +27,9 @@ def test_rollouts_begin_with_the_prompt_end_with_a_sampled_turn_and_are_the_same
     assert rollouts == bench.workload(bench.CELLS["ragged"])
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     assert max(lengths) > 3 * min(lengths)
+    for start in range(0, len(rollouts), bench.GROUP):
+        group = rollouts[start : start + bench.GROUP]
+        assert len({tuple(rollout.token_ids[: bench.PROMPT_TOKENS]) for rollout in group}) == 1
     for rollout, turns in zip(rollouts, bench.CELLS["ragged"], strict=True):
         assert len(rollout.sampled) == len(rollout.token_ids)
         assert not any(rollout.sampled[: bench.PROMPT_TOKENS])
@@ -41,28 +45,35 @@ def test_advantages_are_standardised_in_their_group(bench: ModuleType) -> None:
         assert group.std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
-def test_our_side_updates_the_adapter_it_was_given(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_is_a_twentieth_of_a_pass_in_one_shape_and_half_of_it_in_the_other(bench: ModuleType) -> None:
+    shares = {}
+    for name, values in bench.SHAPES.items():
+        shape = read_shape({"model_type": "qwen3", "tie_word_embeddings": True} | values, name)
+        head = shape.vocabulary * shape.hidden
+        shares[name] = head / (head + shape.matrix_parameters)
+        assert shape.vocabulary >= bench.FIRST_WORDS
+    assert 0.04 < shares["27b"] < 0.06
+    assert 0.4 < shares["small"] < 0.6
+
+
+def test_our_side_updates_the_adapter_it_was_given(bench: ModuleType, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     small = {
-        "VOCABULARY": 128,
-        "HIDDEN": 32,
-        "INTERMEDIATE": 64,
-        "LAYERS": 2,
-        "HEADS": 2,
-        "KV_HEADS": 1,
-        "HEAD_DIM": 16,
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
     }
-    for name, value in small.items():
-        monkeypatch.setattr(bench, name, value)
-    bench.build_model(tmp_path / "model")
+    bench.build_model(tmp_path / "model", small)
     bench.build_adapter(tmp_path / "model", tmp_path / "adapter.safetensors")
     rollouts = bench.workload((1, 2, 1, 3))
     update, tensors = bench.draco_side(tmp_path, rollouts)
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-    longest = max(len(rollout.token_ids) for rollout in rollouts)
-    assert tokens <= update.computed_tokens < len(rollouts) * longest
+    # Rollouts in a row compute their prompt once, and nothing is padded.
+    assert tokens - (bench.GROUP - 1) * bench.PROMPT_TOKENS <= update.computed_tokens < tokens
     assert update.grad_norm > 0
     assert update.peak_mib >= update.loaded_mib > 0
     np.savez(tmp_path / "cell-draco-0.npz", **tensors)
@@ -78,9 +89,10 @@ def test_the_table_shows_medians_beside_each_other(bench: ModuleType) -> None:
     )
     ours = [replace(update, seconds=seconds) for seconds in (1.0, 2.0, 30.0)]
     theirs = [replace(update, seconds=4.0, peak_mib=300.0)] * 3
-    text = bench.table("equal", {"draco": ours, "trl": theirs})
-    assert "| seconds | 2.0 | 4.0 | 0.50 |" in text
-    assert "| of it above the loaded model, MiB | 50 | 200 | 0.25 |" in text
+    grouped = [replace(update, seconds=2.5, peak_mib=110.0)] * 3
+    text = bench.table("27b", "equal", {"draco": ours, "trl": theirs, "trl_grouped": grouped})
+    assert "| seconds | 2.0 | 4.0 | 2.5 | 0.50 | 0.80 |" in text
+    assert "| of it above the loaded model, MiB | 50 | 200 | 10 | 0.25 | 5.00 |" in text
 
 
 def test_sides_that_computed_different_updates_end_it(bench: ModuleType, tmp_path: Path) -> None:
@@ -88,20 +100,26 @@ def test_sides_that_computed_different_updates_end_it(bench: ModuleType, tmp_pat
     save_file(before, tmp_path / "adapter.safetensors")
     np.savez(tmp_path / "cell-draco-0.npz", a=np.array([1.0, 2.0, 3.0]))
     np.savez(tmp_path / "cell-trl-0.npz", a=np.array([1.0, 2.0, 3.001]))
+    np.savez(tmp_path / "cell-trl_grouped-0.npz", a=np.array([1.0, 2.0, 3.0]))
     update = bench.Update(
         seconds=1.0, cpu_seconds=1.0, loaded_mib=1.0, peak_mib=1.0, computed_tokens=1, loss=0.5, grad_norm=1.0
     )
-    text = bench.agreement("cell", {"draco": [update], "trl": [replace(update, loss=0.50001)]}, tmp_path)
-    assert text.startswith("loss 0.500000 and 0.500010")
-    with pytest.raises(SystemExit, match="different updates: loss 0.5"):
-        bench.agreement("cell", {"draco": [update], "trl": [replace(update, grad_norm=1.1)]}, tmp_path)
+    alike = {"draco": [update], "trl": [replace(update, loss=0.50001)], "trl_grouped": [update]}
+    text = bench.agreement("cell", alike, tmp_path)
+    assert text.startswith("TRL: loss 0.500000 and 0.500010")
+    assert "TRL, padded by group: loss 0.500000 and 0.500000" in text
+    for side in ("trl", "trl_grouped"):
+        with pytest.raises(SystemExit, match="different updates: TRL.*: loss 0.5"):
+            bench.agreement("cell", alike | {side: [replace(update, grad_norm=1.1)]}, tmp_path)
     np.savez(tmp_path / "cell-trl-0.npz", a=np.array([1.0, 2.0, -3.0]))
     with pytest.raises(SystemExit, match="different updates"):
-        bench.agreement("cell", {"draco": [update], "trl": [update]}, tmp_path)
+        bench.agreement("cell", alike, tmp_path)
 
 
 def test_an_unknown_cell_and_a_missing_environment_are_one_clear_line(bench: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="unknown cell 'square'"):
         bench.main(cells="square")
+    with pytest.raises(SystemExit, match="unknown shape 'round'"):
+        bench.main(shapes="round")
     with pytest.raises(SystemExit, match="run `make bench-learner`"):
         bench.main(trl_python=tmp_path / "python")
