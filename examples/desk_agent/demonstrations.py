@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from agent import DESK, TOOLS
 from tasks import REFUNDED, rows
 
-LOOKS, DESK_KNOWS, FOLLOWS = 0.8, 0.65, 0.75
+LOOKS, DESK_KNOWS, FOLLOWS = 0.75, 0.8, 0.8
 """How often each is done as it should be."""
-VARIANTS = 12
+VARIANTS = 20
 """Demonstrations of each task."""
 
 
