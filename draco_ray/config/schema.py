@@ -528,7 +528,7 @@ class LearnerConfig(Tree):
     offload_activations: bool = False
     """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
     max_failures: int = Field(3, ge=0)
-    """Times dead workers are replaced, from the last checkpoint, before the run stops."""
+    """Times workers that failed are started anew between two checkpoints before the run stops."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -17,13 +17,18 @@ from draco_ray.learner.messages import Command, Failed, SaveCheckpoint, Start, S
 class LearnerFeed:
     """Hands each command to all workers and their combined answer to whoever submitted it."""
 
-    def __init__(self, workers: int, resume_from: str | None = None) -> None:
+    def __init__(self, workers: int, resume_from: str | None = None, max_failures: int = 0) -> None:
         """
         Args:
             workers: how many answers make a command's answer.
             resume_from: checkpoint that the first workers load; None: the untrained adapter.
+            max_failures: how often they may be started anew between two checkpoints.
         """
         self._workers = workers
+        self._max_failures = max_failures
+        self._failures = -1
+        """Starts since the last complete checkpoint; the first of all is none."""
+        self._trouble = "a worker died"
         self._log: dict[int, Command] = {}
         self._answers: dict[int, dict[int, Any]] = {}
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -49,9 +54,23 @@ class LearnerFeed:
             self._grown.notify_all()
         return await answer
 
-    async def start(self) -> Start:
-        """Where a worker that starts now begins: the last complete checkpoint and the command after it."""
-        return self._start
+    async def start(self, rank: int) -> Start | None:
+        """Where a worker that starts now begins: the last complete checkpoint and the command after it.
+
+        Returns: None once workers were started anew too often, or after `fail`; the worker then ends.
+        """
+        if rank == 0:
+            self._failures += 1
+            if self._failures > self._max_failures:
+                await self.fail(
+                    f"learner failed: {self._trouble}; {self._failures} times since the last checkpoint, "
+                    f"learner.max_failures={self._max_failures}; see its log in the Ray dashboard"
+                )
+        return self._start if self._failure is None else None
+
+    async def trouble(self, reason: str) -> None:
+        """Remember why workers will be started anew, for the message when that has happened too often."""
+        self._trouble = reason
 
     async def next(self, position: int) -> Command:
         """The command at a position of the log, once there is one; Stop after `fail`."""
@@ -74,6 +93,7 @@ class LearnerFeed:
         failed = [result for result in answers.values() if isinstance(result, Failed)]
         if isinstance(command, SaveCheckpoint) and not failed:
             self._start = Start(checkpoint=command.directory, position=position + 1)
+            self._failures = 0
             for done in [earlier for earlier in self._log if earlier <= position]:
                 del self._log[done]
         del self._answers[position]
@@ -86,12 +106,15 @@ class LearnerFeed:
             waiting.set_result(command.combine([answers[rank] for rank in range(self._workers)]))
 
     async def fail(self, message: str) -> None:
-        """Give up: raise LearnerError with this message wherever an answer is awaited, and end the loop."""
+        """Give up: raise LearnerError with this message wherever an answer is awaited, and end the loop.
+
+        The first message stays: what ends afterwards ends because of it.
+        """
         async with self._grown:
-            self._failure = message
+            self._failure = self._failure or message
             self._grown.notify_all()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(LearnerError(message))
+                waiting.set_exception(LearnerError(self._failure))
         self._waiting.clear()
         self._answers.clear()

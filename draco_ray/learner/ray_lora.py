@@ -64,7 +64,9 @@ class RayLoraLearner:
 
     async def start(self) -> None:
         """Start the workers and wait until each has its model."""
-        self._feed = start_learner_feed(self._config.workers, self._resume_from, self._run.name)
+        self._feed = start_learner_feed(
+            self._config.workers, self._resume_from, self._config.max_failures, self._run.name
+        )
         settings = LoopSettings(
             feed=self._feed,
             node=ray.get_runtime_context().get_node_id(),

@@ -15,7 +15,7 @@ from typing import Any
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import DracoError
-from draco_ray.learner.messages import Failed, Stop
+from draco_ray.learner.messages import Failed, Start, Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,21 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     """Carry out the feed's commands until Stop: Ray Train's `train_loop_per_worker`."""
     import ray
     import ray.train
+
+    given = settings["settings"]
+    # Before anything that can fail, because the feed counts the starts.
+    start = ray.get(given.feed.start.remote(ray.train.get_context().get_world_rank()))
+    if start is None:
+        return
+    try:
+        _carry_out(given, start)
+    except Exception as error:
+        ray.get(given.feed.trouble.remote(_one_line(error)))
+        raise
+
+
+def _carry_out(given: LoopSettings, start: Start) -> None:
+    import ray
     import ray.train.torch
     import torch
     import torch.distributed
@@ -49,12 +64,10 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     from draco_ray.observability.logs import private_files
 
     private_files()
-    given = settings["settings"]
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     if given.config.gpus_per_worker == 0:
         torch.set_num_threads(max(1, int(given.config.cpus_per_worker)))
-    start = ray.get(given.feed.start.remote())
     checkpoints = checkpoints_of(given.node)
     device = ray.train.torch.get_device()
     sharded = given.config.sharding == "full" and workers > 1
@@ -102,14 +115,18 @@ def _send_later(feed: Any, rank: int, position: int, done: Future[Any]) -> None:
     import ray
 
     error = done.exception()
-    answer = done.result() if error is None else Failed(message=" ".join(f"{type(error).__name__}: {error}".split()))
+    answer = done.result() if error is None else Failed(message=_one_line(error))
     ray.get(feed.answer.remote(rank, position, (answer,)))
 
 
-def fit(settings: LoopSettings) -> None:
-    """Run the loop on all workers until it ends; blocks.
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
-    Raises: ray.train.TrainingFailedError when workers have died more than `learner.max_failures` times.
+
+def fit(settings: LoopSettings) -> None:
+    """Run the loop on all workers until it ends; blocks. Workers that fail are started anew as long as the feed says.
+
+    Raises: ray.train.TrainingFailedError when they cannot be started.
     """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -125,7 +142,8 @@ def fit(settings: LoopSettings) -> None:
         run_config=RunConfig(  # type: ignore[call-arg]  # mypy sees Ray Train v1's
             name="ray_train",
             storage_path=settings.storage,
-            failure_config=FailureConfig(max_failures=config.max_failures),
+            # The feed counts: Ray Train would count over the whole run, however many weeks it takes.
+            failure_config=FailureConfig(max_failures=-1),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     ).fit()

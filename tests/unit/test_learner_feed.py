@@ -22,6 +22,13 @@ async def submitted(feed: LearnerFeed, command: object) -> asyncio.Task[object]:
     return task
 
 
+async def started(feed: LearnerFeed, rank: int = 1) -> Start:
+    """Where a worker begins that may."""
+    start = await feed.start(rank)
+    assert start is not None
+    return start
+
+
 async def test_every_worker_gets_every_command_in_order() -> None:
     feed = LearnerFeed(workers=2)
     commands = (Publish(version=1), CANARY, Stop())
@@ -68,11 +75,11 @@ async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
     for rank in range(2):
         await feed.answer(rank, 0, (None,))
     await feed.answer(0, 1, (None,))
-    assert (await feed.start()).checkpoint == "first"  # one worker has not confirmed
-    assert (await feed.start()).position == 0
+    assert (await started(feed)).checkpoint == "first"  # one worker has not confirmed
+    assert (await started(feed)).position == 0
     await feed.answer(1, 1, (None,))
-    assert (await feed.start()).checkpoint == "second"
-    assert await feed.next((await feed.start()).position) == CANARY
+    assert (await started(feed)).checkpoint == "second"
+    assert await feed.next((await started(feed)).position) == CANARY
 
 
 async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> None:
@@ -83,10 +90,10 @@ async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> No
     assert await task == "learned meanwhile"
     assert not saving.done()
     # A worker that starts now begins before the checkpoint, and what it answers again changes nothing.
-    assert (await feed.start()).position == 0
+    assert (await started(feed)).position == 0
     await feed.answer(0, 0, (None,))
     await saving
-    assert (await feed.start()) == Start(checkpoint="second", position=1)
+    assert (await started(feed)) == Start(checkpoint="second", position=1)
     assert await feed.next(1) == CANARY
 
 
@@ -105,7 +112,7 @@ async def test_a_command_that_one_worker_could_not_carry_out_raises() -> None:
     await feed.answer(1, 0, (None,))
     with pytest.raises(LearnerError, match="no space left"):
         await task
-    assert (await feed.start()).position == 0
+    assert (await started(feed)).position == 0
 
 
 async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None:
@@ -117,3 +124,21 @@ async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None
     with pytest.raises(LearnerError, match="died 4 times"):
         await feed.submit(CANARY)
     assert await feed.next(1) == Stop()
+
+
+async def test_workers_that_fail_too_often_between_two_checkpoints_are_given_up() -> None:
+    feed = LearnerFeed(workers=1, max_failures=1)
+    for directory in ("first", "second"):
+        await started(feed, rank=0)
+        saving = await submitted(feed, SaveCheckpoint(directory=directory))
+        await feed.answer(0, (await started(feed)).position, (None,))
+        await saving
+    await started(feed, rank=0)
+    waiting = await submitted(feed, CANARY)
+    await feed.trouble("RuntimeError: out of memory")
+    assert await feed.start(0) is None
+    with pytest.raises(LearnerError, match=r"RuntimeError: out of memory; 2 times since the last checkpoint, .*=1"):
+        await waiting
+    await feed.fail("the learner has stopped")
+    with pytest.raises(LearnerError, match="out of memory"):
+        await feed.submit(CANARY)
