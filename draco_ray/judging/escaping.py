@@ -123,7 +123,7 @@ def escape(text: str) -> str:
     spelled = _SPELLED.sub(lambda match: "&amp;" if match[0] == "&" else f"&#x{ord(match[0]):X};", _encodable(text))
     parts = []
     kept = 0
-    for match in _FORGERY.finditer(_plain(spelled)):
+    for match in _FORGERY.finditer(plain(spelled)):
         place = match.end() if match[1] is None else match.start()
         sign = spelled.startswith("<", place) and match[1] is not None
         parts += [spelled[kept:place], "&lt;" if sign else "\\"]
@@ -133,7 +133,7 @@ def escape(text: str) -> str:
 
 def unescape(text: str) -> str:
     """What `escape` was given, but for lone surrogates."""
-    marks = [match.end() for match in _MARKED.finditer(_plain(text))]
+    marks = [match.end() for match in _MARKED.finditer(plain(text))]
     parts = [
         text[begin:end] for begin, end in zip([0, *(mark + 1 for mark in marks)], [*marks, len(text)], strict=True)
     ]
@@ -143,7 +143,7 @@ def unescape(text: str) -> str:
 def json_text(entries: list[dict[str, object]]) -> str:
     """Pretty JSON in which no string can close a block or start a line; it decodes to exactly what was given."""
     text = _encodable(json.dumps(entries, indent=2, ensure_ascii=False))
-    signs = {match.start() for match in _FORGERY.finditer(_plain(text)) if match[1] is not None}
+    signs = {match.start() for match in _FORGERY.finditer(plain(text)) if match[1] is not None}
     if signs:
         text = "".join(_in_json(sign) if place in signs else sign for place, sign in enumerate(text))
     return _UNSEEN.sub(lambda match: _in_json(match[0]), text)
@@ -153,7 +153,7 @@ def _in_json(character: str) -> str:
     return json.dumps(character)[1:-1] if not character.isascii() else f"\\u{ord(character):04x}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """``text`` with look-alikes of ASCII signs and letters replaced, character by character."""
     return text if text.isascii() else text.translate(_LOOK_ALIKE)
 

@@ -1,10 +1,11 @@
 """JSON in a judge's reply: arrays of objects, read strictly, else leniently where the text leaves no doubt.
 
-Strict reading is JSON with three refusals more: a key that comes twice in an object, a number that is not written
-plainly (``-0``, ``1e0``), and NaN. Lenient reading mends what judges get wrong in JSON of which every value can still
-be seen: trailing commas, ``+1``, other minus signs than the ASCII one, line breaks and unescaped quotes in strings,
-escapes that JSON does not know. It never guesses: a token that is not exactly a value, a field that is written more
-often than it is found, or an array that does not visibly end makes the reply unusable, and the judge is asked again.
+Strict reading is JSON with four refusals more: a key that comes twice in an object, a number that is not written
+plainly (``-0``, ``1e0``), NaN, and a verdict that stands a second time where it is not read. Lenient reading mends what
+judges get wrong in JSON of which every value can still be seen: trailing commas, ``+1``, other minus signs than the
+ASCII one, line breaks and unescaped quotes in strings, escapes that JSON does not know. It never guesses: a token that
+is not exactly a value, a field that is written more often than it is found, or an array that does not visibly end makes
+the reply unusable, and the judge is asked again.
 
 Both take time linear in the reply. Lenient reading is Python: `MAX_LENIENT_CHARACTERS` bounds it.
 """
@@ -16,9 +17,11 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from draco_ray.errors import ReplyError
+from draco_ray.judging.escaping import plain
 
 MAX_LENIENT_CHARACTERS = 80_000
 """Longer broken replies are asked for again."""
@@ -34,6 +37,9 @@ MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u207b\u208b\u2796\ufe5
 """What is written for a minus sign besides ``-``."""
 INTEGER = re.compile(r"\+?(?:0|[1-9][0-9]{0,5})|-[1-9][0-9]{0,5}")
 """An integer, written plainly. -0 is none: it may be what is left of something else."""
+
+DECIDING = frozenset({"score", "verdict", "relevantsteps"})
+"""Fields, by `_name`, that must not stand where they are not read: which of two counts would be a guess."""
 
 _ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
 _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
@@ -76,12 +82,18 @@ def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
     Raises:
         ReplyError: no such array, or one that cannot be read without guessing.
     """
-    named = re.compile(rf"""(?<!\\)["']({"|".join(map(re.escape, fields))})["']\s*+:""")
-    arrays, besides = _strict_arrays(text)
+    names = "|".join(map(re.escape, fields))
+    named = re.compile(rf"""(?<!\\)["']({names})["']\s*+:""")
+    arrays, besides, deciding = _strict_arrays(text)
     if not arrays:
-        return [_lenient_array(text, named)]
-    if named.search(besides):
+        deciding = Counter()
+        arrays = [_lenient_array(text, named, deciding)]
+    elif named.search(besides) or re.search(rf"\{{\s*+(?:{names})\s*+:", besides):
         raise ReplyError(f"{NO_ARRAY}: fields stand outside of it")
+    read = Counter(key for array in arrays for entry in array if isinstance(entry, dict) for key in entry)
+    for key, times in deciding.items():
+        if _name(key) in map(_name, fields) and (key not in fields or times > read[key]):
+            raise ReplyError(f"{key[:60]!r} stands where it is not read; write it once for each entry, under its name")
     return arrays
 
 
@@ -113,14 +125,18 @@ def without_json(text: str) -> str:
     return "".join([*parts, text[kept:]])
 
 
-def _strict_arrays(text: str) -> tuple[list[list[Any]], str]:
-    """The arrays, and the text around them.
+def _strict_arrays(text: str) -> tuple[list[list[Any]], str, Counter[str]]:
+    """The arrays, the text around them, and how often keys that name a field of `DECIDING` stand anywhere in them.
 
     Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of the
     trajectory, which must not be taken for the judge's word.
     """
+    deciding: Counter[str] = Counter()
     decoder = json.JSONDecoder(
-        parse_constant=_refuse_constant, parse_int=_plain_int, parse_float=_plain_float, object_pairs_hook=_object
+        parse_constant=_refuse_constant,
+        parse_int=_plain_int,
+        parse_float=_plain_float,
+        object_pairs_hook=partial(_object, deciding=deciding),
     )
     arrays: list[list[Any]] = []
     objects: list[Any] = []
@@ -131,7 +147,7 @@ def _strict_arrays(text: str) -> tuple[list[list[Any]], str]:
         try:
             value, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
-            return [], text
+            return [], text, deciding
         if isinstance(value, list):
             arrays.append(value)
         elif wrapped := _wrapped_array(value):
@@ -140,7 +156,7 @@ def _strict_arrays(text: str) -> tuple[list[list[Any]], str]:
             objects.append(value)
     if objects:
         arrays.append(objects)
-    return arrays, " ".join([*besides, text[position:]])
+    return arrays, " ".join([*besides, text[position:]]), deciding
 
 
 def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:
@@ -164,24 +180,35 @@ def _plain_float(token: str) -> object:
     return int(number[1]) if number else float(token)
 
 
-def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict. Raises ReplyError where two keys differ by nothing but case, spaces and the like."""
+def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[str, Any]:
+    """The pairs as a dict; keys that name a field of `DECIDING` are counted in ``deciding``.
+
+    Raises:
+        ReplyError: two keys differ by nothing but case, spaces and the like.
+    """
     found: dict[str, Any] = {}
     seen: set[str] = set()
     for key, value in pairs:
-        short = len(key) <= MAX_COMPARED_CHARACTERS
-        name = ("".join(re.findall(r"[^\W_]+", comparable(key))) if short else "") or key
+        name = _name(key)
         if name in seen:
             raise ReplyError(f"the key {key[:60]!r} comes twice in one object; write every key once")
         seen.add(name)
         found[key] = value
+        if name in DECIDING:
+            deciding[key] += 1
     return found
+
+
+def _name(key: str) -> str:
+    """A key without case, spaces, signs and look-alike letters."""
+    short = len(key) <= MAX_COMPARED_CHARACTERS
+    return ("".join(re.findall(r"[^\W_]+", comparable(plain(key)))) if short else "") or key
 
 
 # --- lenient reading --------------------------------------------------------------------------------------------------
 
 
-def _lenient_array(text: str, named: re.Pattern[str]) -> list[Any]:
+def _lenient_array(text: str, named: re.Pattern[str], deciding: Counter[str]) -> list[Any]:
     begin = _ARRAY_BEGIN.search(text)
     if begin is None:
         raise ReplyError(NO_ARRAY)
@@ -192,7 +219,7 @@ def _lenient_array(text: str, named: re.Pattern[str]) -> list[Any]:
         wrapper = _WRAPPER.fullmatch(text, first.start(), begin.start())
         if wrapper is None:
             raise ReplyError(f"{NO_ARRAY}: there is broken JSON in front of it")
-    reader = _Lenient(text, begin.start(), named)
+    reader = _Lenient(text, begin.start(), named, deciding)
     entries = reader.entries()
     if named.search(text, reader.position):
         raise ReplyError(f"{NO_ARRAY}: it is broken, and more fields follow it")
@@ -205,9 +232,10 @@ class _Lenient:
     _where: str
     """The entry or field that is being read."""
 
-    def __init__(self, text: str, position: int, named: re.Pattern[str]) -> None:
+    def __init__(self, text: str, position: int, named: re.Pattern[str], deciding: Counter[str]) -> None:
         self._text = text
         self._named = named
+        self._deciding = deciding
         self.position = position
 
     def entries(self) -> list[dict[str, Any]]:
@@ -253,7 +281,7 @@ class _Lenient:
             self._where = entry
 
         self._items("{", "}", pair)
-        return _object(pairs)
+        return _object(pairs, self._deciding)
 
     def _value(self, depth: int, ends: re.Pattern[str]) -> Any:
         character = self._text[self.position : self.position + 1]

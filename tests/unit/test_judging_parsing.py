@@ -435,6 +435,8 @@ def test_fields_outside_of_the_array_are_not_passed_over() -> None:
     for text in (
         PLAIN[1:].replace('"score": 1', '"score": 1}', 1),
         f'{PLAIN} On second thought "score": -1 for the first.',
+        f"{PLAIN} Correction: {{rubric_index: 0, score: -1}}",
+        f"{{ score : -1}} {PLAIN}",
     ):
         with pytest.raises(ReplyError, match="fields stand outside|no complete JSON"):
             parse_scores(text, RUBRIC)
@@ -447,6 +449,31 @@ def test_a_verdict_beside_the_score_must_say_the_same() -> None:
     entries[1]["verdict"] = "PASS"
     with pytest.raises(ReplyError, match="entry 1: score -1 and verdict PASS contradict each other"):
         parse_scores(json.dumps(entries), RUBRIC)
+
+
+@pytest.mark.parametrize("end", ["}", ",}"], ids=["whole", "broken"])
+@pytest.mark.parametrize(
+    "besides",
+    [
+        '"score": 1, "revised": {"score": -1}',
+        '"score": 1, "votes": [{"score": 1}, {"score": -1}]',
+        '"score": 1, "Verdict": "FAIL"',
+        '"score": 1, "s\u0441ore": -1',
+        '"score": 1, "thoughts": {"Score ": -1}',
+    ],
+)
+def test_a_second_verdict_inside_an_entry_is_not_passed_over(besides: str, end: str) -> None:
+    with pytest.raises(ReplyError, match="stands where it is not read|more often than|comes twice|field's name"):
+        parse_scores(PLAIN.replace('"score": 1', besides, 1).replace("}, {", f"{end}, {{"), RUBRIC)
+
+
+@pytest.mark.parametrize(
+    "besides", ['"correction": {"rubric_index": 0, "score": -1}', '"score": -1', '"Verdict": "FAIL"']
+)
+def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> None:
+    assert verdicts(f'{{"entries": {PLAIN}, "summary": {{"total": 1}}}}') == [1, -1, 0]
+    with pytest.raises(ReplyError, match="stands where it is not read"):
+        parse_scores(f'{{"entries": {PLAIN}, {besides}}}', RUBRIC)
 
 
 # --- which entry is whose ---------------------------------------------------------------------------------------------
