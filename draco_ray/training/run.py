@@ -80,7 +80,7 @@ def _train_new(
     with sole_driver(run):
         if run.config_text() != dump_config(config):
             run.write_config(dump_config(config))
-        adopt_tasks(run, prompts, 0, console)
+        adopt_tasks(run, prompts, order.rules, 0, console)
         return _train(config, prompts, order, run, StartPoint(), console)
 
 
@@ -175,13 +175,13 @@ def _resume(
 ) -> Path:
     old = load_config(str(run.path), trust=True)
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
-    config, prompts, _ = _checked(config, console)
+    config, prompts, order = _checked(config, console)
     with sole_driver(run):
         check_disk(config, run.path)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
-        order = task_order(config, list(prompts), adopt_tasks(run, prompts, start.step, console))
+        order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):

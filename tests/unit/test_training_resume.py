@@ -17,7 +17,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.order import EarlierTasks
+from draco_ray.training.order import EarlierTasks, OrderRules
 from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
@@ -124,27 +124,45 @@ def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> No
 
 def test_tasks_that_come_and_go_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
     said = Console(record=True, file=io.StringIO(), width=200)
-    assert adopt_tasks(run, ["b", "a"], 0, said) == []
-    assert adopt_tasks(run, ["a", "b"], 4, said) == []
+    by = OrderRules(per_step=1, seed=0)
+    assert adopt_tasks(run, ["b", "a"], by, 0, said) == []
+    assert adopt_tasks(run, ["a", "b"], by, 4, said) == []
     assert said.export_text() == ""
-    first = EarlierTasks(("a", "b"), 4)
-    assert adopt_tasks(run, ["b", "c", "d"], 4, said) == [first]
+    first = EarlierTasks(("a", "b"), 4, by)
+    assert adopt_tasks(run, ["b", "c", "d"], by, 4, said) == [first]
     assert said.export_text().splitlines() == [
         "training tasks: 2 new; they take part from the next epoch on",
         "training tasks: 1 gone; they are left out from step 5 on",
     ]
     # The same again is no change, and what no step was done with is forgotten.
-    assert adopt_tasks(run, ["b", "c", "d"], 6, said) == [first]
-    assert adopt_tasks(run, ["e", "b"], 6, said) == [first, EarlierTasks(("b", "c", "d"), 6)]
-    assert adopt_tasks(run, ["b", "c", "d"], 6, said) == [first]
-    assert adopt_tasks(run, ["a"], 0, said) == []
+    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
+    assert adopt_tasks(run, ["e", "b"], by, 6, said) == [first, EarlierTasks(("b", "c", "d"), 6, by)]
+    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
+    assert adopt_tasks(run, ["a"], by, 0, said) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '[{"first_step": "x", "tasks": []}]', '[{"tasks": ["a"]}]', "{}x"])
+def test_rules_of_choosing_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
+    said = Console(record=True, file=io.StringIO())
+    two, skipping = OrderRules(per_step=2, seed=0), OrderRules(per_step=2, seed=0, skip_solved=2)
+    assert adopt_tasks(run, ["a", "b"], two, 0, said) == []
+    assert adopt_tasks(run, ["a", "b"], skipping, 3, said) == [EarlierTasks(("a", "b"), 3, two)]
+    assert adopt_tasks(run, ["a", "b"], skipping, 5, said) == [EarlierTasks(("a", "b"), 3, two)]
+    # A run directory that does not say: what they are now.
+    (run.path / "tasks.json").write_text('[{"first_step": 1, "tasks": ["a"]}]')
+    assert adopt_tasks(run, ["a", "b"], skipping, 3, said) == [EarlierTasks(("a",), 3, skipping)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[1]", '[{"first_step": "x", "tasks": []}]', '[{"tasks": ["a"]}]', "{}x"),
+        *(f'[{{"first_step": 1, "tasks": [], "rules": {each}}}]' for each in ("3", '{"a": 1}', '{"per_step": "x"}')),
+    ],
+)
 def test_a_damaged_list_of_tasks_is_named(run: RunDirectory, text: str) -> None:
     (run.path / "tasks.json").write_text(text)
     with pytest.raises(DamagedRun, match=r"tasks\.json: damaged"):
-        adopt_tasks(run, ["a"], 1, Console(quiet=True))
+        adopt_tasks(run, ["a"], OrderRules(per_step=1, seed=0), 1, Console(quiet=True))
 
 
 def test_a_run_has_one_driver(run: RunDirectory) -> None:
