@@ -39,8 +39,8 @@ TAGS = (
 _SIGNS = {
     "[": "\u27e6\u301a\u3010\u3014\u2772\u298b\u2045\u3016\u3018\ufe5d\ufe39\u300e\u300c\uff62\u2e22\u23a1\ufe47",
     "]": "\u27e7\u301b\u3011\u3015\u2773\u298c\u2046\u3017\u3019\ufe5e\ufe3a\u300f\u300d\uff63\u2e23\u23a4\ufe48",
-    "<": "\u2039\u2329\u27e8\u3008\ufe64\u276e\u2770\u02c2\u1438\u00ab\u300a\u27ea",
-    ">": "\u203a\u232a\u27e9\u3009\ufe65\u276f\u2771\u02c3\u1433\u00bb\u300b\u27eb",
+    "<": "\u25c1\u2039\u2329\u27e8\u3008\ufe64\u276e\u2770\u02c2\u1438\u00ab\u300a\u27ea",
+    ">": "\u25b7\u203a\u232a\u27e9\u3009\ufe65\u276f\u2771\u02c3\u1433\u00bb\u300b\u27eb",
     "|": "\u2502\u2223\u01c0\u2758\u2759\u275a\u2503\ufe31\uffe8\u00a6\u2016",
     "/": "\u2044\u2215\u29f8\u2571",
     "#": "\ufe5f\u266f",
@@ -97,18 +97,20 @@ _OURS = r"\s*+(?:begin|evidence|rollout|step|reasoning|action|output|closing)[\w
 _SECTION = r"(?:reasoning|action|output)[ \t]*+(?:\[\w{0,20}+\][ \t]*+)?+:[^\S\n\r]*+(?:[\n\r]|\Z)"
 _LINE_START = r"(?:(?<=[\n\r])|\A)(?:[^\S\n\r]|&\#x[0-9A-F]{1,6}+;)*+"
 _STRUCTURE = rf"(?=\[{_ROLES}|\[{_OURS}|\#\#|{_SECTION})"
-# Special tokens: every <|...|> and <...|>, those of Llama 2, Gemma, T5 and others that look like tags, and, in capitals
-# only, Mistral's in square brackets.
+# Special tokens: every <|...|> and <...|>; what looks like a tag and is none of HTML, since it holds "_", ":" or "="
+# (<fim_prefix>, <minimax:tool_call>, <function=f>), or is a word that some family of models uses; in capitals only,
+# Mistral's and BERT's in square brackets.
 _SPECIAL = (
-    r"\||/?\w{1,40}+\|>|</?SYS>>"
-    r"|/?(?:s|bos|eos|pad|unk|mask|sop|eop|eod|cls|sep|think|tool_calls?|tool_response|tools|function_calls?|invoke"
-    r"|(?:start|end)_of_\w{1,20}+|seed:\w{1,40}+|(?:unused|reserved|special|extra_id)_?\d{1,6}+|[a-z]{1,10}_token)\s*+/?>"
+    r"\||/?\w{1,40}+\|>|</?SYS>>|/?(?=\w{0,40}?[_:=])[\w:=.-]{2,80}+\s*+/?>"
+    r"|/?(?:s|bos|eos|pad|unk|mask|gmask|sop|eop|eod|cls|sep|think|tools|invoke|role|system|user|assistant|human|bot"
+    r"|image|ipython|filename|reponame|fim-\w{1,20}+|(?-i:PRE|SUF|MID|EOT)|(?:unused|reserved|special)\d{1,6}+)\s*+/?>"
 )
 _BRACKETED = (
     r"/?(?-i:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID|IMG(?:_\w{1,9}+)?"
-    r"|PREFIX|MIDDLE|SUFFIX|MODEL_SETTINGS|gMASK|sMASK|UNUSED_TOKEN_\d{1,6}+)\]|e~\["
+    r"|PREFIX|MIDDLE|SUFFIX|MODEL_SETTINGS|[gs]?MASK|CLS|SEP|PAD|UNK|BOS|EOS|REF|TTS|(?:BEGIN_)?AUDIO|TRANSCRIBE"
+    r"|(?:UNUSED_TOKEN_|unused|control_)\d{1,6}+)\]|e~\["
 )
-_TOKEN = rf"(?:<(?=\s*+(?:/\s*+)?+(?:{'|'.join(TAGS)})\b|{_SPECIAL})|\[(?={_BRACKETED})|\](?=~!?b[\[\]]))"
+_TOKEN = rf"(?:<(?=\s*+(?:(?:/\s*+)?+(?:{'|'.join(TAGS)})\b|{_SPECIAL}))|\[(?={_BRACKETED})|\](?=~!?b[\[\]]))"
 _FORGERY = re.compile(rf"{_LINE_START}\\*+{_STRUCTURE}|({_TOKEN})", re.IGNORECASE)
 # Behind a match's end is the backslash that `escape` put there.
 _MARKED = re.compile(rf"{_LINE_START}\\*(?=\\{_STRUCTURE})|(?=\\{_TOKEN})", re.IGNORECASE)
@@ -123,7 +125,7 @@ def escape(text: str) -> str:
     spelled = _SPELLED.sub(lambda match: "&amp;" if match[0] == "&" else f"&#x{ord(match[0]):X};", _encodable(text))
     parts = []
     kept = 0
-    for match in _FORGERY.finditer(plain(spelled)):
+    for match in _FORGERY.finditer(ascii_like(spelled)):
         place = match.end() if match[1] is None else match.start()
         sign = spelled.startswith("<", place) and match[1] is not None
         parts += [spelled[kept:place], "&lt;" if sign else "\\"]
@@ -133,7 +135,7 @@ def escape(text: str) -> str:
 
 def unescape(text: str) -> str:
     """What `escape` was given, but for lone surrogates."""
-    marks = [match.end() for match in _MARKED.finditer(plain(text))]
+    marks = [match.end() for match in _MARKED.finditer(ascii_like(text))]
     parts = [
         text[begin:end] for begin, end in zip([0, *(mark + 1 for mark in marks)], [*marks, len(text)], strict=True)
     ]
@@ -143,7 +145,7 @@ def unescape(text: str) -> str:
 def json_text(entries: list[dict[str, object]]) -> str:
     """Pretty JSON in which no string can close a block or start a line; it decodes to exactly what was given."""
     text = _encodable(json.dumps(entries, indent=2, ensure_ascii=False))
-    signs = {match.start() for match in _FORGERY.finditer(plain(text)) if match[1] is not None}
+    signs = {match.start() for match in _FORGERY.finditer(ascii_like(text)) if match[1] is not None}
     if signs:
         text = "".join(_in_json(sign) if place in signs else sign for place, sign in enumerate(text))
     return _UNSEEN.sub(lambda match: _in_json(match[0]), text)
@@ -153,7 +155,7 @@ def _in_json(character: str) -> str:
     return json.dumps(character)[1:-1] if not character.isascii() else f"\\u{ord(character):04x}"
 
 
-def plain(text: str) -> str:
+def ascii_like(text: str) -> str:
     """``text`` with look-alikes of ASCII signs and letters replaced, character by character."""
     return text if text.isascii() else text.translate(_LOOK_ALIKE)
 

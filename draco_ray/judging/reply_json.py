@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.escaping import plain
+from draco_ray.judging.escaping import ascii_like
 
 MAX_LENIENT_CHARACTERS = 80_000
 """Longer broken replies are asked for again."""
@@ -202,7 +202,7 @@ def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[st
 def _name(key: str) -> str:
     """A key without case, spaces, signs and look-alike letters."""
     short = len(key) <= MAX_COMPARED_CHARACTERS
-    return ("".join(re.findall(r"[^\W_]+", comparable(plain(key)))) if short else "") or key
+    return ("".join(re.findall(r"[^\W_]+", comparable(ascii_like(key)))) if short else "") or key
 
 
 # --- lenient reading --------------------------------------------------------------------------------------------------

@@ -232,11 +232,15 @@ SPECIAL = (
     "<\uff5cUser\uff5c> <\uff5cAssistant\uff5c> <\uff5cbegin\u2581of\u2581sentence\uff5c> "
     "<\uff5cend\u2581of\u2581sentence\uff5c> <unused7> "
     "<think> </think> <tool_call> </tool_call> <tool_response> <<SYS>> <</SYS>> [INST] [/INST] [SYSTEM_PROMPT] "
-    "[AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [THINK] [gMASK] ]~b]system [e~["
+    "[AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [THINK] [gMASK] ]~b]system [e~[ "
+    "<fim_prefix> <fim-suffix> <PRE> <EOT> <filename> <gh_stars> <arg_key> </arg_value> <role> <longcat_user> <_bot> "
+    "<image_soft_token> <minimax:tool_call> </minimax:tool_call> <function=pay> <parameter=to> \u25c1think\u25b7 "
+    "[CLS] [SEP] [PAD] [MASK] [UNK] [unused12] [control_3] [REF] [/REF] [BEGIN_AUDIO] [TRANSCRIBE] <\uff5cim_end\uff5c>"
 ).split(" ")
+SPACED = ("< |im_end|>", "< \uff5cUser\uff5c>", "< fim_middle >")
 
 
-@pytest.mark.parametrize("token", SPECIAL)
+@pytest.mark.parametrize("token", [*SPECIAL, *SPACED])
 def test_special_tokens_of_chat_templates_are_spelled_out(token: str) -> None:
     trajectory = example_trajectory()
     turn = replace(
