@@ -18,6 +18,7 @@ import pytest
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import GuardedWorld, World, make_environment
+from draco_ray.environments.tools import mcp_servers
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import McpServerOptions
@@ -244,4 +245,13 @@ async def test_a_server_that_stops_answering_over_http_is_waited_for_no_longer_t
         session = session_at(url, seconds=1)
         await session.start()
         assert await session.call("note", {}) == "error: note: stopped after 1 s without an answer"
+        await session.stop()
+
+
+async def test_a_server_that_does_not_let_a_session_end_holds_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_servers, "FAREWELL_SECONDS", 0.1)
+    async with serving("delete", None) as url:
+        session = session_at(url, seconds=100_000)
+        await session.start()
+        assert await session.call("note", {}) == "written"
         await session.stop()

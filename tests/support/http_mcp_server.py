@@ -27,7 +27,10 @@ def error(code: int, message: str, status: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(method: str, odd: bytes | None) -> AsyncIterator[str]:
-    """The URL of a server with one tool, ``note``; ``odd`` is what it answers ``method`` with, None: nothing, ever."""
+    """The URL of a server with one tool, ``note``; ``odd`` is what it answers ``method`` with, None: nothing, ever.
+
+    ``method`` is one of the protocol's, or HTTP's in small letters where the request says none.
+    """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -35,7 +38,7 @@ async def serving(method: str, odd: bytes | None) -> AsyncIterator[str]:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
                 asked = json.loads(await reader.readexactly(length) if length else b"{}")
-                answer = odd if asked.get("method") == method else _answer(asked)
+                answer = odd if asked.get("method", head.split()[0]) == method else _answer(asked)
                 if answer is None:
                     continue
                 writer.write(answer)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
 """Shown to commands: other programs live there."""
+FAREWELL_SECONDS = 5.0
+"""After which a session is ended without its server's consent: the client itself waits for that for ever."""
 _CONNECTION_CLOSED, _TIMED_OUT, _BAD_ARGUMENTS, _UNREADABLE = -32000, -32001, -32602, -32700
 _ANSWERS = ("application/json", "text/event-stream")
 """Content types that the protocol answers a request with."""
@@ -86,7 +88,7 @@ class McpSession:
         if self._task is None:
             return
         self._jobs.put_nowait(None)
-        done, _ = await asyncio.wait({self._task}, timeout=self._config.start_timeout_seconds)
+        done, _ = await asyncio.wait({self._task}, timeout=FAREWELL_SECONDS)
         if not done:
             self._task.cancel()
             await asyncio.wait({self._task})
