@@ -231,6 +231,23 @@ async def test_several_calls_of_a_turn_are_one_step() -> None:
     assert step.observation == '(1) refund: done {"order": "A1"}\n(2) ship: done {"order": "A2"}'
 
 
+async def test_results_are_told_in_the_order_of_their_calls_whichever_came_first() -> None:
+    turn = call(order="A1").removesuffix(END) + "\n" + call("ship", order="A2")
+    async with served([turn, turn, f"Done.{END}"]) as at:
+        message = (await at.openai.chat.completions.create(model="m", messages=ASK, tools=[TOOL])).choices[0].message
+        late, soon = (told(f"{each.function.name} done", each.id) for each in message.tool_calls)
+        answered = [*ASK, message.model_dump(exclude_none=True), soon, late]
+        await at.openai.chat.completions.create(model="m", messages=answered, tools=[TOOL])
+        unknown = [*answered[:-2], told("b", "no such"), late]
+        await at.openai.chat.completions.create(model="m", messages=unknown, tools=[TOOL])
+        asked = [TOKENIZER.decode(each) for each in at.sampler.asked]
+        observations = [step.observation for step in at.trajectory().steps]
+    assert observations == ["(1) refund: refund done\n(2) ship: ship done", None]
+    assert asked[1].index("refund done") < asked[1].index("ship done")
+    # Whose call a result answers is not known, so they stay as they came.
+    assert asked[2].rindex("<tool_response>\nb\n") < asked[2].index("refund done")
+
+
 async def test_a_call_that_cannot_be_read_is_text_for_the_agent() -> None:
     broken = '<tool_call>\n{"name": "refund", "arg\n</tool_call>'
     async with served([broken + END, f"Done.{END}"]) as at:

@@ -7,6 +7,7 @@ is refused, and so is what is not known.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,9 @@ def read_chat(body: Any) -> Ask:
         raise Refused("messages: expected a list of at least one message")
     options = body.get("stream_options") or {}
     return Ask(
-        messages=tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)),
+        messages=tuple(
+            _by_call([_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
+        ),
         tools=_tools([_chat_tool(each, f"tools[{index}]") for index, each in enumerate(_listed(body, "tools"))], body),
         max_tokens=_count(body, "max_completion_tokens") or _count(body, "max_tokens"),
         stop=_stop(body.get("stop")),
@@ -95,7 +98,7 @@ def read_responses(body: Any, stored: Mapping[str, Sequence[Mapping[str, Any]]])
         before.insert(0, {"role": "system", "content": instructions})
     messages = [*before, *_merged([_item(item, f"input[{index}]") for index, item in enumerate(items)])]
     return Ask(
-        messages=tuple(messages),
+        messages=tuple(_by_call(messages)),
         tools=_tools([_response_tool(each, f"tools[{i}]") for i, each in enumerate(_listed(body, "tools"))], body),
         max_tokens=_count(body, "max_output_tokens"),
         stream=_flag(body, "stream"),
@@ -247,6 +250,22 @@ def _merged(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         content = "\n".join(filter(None, (before["content"], item["content"])))
         messages[-1] = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
     return messages
+
+
+def _by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with results of tools in the order of the calls that they name, by which templates tell them.
+
+    Agents that make calls side by side send results in the order in which these came.
+    """
+    found: list[Mapping[str, Any]] = []
+    for answers, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        several = list(group)
+        calls = found[-1].get("tool_calls", ()) if answers and found else ()
+        places = {call["id"]: place for place, call in enumerate(calls)}
+        if all(message.get("tool_call_id") in places for message in several):
+            several.sort(key=lambda message: places[message["tool_call_id"]])
+        found += several
+    return found
 
 
 def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
