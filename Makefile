@@ -232,7 +232,7 @@ mutate-method: setup
 
 # Change the method's code in thousands of places and print what no test noticed (docs/testing.md; an hour or two).
 mutate: .venv-mutate/.ready
-	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
+	$(MUTATE_VENV)/bin/python jobs/mutmut_forks.py run --max-children 2 $(ARGS)
 	$(VENV)/bin/python jobs/mutate.py report
 
 # The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
