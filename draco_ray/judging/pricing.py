@@ -24,6 +24,8 @@ MESSAGE_TOKENS = 16
 CREDIBLE_TIMES, CREDIBLE_MORE = 4, 10_000
 """A reply's usage is taken for true up to so many times the most that it should be, and so many tokens more: some
 endpoints add a prompt of their own, and some count thinking beside ``max_tokens``."""
+LONGEST_TOKEN_BYTES = 128
+"""Of the vocabularies in use, spaces: fewer tokens than these would make are not true either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,8 @@ def known_price(judge: JudgeConfig, model: str) -> Price | None:
     if configured is None or listed is None:
         return configured or listed
     # A configured price is that of the usual tier.
-    flex = judge.service_tier == "flex"
-    return listed if flex or _says_more(listed, configured) else configured
+    other_tier = sent.get("service_tier") in ("flex", "priority")
+    return listed if other_tier or _says_more(listed, configured) else configured
 
 
 def _says_more(listed: Price, configured: Price) -> bool:
@@ -156,17 +158,21 @@ def read_usage(response: Any, most: Most) -> TokenUsage | None:
     # Some endpoints count reasoning in the total only.
     output_tokens = max(output_tokens, total - input_tokens, reasoning)
     choices = getattr(response, "choices", None) or ()
-    said = any(getattr(choice.message, "content", None) for choice in choices)
-    if input_tokens == 0 or (said and output_tokens == 0):
+    said = "".join(getattr(choice.message, "content", None) or "" for choice in choices)
+    least = (most.input_tokens - REQUEST_TOKENS, len(said.encode("utf-8", "surrogatepass")))
+    if input_tokens == 0 or (said and output_tokens == 0) or cached + written > input_tokens:
+        return None
+    if any(
+        count < size // LONGEST_TOKEN_BYTES for count, size in zip((input_tokens, output_tokens), least, strict=True)
+    ):
         return None
     for count, expected in ((input_tokens, most.input_tokens), (output_tokens, most.output_tokens)):
         if count > CREDIBLE_TIMES * expected + CREDIBLE_MORE:
             return None
-    cached = min(cached, input_tokens)
     return TokenUsage(
         input_tokens=input_tokens,
         cached_tokens=cached,
-        written_tokens=min(written, input_tokens - cached),
+        written_tokens=written,
         output_tokens=output_tokens,
         reasoning_tokens=min(reasoning, output_tokens),
     )
@@ -219,21 +225,30 @@ def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None
         return None
     listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
     tier = extra_body.get("service_tier")
+    if tier == "priority" and "input_cost_per_token_priority" not in listed:
+        return None
 
-    def per_million(name: str) -> float | None:
-        value = listed.get(f"{name}_{tier}") or listed.get(name)
+    def per_million(table: Mapping[str, Any], name: str) -> float | None:
+        value = table.get(f"{name}_{tier}") or table.get(name)
         return float(value) * 1e6 if isinstance(value, int | float) and value >= 0 else None
 
-    def rates(suffix: str) -> dict[str, float | None]:
+    def rates(table: Mapping[str, Any], suffix: str = "") -> dict[str, float | None]:
         names = {
             "input": "input_cost_per_token",
             "cached_input": "cache_read_input_token_cost",
             "cache_write": "cache_creation_input_token_cost",
             "output": "output_cost_per_token",
         }
-        return {field: per_million(f"{name}{suffix}") for field, name in names.items()}
+        found = {field: per_million(table, f"{name}{suffix}") for field, name in names.items()}
+        # Some providers ask more for a token that was thought.
+        thought = per_million(table, f"output_cost_per_reasoning_token{suffix}")
+        if found["output"] is not None and thought is not None:
+            found["output"] = max(found["output"], thought)
+        return found
 
-    base = rates("")
+    # Prices by the length of the input stand in a list, or under names that say the length.
+    by_length = listed.get("tiered_pricing") or [listed]
+    base = rates(by_length[0])
     # It lists models whose price it does not know as free.
     if not base["input"] or base["output"] is None:
         return None
@@ -241,8 +256,12 @@ def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None
         match[1] for name in listed if (match := re.fullmatch(r"input_cost_per_token_above_(\d+)k_tokens", name))
     }
     tiers = [
-        {"above": int(threshold) * 1000}
-        | {field: base[field] if rate is None else rate for field, rate in rates(f"_above_{threshold}k_tokens").items()}
+        {"above": int(threshold) * 1000} | _filled(rates(listed, f"_above_{threshold}k_tokens"), base)
         for threshold in sorted(thresholds, key=int)
     ]
+    tiers += [{"above": int(part["range"][0])} | _filled(rates(part), base) for part in by_length[1:]]
     return Price.model_validate(base | {"tiers": tiers})
+
+
+def _filled(rates: Mapping[str, float | None], base: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {field: base[field] if rate is None else rate for field, rate in rates.items()}

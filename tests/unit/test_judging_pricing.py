@@ -69,6 +69,30 @@ def test_a_service_tier_has_its_own_price() -> None:
     assert (price.input, price.output) == pytest.approx((1.25, 7.5))
 
 
+def test_a_reference_price_is_not_that_of_a_dearer_tier() -> None:
+    usual, priority = (known_price(JudgeConfig(service_tier=tier), "openai/gpt-5.4") for tier in (None, "priority"))
+    assert usual is not None
+    assert priority is not None
+    assert (priority.input, priority.output) == pytest.approx((2 * usual.input, 2 * usual.output))
+    # Listed, but not under the tier that is asked for.
+    assert known_price(JudgeConfig(), "anthropic/claude-sonnet-4-5") is not None
+    assert known_price(JudgeConfig(service_tier="priority"), "anthropic/claude-sonnet-4-5") is None
+
+
+def test_prices_that_stand_in_a_list_by_length_are_tiers() -> None:
+    price = known_price(JudgeConfig(), "dashscope/qwen3-max")
+    assert price is not None
+    assert (price.input, price.output) == pytest.approx((1.2, 6.0))
+    tiers = [(tier.above, tier.input, tier.output) for tier in price.tiers]
+    assert tiers == [(32_000, pytest.approx(2.4), pytest.approx(12.0)), (128_000, pytest.approx(3.0), 15.0)]
+
+
+def test_a_token_that_was_thought_may_be_the_dearer_one() -> None:
+    price = known_price(JudgeConfig(), "dashscope/qwen-plus-latest")
+    assert price is not None
+    assert (price.output, price.tiers[0].output) == pytest.approx((4.0, 12.0))
+
+
 TEXTS = {
     "chinese": "评分标准：是否完成了任务。",
     "rare": "𠮷𡈽齉龘",
@@ -222,7 +246,7 @@ def used(**usage: Any) -> tuple[int, ...] | None:
                 "prompt_tokens_details": {"cached_tokens": 30},
                 "cache_creation_input_tokens": 7,
             },
-            (10, 10, 0, 5, 0),
+            None,
         ),
         (
             {
@@ -231,10 +255,11 @@ def used(**usage: Any) -> tuple[int, ...] | None:
                 "prompt_tokens_details": {"cached_tokens": 6},
                 "cache_creation_input_tokens": 7,
             },
-            (10, 6, 4, 5, 0),
+            None,
         ),
         ({"prompt_tokens": 0, "completion_tokens": 5}, None),
-        ({"prompt_tokens": 1, "completion_tokens": 1}, (1, 0, 0, 1, 0)),
+        ({"prompt_tokens": 3, "completion_tokens": 1}, (3, 0, 0, 1, 0)),
+        ({"prompt_tokens": 2, "completion_tokens": 1}, None),
         ({"prompt_tokens": 10, "completion_tokens": 0}, None),
         ({"prompt_tokens": 10, "completion_tokens": 0, "content": ""}, (10, 0, 0, 0, 0)),
         ({"prompt_tokens": 10.0, "completion_tokens": 5}, None),
@@ -245,6 +270,20 @@ def used(**usage: Any) -> tuple[int, ...] | None:
 )
 def test_what_a_reply_says_it_took(usage: dict[str, Any], counts: tuple[int, ...] | None) -> None:
     assert used(**usage) == counts
+
+
+def test_fewer_tokens_than_the_longest_ones_would_make_are_not_true() -> None:
+    """A budget of dollars would not be kept where an endpoint says 1 and 1 of whatever it read and wrote."""
+    most = Most(input_tokens=20_000 + REQUEST_TOKENS, output_tokens=9_000, dollars=0.0)
+    for written, prompt, completion, true in (
+        ("w" * 6_400, 156, 50, True),
+        ("w" * 6_400, 155, 50, False),
+        ("w" * 6_400, 156, 49, False),
+        ("\u8bc4" * 3_200, 156, 74, False),
+        ("", 156, 0, True),
+    ):
+        found = read_usage(reply(written, prompt_tokens=prompt, completion_tokens=completion), most)
+        assert (found is not None) is true, (written[:1], prompt, completion)
 
 
 def test_a_usage_is_credible_up_to_a_bound() -> None:
