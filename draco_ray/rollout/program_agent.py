@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -28,6 +29,8 @@ RUNNER = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
 """Exit code by which a program says that something else than the policy failed."""
 _SAID_CHARACTERS = 300
+_NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
+"""Errors of starting a program that the next try would meet as well; others are of a machine that has no more."""
 
 
 class ProgramAgent:
@@ -61,26 +64,31 @@ class ProgramAgent:
         return fill_agent_prompt(self._template, task)
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """See `Agent`. Raises: what the policy raises; ConfigError where the program cannot be started."""
+        """See `Agent`.
+
+        Raises: what the policy raises; ConfigError where the program can never be started; EnvironmentCrashed where
+            this machine has nothing left for it.
+        """
         task = world.task
         prompt = self.prompt(task)
         episode = Episode(task, request, self._policy, self._config)
         tools = WorldTools(world, self._config) if task.tools else None
-        with tempfile.TemporaryDirectory(prefix="draco-agent-") as scratch:
-            async with shared_endpoint().serving(episode, tools) as base_url:
-                environment = self._environment(Path(scratch), task, prompt, episode.key, base_url)
-                try:
+        try:
+            # A program may leave files that are not this user's, from a container of its own.
+            with tempfile.TemporaryDirectory(prefix="draco-agent-", ignore_cleanup_errors=True) as scratch:
+                async with shared_endpoint().serving(episode, tools) as base_url:
                     ran = await run_program(
                         self._words,
                         folder=self._config.folder,
-                        environment=environment,
+                        environment=self._environment(Path(scratch), task, prompt, episode.key, base_url),
                         told="\n\n".join(message.content for message in prompt) + "\n",
                         seconds=self._config.timeout_seconds,
                         most_bytes=self._config.max_output_characters,
                         until=episode.failed,
                     )
-                except OSError as error:
-                    raise ConfigError(f"agent.command: {self._words[0]!r} cannot be started: {error}") from error
+        except OSError as error:
+            kind = ConfigError if error.errno in _NO_PROGRAM else EnvironmentCrashed
+            raise kind(f"agent.command: {self._words[0]!r} cannot be started: {error}") from error
         if episode.failed.done():
             episode.failed.result()
         ended, why = self._end(episode, ran)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import shutil
 import tempfile
 import time
@@ -70,6 +71,7 @@ class RolloutWorkerActor:
         kept: Path | None = None,
     ) -> None:
         start_run_log()
+        _open_as_many_files_as_may_be()
         self._kept = kept
         self._slots = [
             make_environment(environment, data, ground_truth=ground_truth, name=f"{name}.{index}")
@@ -142,6 +144,12 @@ class RolloutWorkerActor:
     async def stop(self) -> None:
         """End what the slots have started."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
+
+
+def _open_as_many_files_as_may_be() -> None:
+    """Raise this process's limit: an episode's program takes some ten files, and 1,024 are usual."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _opened(slot: Environment, task_id: str) -> World:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, field, replace
@@ -241,6 +244,37 @@ async def test_a_policy_that_fails_ends_the_program_and_is_raised(rollouts: Roll
     rollouts.sampler = ScriptedSampler(fail)
     with pytest.raises(EngineError, match="engine 0: gone"):
         await rollouts.play("import time\ntry:\n    ask('a')\nfinally:\n    time.sleep(600)")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.ENOENT, ConfigError), (errno.EACCES, ConfigError), (errno.EAGAIN, EnvironmentCrashed)],
+)
+async def test_a_machine_that_has_nothing_left_for_a_program_loses_its_rollout_alone(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(kind, match=rf"^agent\.command: .* cannot be started: .*{os.strerror(code)}$"):
+        await rollouts.play("ask('a')")
+
+
+def test_a_worker_may_open_as_many_files_as_the_machine_lets_it() -> None:
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import resource\nfrom draco_ray.rollout.worker import _open_as_many_files_as_may_be\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+            "_open_as_many_files_as_may_be()\nprint(len(set(resource.getrlimit(resource.RLIMIT_NOFILE))))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == "1\n"
 
 
 async def test_a_world_that_is_lost_at_the_end_is_said(rollouts: Rollouts) -> None:
