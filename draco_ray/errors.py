@@ -12,6 +12,7 @@
     ├── RubricError          no criterion is left when a static rubric is authored
     ├── ReplyError           a judge's reply that breaks its contract (asked once more, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
+    ├── EngineAway           an engine that does not serve yet (its request goes to another, or waits)
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
@@ -77,6 +78,10 @@ class ReplyError(DracoError, ValueError):
 
 class EngineError(DracoError):
     """The policy engine cannot load a model or an adapter."""
+
+
+class EngineAway(DracoError):
+    """The policy engine's process does not serve yet."""
 
 
 class LearnerError(DracoError):

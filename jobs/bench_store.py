@@ -33,7 +33,7 @@ from ray.experimental import get_object_locations
 from rich.console import Console
 
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.config.schema import DracoConfig, EnvironmentConfig, JudgeConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.pool import Judgement, JudgePool
@@ -53,7 +53,7 @@ from draco_ray.records import (
     Verdict,
 )
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.pool import Played, RolloutPool
+from draco_ray.rollout.pool import Played, RolloutPool, RolloutWorkers
 from draco_ray.rollout.worker import summarise
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import STEP_TABLES
@@ -63,6 +63,7 @@ from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.metrics import step_metrics, step_spans
 from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.progress import StepProgress, most_phases
+from draco_ray.workers.elastic import standing
 
 GROUP, TURNS, TOKENS, PROMPT_TOKENS, CRITERIA = 6, 40, 30_000, 2_000, 15
 PROMPT, REPLY = 208_000, 6_000
@@ -276,7 +277,8 @@ class Bench:
             return made.options(name=f"{which}@{name}", num_cpus=0, max_concurrency=4 * SLOTS).remote()
 
         self._config, self.run = config, run
-        self.rollouts = MeasuredRollouts([(rollouts, SLOTS)], 1, 0, 0)
+        self.workers = RolloutWorkers(lambda number: rollouts, EnvironmentConfig(slots=SLOTS, slots_per_worker=SLOTS))
+        self.rollouts = MeasuredRollouts(self.workers, standing(1, SLOTS), 0, 0)
         self.judges = MeasuredJudges(judge, JudgeConfig(workers=1, max_workers=1, concurrency_per_worker=SLOTS))
         self._advantages = start_advantage_computer(config.algorithm, name)
         self.store = start_run_store(run.path, name)
@@ -319,6 +321,7 @@ class Bench:
 async def measured(config: DracoConfig, folder: Path, sizes: Sequence[int], steps: int, every: float) -> None:
     """Print the tables."""
     bench = Bench(config, RunDirectory.create(folder / "store", ""), every)
+    bench.workers.open()
     bench.judges.open()
     await bench.judges.ready()
     kinds = Sizes()
@@ -353,6 +356,7 @@ async def measured(config: DracoConfig, folder: Path, sizes: Sequence[int], step
         )
         shutil.rmtree(bench.run.tables)
     bench.judges.close()
+    bench.workers.watched.close()
 
 
 def print_files(run: RunDirectory, folder: Path) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import ray
 from critical_path import LearnerTask
 
+from draco_ray.engine.actor import EngineProcess
 from draco_ray.engine.sampler import Sample
 from draco_ray.learner.messages import UpdateMetrics
-from draco_ray.records import Adapter, TrainingSample
+from draco_ray.records import TrainingSample
 
 Script = tuple[tuple[int, ...], ...]
 """The turns of a rollout, each with its end-of-turn token."""
@@ -45,12 +46,15 @@ class PacedEngine:
         self._repertoire = repertoire
         self._tokens_per_second = tokens_per_second
 
-    async def start(self, adapter: Adapter | None) -> None:
+    async def look(self) -> EngineProcess:
+        """It serves, as the one process it is."""
+        return EngineProcess(identity="paced", node=ray.get_runtime_context().get_node_id(), serves=True)
+
+    async def start(self) -> None:
         """There is nothing to load."""
 
-    async def until_death(self) -> None:
-        """Answers never."""
-        await asyncio.Event().wait()
+    async def serve(self) -> None:
+        """It does."""
 
     async def sample(
         self, token_ids: list[int], max_tokens: int, seed: int | None, temperature: float | None

@@ -113,6 +113,12 @@ class EnvironmentConfig(Tree):
     """Of tools and tasks, or of an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)
     """Rollouts in the environment at one time."""
+    min_slots: int | None = Field(None, ge=1)
+    """Slots that there are at any time; further ones, up to ``slots``, come with the rollouts that wait, and with them
+    nodes where an autoscaler has some. null: all of them are always there."""
+    idle_seconds: float = Field(300.0, gt=0)
+    """Time a worker above ``min_slots`` is not needed before it ends, so that its node can go; longer than a step waits
+    for judge and learner, or slots come anew with every step."""
     slots_per_worker: int = Field(1, ge=1)
     """Slots (server processes) each RolloutWorker actor owns."""
     cpus_per_worker: float = Field(1.0, ge=0)
@@ -139,12 +145,39 @@ class EnvironmentConfig(Tree):
     rollout_retries: int = Field(1, ge=0)
     """Fresh environments a rollout may use after a server error before the group goes on without it."""
 
+    @property
+    def slots_of_worker(self) -> int:
+        """Slots that a RolloutWorker actor owns."""
+        return min(self.slots_per_worker, self.slots)
+
+    @property
+    def workers(self) -> int:
+        """The most RolloutWorker actors at one time."""
+        return -(-self.slots // self.slots_per_worker)
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest."""
+        return -(-(self.min_slots or self.slots) // self.slots_per_worker)
+
+    @model_validator(mode="after")
+    def _elastic(self) -> Self:
+        if self.min_slots is not None and self.min_slots > self.slots:
+            raise ValueError(
+                f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}; expected at most "
+                "as many"
+            )
+        return self
+
 
 class EngineConfig(Tree):
     """Policy engines (vLLM)."""
 
     engines: int = Field(1, ge=1)
     """vLLM engines."""
+    min_engines: int | None = Field(None, ge=1)
+    """Engines that a run starts and goes on with: further ones, up to ``engines``, are used as they find room, and not
+    waited for where they have none or lose it (spot nodes). null: all of them."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one engine's weights."""
     gpus_per_engine: float = Field(1.0, ge=0)
@@ -169,7 +202,7 @@ class EngineConfig(Tree):
     canary_tolerance: float = Field(0.05, gt=0)
     """Largest mean |engine - learner| log-prob gap after a sync, nats; above it the run stops."""
     max_failures: int = Field(3, ge=0)
-    """Times the process of one engine is replaced before the run stops."""
+    """Times the process of one engine is replaced before the run stops; one whose node is gone does not count."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
     """Where engines write the versions of the adapter they load."""
     sync: Literal["serve", "drain"] = "serve"
@@ -181,6 +214,25 @@ class EngineConfig(Tree):
     vllm: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
     """Further arguments of vLLM's AsyncEngineArgs, by name, e.g. {kv_cache_dtype: fp8} or {speculative_config: {method:
     ngram, num_speculative_tokens: 4}}. What a key here says already is refused, and what the engine is built on."""
+
+    @property
+    def fewest(self) -> int:
+        """Engines that must serve for the run to go on."""
+        return self.engines if self.min_engines is None else self.min_engines
+
+    @model_validator(mode="after")
+    def _elastic(self) -> Self:
+        if self.fewest > self.engines:
+            raise ValueError(
+                f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}; expected at most "
+                "as many"
+            )
+        if self.colocate and self.fewest < self.engines:
+            raise ValueError(
+                f"engine.min_engines={self.min_engines}: with engine.colocate every engine shares its GPUs with the "
+                "learner and is there as long as it is; expected null"
+            )
+        return self
 
     @field_validator("vllm")
     @classmethod

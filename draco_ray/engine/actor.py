@@ -1,7 +1,8 @@
-"""The Ray shell of the policy engines, the driver's hold on them, and the sampler a rollout worker reaches one by.
+"""The Ray shell of the policy engines, and the sampler a rollout worker reaches one by.
 
-An engine that dies is replaced without anybody's rollout being lost: Ray starts its actor anew and repeats the calls
-that were under way, and these wait until the driver has given the new process its model and the current adapter.
+An engine that dies or goes with its node is replaced without anybody's rollout being lost: requests that it had are
+asked again of an engine that serves, with the same seeds. Ray starts its actor anew wherever there is room, and the
+driver (`draco_ray.engine.fleet`) gives the new process its model and the current adapter before it serves.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+import uuid
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,24 +30,39 @@ from draco_ray.engine.placement import actor_resources, shared_gpus, visible_gpu
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
-from draco_ray.errors import ConfigError, EngineError
+from draco_ray.errors import ConfigError, EngineAway, EngineError
 from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
 
 log = logging.getLogger(__name__)
 
-STATISTICS_SECONDS = 2.0
-"""In which an engine says what it does, or is passed over."""
+ANSWER_SECONDS = 5.0
+"""In which an engine says whether it serves, or is passed over."""
+HOME_SECONDS = 10.0
+"""Between two looks of a client that samples elsewhere whether its own engine serves again."""
+PAUSE_SECONDS = 1.0
+"""Between two looks of a client while no engine serves."""
 CORE_CHECK_SECONDS = 1.0
 MAX_CALLS = 10_000
 """Of one engine at one time: requests that wait for it must leave room for the calls that bring it its adapter. (Ray's
 concurrency groups would, too, but run in event loops of their own, and vLLM's front end belongs to one loop.)"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProcess:
+    """The process of an engine, as it answers."""
+
+    identity: str
+    """Another one for every process."""
+    node: str
+    """Ray's id of its node."""
+    serves: bool
+
+
 class PolicyEngineActor:
     """One vLLM engine (`draco_ray.engine.vllm_engine.VllmEngine`).
 
-    The process ends with its engine core, so that there is one way to die. Calls wait until `start` has returned.
+    The process ends with its engine core, so that there is one way to die. It refuses requests until `serve`.
     """
 
     def __init__(
@@ -76,44 +96,60 @@ class PolicyEngineActor:
         self._model_path = model.path
         self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}
         self._readers_made = threading.Lock()
-        self._serving = asyncio.Event()
+        self._identity = uuid.uuid4().hex
+        self._starting = asyncio.Lock()
+        self._started = asyncio.Event()
+        self._serves = False
         self._core_watch: asyncio.Task[None] | None = None
 
-    async def start(self, update: WeightUpdate | None) -> None:
-        """Load the model, then the weights of ``update`` if there is one yet; raises EngineError."""
-        if self._serving.is_set():
-            return
-        if self._group is not None:
-            # Ray shows an actor the GPUs of its own bundle only. CUDA reads this when it is first used.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(await visible_gpus(self._config, self._group))
-        await self._engine.start()
-        if update is not None:
-            await self._engine.load(update)
-        self._core_watch = asyncio.create_task(self._end_with_core())
-        self._serving.set()
+    @ray.method(max_task_retries=0)
+    async def look(self) -> EngineProcess:
+        """How this process does."""
+        node = ray.get_runtime_context().get_node_id()
+        return EngineProcess(identity=self._identity, node=node, serves=self._serves)
 
     @ray.method(max_task_retries=0)
-    async def until_death(self) -> None:
-        """Wait for ever; the call fails once this process has ended."""
-        await asyncio.Event().wait()
+    async def start(self) -> None:
+        """Load the model, if that has not been done; raises EngineError."""
+        async with self._starting:
+            if self._started.is_set():
+                return
+            if self._group is not None:
+                # Ray shows an actor the GPUs of its own bundle only. CUDA reads this when it is first used.
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(await visible_gpus(self._config, self._group))
+            await self._engine.start()
+            self._core_watch = asyncio.create_task(self._end_with_core())
+            self._started.set()
 
+    @ray.method(max_task_retries=0)
+    async def serve(self) -> None:
+        """Let requests in from here on."""
+        self._serves = True
+
+    @ray.method(max_task_retries=0)
     async def sample(
         self, token_ids: list[int], max_tokens: int, seed: int | None, temperature: float | None
     ) -> Sample:
-        """See `draco_ray.engine.vllm_engine.VllmEngine.sample`."""
+        """See `draco_ray.engine.vllm_engine.VllmEngine.sample`. Raises: EngineAway before `serve`."""
+        self._check(self._serves)
         async with self._alive():
             return await self._engine.sample(token_ids, max_tokens=max_tokens, seed=seed, temperature=temperature)
 
+    @ray.method(max_task_retries=0)
     async def load(self, update: WeightUpdate) -> float:
-        """Switch new requests to the weights of ``update``; returns seconds."""
+        """Switch new requests to the weights of ``update``; returns seconds. Raises: EngineAway before `start`."""
+        self._check(self._started.is_set())
         async with self._alive():
             return await self._engine.load(update)
 
+    @ray.method(max_task_retries=0)
     async def logprobs(self, token_ids: list[int], adapter: bool) -> list[float]:
-        """Log-probs of ``token_ids[1:]``, with or without the adapter."""
+        """Log-probs of ``token_ids[1:]``, with or without the adapter. Raises: EngineAway before `start`."""
+        self._check(self._started.is_set())
         async with self._alive():
             return await self._engine.logprobs(token_ids, adapter=adapter)
 
+    @ray.method(max_task_retries=0)
     async def read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ToolUse | None:
         """See `draco_ray.engine.sampler.Sampler.read_calls`."""
         return await asyncio.to_thread(self._read_calls, text, tools, parser, thinking)
@@ -130,11 +166,13 @@ class PolicyEngineActor:
 
     async def sleep(self) -> None:
         """Give the GPU away once nothing is under way; calls that come wait for `wake`."""
+        await self._started.wait()
         async with self._alive():
             await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Take the GPU back and serve."""
+        """Take the GPU back."""
+        await self._started.wait()
         async with self._alive():
             await self._engine.wake()
 
@@ -151,13 +189,16 @@ class PolicyEngineActor:
 
     @asynccontextmanager
     async def _alive(self) -> AsyncIterator[None]:
-        """Let a call in once the engine serves, and end this process where the call left the engine dead."""
-        await self._serving.wait()
+        """End this process where a call left the engine dead."""
         try:
             yield
         except EngineError:
             self._end_if_dead()
             raise
+
+    def _check(self, there: bool) -> None:
+        if not there:
+            raise EngineAway("this engine does not serve yet")
 
     async def _end_with_core(self) -> None:
         while True:
@@ -188,7 +229,8 @@ def start_policy_engines(
             name=_actor_name(index, run_name),
             **actor_resources(config, group),
             max_concurrency=MAX_CALLS,
-            max_restarts=config.max_failures,
+            # Processes that die are counted by the fleet, which tells them from nodes that go.
+            max_restarts=-1,
             max_task_retries=-1,
         ).remote(
             config,
@@ -205,167 +247,91 @@ def start_policy_engines(
     ]
 
 
-class EngineFleet:
-    """The driver's hold on the engines: starts them, brings them adapters, and sets up those that were replaced."""
-
-    def __init__(self, engines: Sequence[Any]) -> None:
-        self.engines = list(engines)
-        self.replaced = 0
-        """Engine processes that died and were replaced."""
-        self._weights: ray.ObjectRef[Any] | None = None
-        self._asleep = False
-        self._watches: list[asyncio.Task[None]] = []
-        self._failed: asyncio.Future[None] | None = None
-
-    async def start(self) -> None:
-        """Return once every engine serves; from then on dead ones are replaced.
-
-        Raises:
-            EngineError: the model cannot be loaded.
-        """
-        self._failed = asyncio.get_running_loop().create_future()
-        # Its error counts as read even if nobody waits for it: calls to a lost engine raise one of their own.
-        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
-        try:
-            await asyncio.gather(*(engine.start.remote(None) for engine in self.engines))
-        except RayActorError as error:
-            raise _lost(error) from None
-        self._watches = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
-
-    async def load(self, update: ray.ObjectRef[Any]) -> None:
-        """Switch every engine to a weight update; the reference must outlive its maker, for engines replaced later."""
-        # Remembered first: an engine that is replaced meanwhile starts with it.
-        self._weights = update
-        try:
-            await asyncio.gather(*(engine.load.remote(update) for engine in self.engines))
-        except RayActorError as error:
-            raise _lost(error) from None
-
-    async def sleep(self) -> None:
-        """Return once every engine has given its GPU away (`engine.colocate`); requests that come wait for `wake`.
-
-        Raises:
-            EngineError: an engine is lost for good, or cannot sleep.
-        """
-        # Remembered first: an engine that is replaced meanwhile is put to sleep as well.
-        self._asleep = True
-        await self._each("sleep")
-
-    async def wake(self) -> None:
-        """Return once every engine serves again; raises EngineError when one is lost for good."""
-        self._asleep = False
-        await self._each("wake")
-
-    async def _each(self, method: str) -> None:
-        try:
-            await asyncio.gather(*(getattr(engine, method).remote() for engine in self.engines))
-        except RayActorError as error:
-            raise _lost(error) from None
-
-    async def failure(self) -> None:
-        """Wait until an engine is lost for good.
-
-        Raises:
-            EngineError: then.
-        """
-        assert self._failed is not None
-        await asyncio.shield(self._failed)
-
-    async def statistics(self) -> list[EngineStatistics | None]:
-        """What each engine does at this moment; None of one that cannot be asked now."""
-
-        async def ask(engine: Any) -> EngineStatistics | None:
-            try:
-                found: EngineStatistics = await asyncio.wait_for(engine.statistics.remote(), STATISTICS_SECONDS)
-            except (RayError, TimeoutError):
-                return None
-            return found
-
-        return list(await asyncio.gather(*(ask(engine) for engine in self.engines)))
-
-    async def stop(self) -> None:
-        """Stop replacing engines that die; the engines themselves go on."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-
-    async def _watch(self, engine: Any) -> None:
-        assert self._failed is not None
-        while True:
-            try:
-                await engine.until_death.remote()
-            except RayActorError as error:
-                log.warning("an engine's process died (%s); starting another", _first_line(error))
-            try:
-                await engine.start.remote(self._weights)
-                if self._asleep:
-                    await engine.sleep.remote()
-                self.replaced += 1
-            except RayActorError as error:
-                self._fail(_lost(error))
-                return
-            except EngineError as error:
-                self._fail(EngineError(f"engine: cannot be started again: {_first_line(error)}"))
-                return
-
-    def _fail(self, error: EngineError) -> None:
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
-
-
-def _lost(error: RayActorError) -> EngineError:
-    return EngineError(
-        f"engine: its process has died more than engine.max_failures times ({_first_line(error)}); look for lack of "
-        "memory, lower engine.kv_cache_gib or engine.max_num_seqs"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    cause = getattr(error, "cause", None)
-    return next(iter(str(cause or error).strip().splitlines()), type(error).__name__)
-
-
 class EngineClient:
-    """A `draco_ray.engine.sampler.Sampler` and `draco_ray.engine.canary.Scorer` that reaches a `PolicyEngineActor`.
+    """A `draco_ray.engine.sampler.Sampler` that reaches a `PolicyEngineActor`, or another while that one is away.
 
-    It carries the actor's name rather than its handle, so that a rollout worker holding it can be restarted by Ray.
+    It carries actors' names rather than their handles, so that a rollout worker holding it can be restarted by Ray.
     """
 
-    def __init__(self, index: int, run_name: str) -> None:
-        self._actor_name = _actor_name(index, run_name)
+    def __init__(self, index: int, run_name: str, engines: int = 1) -> None:
+        """The client of engine ``index`` of so many ``engines``."""
+        others = (each for each in range(engines) if each != index)
+        self._actor_names = [_actor_name(each, run_name) for each in (index, *others)]
         self.name = f"engine-{index}"
+        self._at: int | None = None
+        """Which of the names requests go to; 0 is its own, None where that has to be looked for."""
+        self._looked_at = 0.0
+        self._looking = asyncio.Lock()
 
     @cached_property
-    def _handle(self) -> Any:
-        return ray.get_actor(self._actor_name)
+    def _handles(self) -> list[Any]:
+        return [ray.get_actor(name) for name in self._actor_names]
 
     async def sample(
         self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
     ) -> Sample:
         """See `draco_ray.engine.vllm_engine.VllmEngine.sample`."""
-        asked = self._handle.sample.remote(token_ids, max_tokens, seed, temperature)
-        try:
-            sample: Sample = await asked
-        except asyncio.CancelledError:
-            # Cancelling only the wait would leave the engine generating for nobody.
-            ray.cancel(asked)
-            raise
+        sample: Sample = await self._ask("sample", token_ids, max_tokens, seed, temperature)
         return sample
 
     async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
         """See `draco_ray.engine.sampler.Sampler.read_calls`."""
         try:
-            use: ToolUse | None = await self._handle.read_calls.remote(text, tools, parser, thinking)
+            use: ToolUse | None = await self._ask("read_calls", text, tools, parser, thinking)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ConfigError):
                 raise error.cause from None
             raise
         return use
 
-    async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
-        """See `draco_ray.engine.canary.Scorer.logprobs`."""
-        logprobs: list[float] = await self._handle.logprobs.remote(token_ids, adapter)
-        return logprobs
+    async def _ask(self, method: str, *given: Any) -> Any:
+        while True:
+            asked = getattr(await self._serving(), method).remote(*given)
+            try:
+                return await asked
+            except asyncio.CancelledError:
+                # Cancelling only the wait would leave the engine generating for nobody.
+                ray.cancel(asked)
+                raise
+            except (RayActorError, EngineAway) as error:
+                log.warning("%s is away and is asked elsewhere: %s", self.name, first_line(error))
+                self._at = None
+
+    async def _serving(self) -> Any:
+        """The engine, or another that serves while it is away; waits while none does."""
+        async with self._looking:
+            while not self._known:
+                self._looked_at = time.monotonic()
+                found = await asyncio.gather(*(_serves(handle) for handle in self._handles))
+                there = [index for index, serves in enumerate(found) if serves]
+                # Spread over the others; which of them it is changes no token.
+                self._at = 0 if found[0] else random.choice(there) if there else None
+                if self._at is None:
+                    await asyncio.sleep(PAUSE_SECONDS)
+            assert self._at is not None
+            return self._handles[self._at]
+
+    @property
+    def _known(self) -> bool:
+        return self._at == 0 or (self._at is not None and time.monotonic() - self._looked_at < HOME_SECONDS)
+
+
+async def _serves(engine: Any) -> bool:
+    asked = engine.look.remote()
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            found: EngineProcess = await asked
+    except (RayError, TimeoutError):
+        # One without a node would keep the question until it has one.
+        ray.cancel(asked)
+        return False
+    return found.serves
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's cause, or of its own."""
+    cause = getattr(error, "cause", None)
+    return next(iter(str(cause or error).strip().splitlines()), type(error).__name__)
 
 
 def _actor_name(index: int, run_name: str) -> str:

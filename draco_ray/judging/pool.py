@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ClusterError
-from draco_ray.judging.elastic import ElasticWorkers, Place
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.silence import MOST_SENDS, Away, Gone, Sent, WatchedWorkers
 from draco_ray.judging.worker import phase_summary
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
+from draco_ray.workers import remote
+from draco_ray.workers.elastic import ElasticWorkers, Place
+from draco_ray.workers.silence import MOST_SENDS, Sent, WatchedWorkers
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class JudgePool:
             most=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        self._watched = WatchedWorkers(self._workers, up=_up, end=ray.kill, renew=_renew)
+        self._watched = WatchedWorkers(self._workers, up=remote.up, end=ray.kill, renew=remote.renew)
         self._union: Place[Any] | None = None
 
     @property
@@ -129,7 +129,7 @@ class JudgePool:
 
         def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
             judged, archived, summary = worker.ask.options(name=f"{phase.name} {label}").remote(phase, context, **given)
-            return Sent((judged, archived), _answer(summary), partial(ray.cancel, summary))
+            return Sent((judged, archived), remote.answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None
         found = await self._watched.call(send, rank=urgency(phase.name), preferred=preferred)
@@ -146,27 +146,3 @@ class JudgePool:
     async def drain(self, seconds: float) -> None:
         """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
         await self._watched.drain(seconds)
-
-
-def _renew(worker: Any) -> None:
-    ray.kill(worker, no_restart=False)
-
-
-async def _up(worker: Any) -> None:
-    """Return once a judge actor answers. Raises: `Away`, `Gone`."""
-    try:
-        await worker.up.remote()
-    except ActorUnavailableError as error:
-        raise Away(str(error)) from error
-    except RayActorError as error:
-        raise Gone from error
-    except RayError as error:
-        raise Away(str(error)) from error
-
-
-async def _answer(summary: ray.ObjectRef[PhaseSummary]) -> PhaseSummary:
-    """The answer to a call. Raises: `Away`, and what the call raises."""
-    try:
-        return await summary
-    except RayActorError as error:
-        raise Away(str(error)) from error

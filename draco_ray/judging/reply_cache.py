@@ -36,7 +36,7 @@ PICKLED_FILE = "cache.db"
 """Of earlier versions, whose values were pickled."""
 BUSY_SECONDS = 180.0
 """For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
-(`draco_ray.judging.silence`)."""
+(`draco_ray.workers.silence`)."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 

@@ -3,78 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
 
+from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Usage
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.summaries import RolloutSummary
+from draco_ray.workers import remote
+from draco_ray.workers.elastic import ElasticWorkers, Place
+from draco_ray.workers.silence import Sent, WatchedWorkers
 
 log = logging.getLogger(__name__)
-
-WorkerT = TypeVar("WorkerT")
-
-LOOK_SECONDS = 5.0
-"""Between two questions whether a worker that was out of reach is there again."""
-
-
-class SlotQueue(Generic[WorkerT]):
-    """Free slots of the workers, handed to whoever waits with the lowest priority number."""
-
-    def __init__(self, workers: Sequence[tuple[WorkerT, int]]) -> None:
-        """Take workers with their numbers of slots; free ones are spread over the workers."""
-        most = max((slots for _, slots in workers), default=0)
-        self._free = [worker for turn in range(most) for worker, slots in workers if turn < slots]
-        self._waiting: list[tuple[int, int, asyncio.Future[WorkerT]]] = []
-        self._arrivals = itertools.count()
-        self._kept: dict[int, list[WorkerT]] = {}
-        """Slots that are handed to nobody, by the identity of their worker."""
-
-    async def acquire(self, priority: int) -> WorkerT:
-        """Wait for a slot; equal priorities are served in order of arrival."""
-        if self._free:
-            return self._free.pop(0)
-        future: asyncio.Future[WorkerT] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), future))
-        return await future
-
-    def release(self, worker: WorkerT) -> None:
-        """Give a slot back."""
-        if (kept := self._kept.get(id(worker))) is not None:
-            kept.append(worker)
-            return
-        while self._waiting:
-            _, _, future = heapq.heappop(self._waiting)
-            if not future.done():
-                future.set_result(worker)
-                return
-        self._free.append(worker)
-
-    def keep_back(self, worker: WorkerT) -> bool:
-        """Hand a worker's slots to nobody until `give_out`; False where that is so already."""
-        if id(worker) in self._kept:
-            return False
-        self._kept[id(worker)] = [slot for slot in self._free if slot is worker]
-        self._free = [slot for slot in self._free if slot is not worker]
-        return True
-
-    def give_out(self, worker: WorkerT) -> None:
-        """Hand a worker's slots out again."""
-        for slot in self._kept.pop(id(worker)):
-            self.release(slot)
-
-    @property
-    def waiting(self) -> int:
-        """Rollouts that wait for a slot."""
-        return sum(not future.done() for _, _, future in self._waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +46,70 @@ class Played:
     """Why the last attempt was lost, if it was."""
 
 
+class RolloutWorkers:
+    """Rollout workers that come and go with the rollouts that wait; which of them takes one is in `WatchedWorkers`.
+
+    A worker that was out of reach gets no rollout until it answers, and those that it had are played elsewhere.
+    """
+
+    def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
+        """Prepare them; nothing is started yet.
+
+        Args:
+            start: asks Ray for the worker of that number and returns its handle at once.
+            config: bounds and times.
+        """
+        self.places: ElasticWorkers[Any] = ElasticWorkers(
+            start,
+            slots=config.slots_of_worker,
+            fewest=config.min_workers,
+            most=config.workers,
+            idle_seconds=config.idle_seconds,
+            most_calls=config.slots,
+        )
+        # Environments and agents of other authors may keep a worker's event loop for as long as they compute.
+        self.watched = WatchedWorkers(self.places, up=remote.up, end=self._end, renew=remote.renew, silent_seconds=None)
+        self._ending: list[ray.ObjectRef[Any]] = []
+
+    def open(self) -> None:
+        """Ask for the fewest workers; needs a running event loop, and returns at once."""
+        self.watched.open()
+
+    async def stop(self) -> None:
+        """Start and watch no worker any more, and end what those there are have started."""
+        self.watched.close()
+        for place in self.places.places:
+            if not place.up:
+                # It begins, and would answer late, or has no place.
+                ray.kill(place.worker)
+        up = [place.worker.stop.remote() for place in self.places.places if place.up]
+        await asyncio.gather(*self._ending, *up, return_exceptions=True)
+
+    def _end(self, worker: Any) -> None:
+        self._ending.append(worker.end.remote())
+
+
 class RolloutPool:
     """Rollout workers and the policies they sample from: the one path of training, evaluation and authoring.
 
     A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
-    retries are spent the group goes on without it. A worker that was out of reach gets no rollout until it answers, so
-    that no rollout spends its retries on a node that is gone.
+    retries are spent the group goes on without it.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[tuple[Any, int]],
-        policies: int,
-        retries: int,
-        seed: int,
-        look_seconds: float = LOOK_SECONDS,
-    ) -> None:
+    def __init__(self, workers: RolloutWorkers, policies: ElasticWorkers[int], retries: int, seed: int) -> None:
         """
         Args:
-            workers: what `draco_ray.rollout.worker.start_rollout_workers` gives.
-            policies: how many a worker samples from.
+            workers: opened.
+            policies: those that a worker samples from, by their numbers; a rollout gets one that is up, if any is.
             retries: fresh environments that a rollout may use after a server error.
             seed: of the run; every rollout's own is drawn from it.
-            look_seconds: see `LOOK_SECONDS`.
         """
-        self._slots: SlotQueue[Any] = SlotQueue(workers)
-        self._load = [0] * policies
+        self._workers = workers
+        self._policies = policies
         self._retries = retries
         self._seed = seed
         self._recorded: dict[tuple[str, int], Member] = {}
         self.lost = 0
-        self._look_seconds = look_seconds
-        self._asking: set[asyncio.Task[None]] = set()
 
     def take_over(self, group: str, member: Member) -> None:
         """Take a rollout of ``group`` that an earlier process of this run has finished; it is not played again."""
@@ -159,55 +137,36 @@ class RolloutPool:
     @property
     def waiting(self) -> int:
         """Rollouts that wait for a slot."""
-        return self._slots.waiting
+        return self._workers.places.waiting
 
     @property
     def in_flight(self) -> int:
         """Rollouts that hold a slot."""
-        return sum(self._load)
+        return self._workers.places.in_flight
 
     async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
-        worker = await self._slots.acquire(priority)
-        policy = self._load.index(min(self._load))
-        self._load[policy] += 1
-        try:
+        """Play it once, whatever becomes of it; None where its worker was lost."""
+        asked: list[ray.ObjectRef[Any]] = []
+        given: list[Place[int]] = []
+
+        def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], RolloutSummary]:
             method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
-            trajectory, summary, evaluation = method.remote(request, policy)
-            try:
-                finished = await summary
-            except asyncio.CancelledError:
-                ray.cancel(summary)
-                raise
-            return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=finished)
-        except RayActorError as error:
-            # Ray has repeated the rollout as often as it may: in seconds where a node is out of reach.
-            self._leave_alone(worker, error)
-            return None
-        finally:
-            self._load[policy] -= 1
-            self._slots.release(worker)
+            given.append(policy := self._policies.at_once())
+            trajectory, summary, evaluation = method.remote(request, policy.worker)
+            asked.append(summary)
+            return Sent((trajectory, evaluation), remote.answer(summary), partial(ray.cancel, summary))
 
-    def _leave_alone(self, worker: Any, error: RayActorError) -> None:
-        if self._slots.keep_back(worker):
-            log.warning("a rollout worker cannot be asked: %s", " ".join(str(error).split())[:300])
-            asking = asyncio.create_task(self._until_it_answers(worker))
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
-
-    async def _until_it_answers(self, worker: Any) -> None:
         try:
-            while not await _answers(worker):  # noqa: ASYNC110 (Ray tells nobody when an actor is there again)
-                await asyncio.sleep(self._look_seconds)
+            found = await self._workers.watched.call(send, rank=priority, sends=1)
+        except asyncio.CancelledError:
+            for call in asked:
+                ray.cancel(call)
+            raise
         finally:
-            self._slots.give_out(worker)
-
-
-async def _answers(worker: Any) -> bool:
-    """Whether a worker is there; also where it never will be again, which rollouts have to learn."""
-    try:
-        await worker.up.remote()
-    except ActorUnavailableError:
-        return False
-    except RayActorError:
-        log.exception("a rollout worker is lost for good")
-    return True
+            for policy in given:
+                self._policies.release(policy)
+        if found is None:
+            # Ray has repeated the rollout as often as it may: in seconds where a node is out of reach.
+            return None
+        (trajectory, evaluation), summary = found
+        return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=summary)

@@ -145,6 +145,12 @@ class RolloutWorkerActor:
         """End what the slots have started."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
 
+    @ray.method(max_task_retries=0)
+    async def end(self) -> None:
+        """End what the slots have started, and this process for good."""
+        await self.stop()
+        ray.actor.exit_actor()
+
 
 def _open_as_many_files_as_may_be() -> None:
     """Raise this process's limit: an episode's program takes some ten files, and 1,024 are usual."""
@@ -190,7 +196,7 @@ async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
     return Evaluated(evaluation=evaluation, saved=verdict.saved)
 
 
-def start_rollout_workers(
+def rollout_starter(
     policies: Policies,
     *,
     agent: AgentConfig,
@@ -200,12 +206,15 @@ def start_rollout_workers(
     run_name: str,
     kind: str = "RolloutWorker",
     kept: Path | None = None,
-) -> list[tuple[Any, int]]:
-    """Workers for the configured slots, each with its number of slots.
+) -> Callable[[int], Any]:
+    """What starts the rollout worker of a given number.
 
     Args:
         kind: begins their names, unique in a run.
         kept: a folder of the run directory, for files of episodes whose worlds keep any.
+
+    Raises:
+        ConfigError: the agent cannot play with these policies.
     """
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
         # Here, because a worker that cannot be made would only be tried again.
@@ -215,19 +224,18 @@ def start_rollout_workers(
     data = data.model_copy(update={"root": data.root.resolve()})
     agent = agent.model_copy(update={"folder": agent.folder.resolve()})
     template = agent_template(agent.prompt, make_environment(environment, data).agent_prompt)
-    workers = []
-    for index, first in enumerate(range(0, environment.slots, environment.slots_per_worker)):
-        slots = min(environment.slots_per_worker, environment.slots - first)
-        options = remote.options(
-            name=f"{kind}-{index}@{run_name}",
+    slots = environment.slots_of_worker
+
+    def start(number: int) -> Any:
+        return remote.options(
+            name=f"{kind}-{number}@{run_name}",
             num_cpus=environment.cpus_per_worker,
             max_concurrency=2 * slots + 2,
             max_restarts=-1,
             # The worker's death is not the rollout's fault: it is played again as it was, and then tried anew.
             max_task_retries=1,
-        )
-        worker = options.remote(
-            f"{kind}-{index}",
+        ).remote(
+            f"{kind}-{number}",
             policies,
             agent=agent,
             environment=environment,
@@ -237,8 +245,8 @@ def start_rollout_workers(
             template=template,
             kept=kept,
         )
-        workers.append((worker, slots))
-    return workers
+
+    return start
 
 
 def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSummary:

@@ -72,7 +72,7 @@ class BeforeAfter:
             )
         finally:
             self._progress.stop()
-            await asyncio.gather(*(worker.stop.remote() for worker, _ in workers))
+            await workers.stop()
         await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
         lost = sum(evaluation.lost for evaluation in evaluations)
         moment = "before" if step == 0 else f"after step {step}"

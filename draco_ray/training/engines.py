@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import ray
 
-from draco_ray.engine.actor import EngineFleet
 from draco_ray.engine.canary import CanaryReading, Scorer, run_canary
+from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError
 from draco_ray.learner.base import Learner
 from draco_ray.records import FloatArray
@@ -36,7 +36,6 @@ class WeightSync:
         self,
         learner: Learner,
         fleet: EngineFleet,
-        scorers: Sequence[Scorer],
         advantages: Any,
         *,
         tolerance: float,
@@ -47,7 +46,6 @@ class WeightSync:
         Args:
             learner: whose weights.
             fleet: the engines.
-            scorers: the same engines, one by one.
             advantages: the advantage actor, which knows how samples begin.
             tolerance: of the canary's mean gap, nats.
             moved: whether the weights differ from the base model's already.
@@ -55,7 +53,6 @@ class WeightSync:
         """
         self._learner = learner
         self._fleet = fleet
-        self._scorers = list(scorers)
         self._advantages = advantages
         self._tolerance = tolerance
         self._moved = moved
@@ -90,14 +87,13 @@ class WeightSync:
         if probe is None:
             return None
         moved = self._moved and quiet
-        readings = await asyncio.gather(
-            *(
-                self._canary(
-                    scorer, [probe.token_ids], [probe.logprobs], version=version, moved=moved, tolerance=self._tolerance
-                )
-                for scorer in self._scorers
+
+        async def proof(scorer: Scorer) -> CanaryReading:
+            return await self._canary(
+                scorer, [probe.token_ids], [probe.logprobs], version=version, moved=moved, tolerance=self._tolerance
             )
-        )
+
+        readings = await self._fleet.prove(proof)
         self.proven = self.proven or moved
         return max(reading.gap_mean for reading in readings)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.actor import EngineFleet
+from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.statistics import EngineStatistics, growth
 from draco_ray.judging.pool import JudgePool
 from draco_ray.observability.catalogue import (
@@ -156,12 +156,11 @@ class RunObserver:
         before: dict[str, EngineStatistics] = {}
         while True:
             self._metrics.set(ENGINES_REPLACED, fleet.replaced)
-            for index, now in enumerate(await fleet.statistics()):
-                if now is not None:
-                    engine = str(index)
-                    self._engine(engine, before.get(engine, EngineStatistics()), now)
-                    # Copied: what an engine in this process fills is one and the same.
-                    before[engine] = replace(now)
+            for index, now in (await fleet.statistics()).items():
+                engine = str(index)
+                self._engine(engine, before.get(engine, EngineStatistics()), now)
+                # Copied: what an engine in this process fills is one and the same.
+                before[engine] = replace(now)
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _engine(self, engine: str, before: EngineStatistics, now: EngineStatistics) -> None:

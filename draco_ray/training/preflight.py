@@ -191,7 +191,7 @@ def check_resources(
     engine, learner, environment = config.engine, config.learner, config.environment
     local = config.judge.local
     served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
-    gpus = engine.engines * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
+    gpus = engine.fewest * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
     if autoscaled:
         # `draco_ray.training.room` asks for what is missing, and waits for it.
         return
@@ -208,19 +208,19 @@ def check_resources(
         check_largest(engine.tensor_parallel, "engine.tensor_parallel", nodes)
     else:
         check_largest(engine.gpus_per_engine, "engine.gpus_per_engine", nodes)
-    workers = -(-environment.slots // environment.slots_per_worker)
+    workers = environment.min_workers
     # The evaluation's workers run beside those that train.
     sets = 2 if config.train.evaluate_before_after else 1
     cpus = (
         sets * workers * environment.cpus_per_worker
-        + engine.engines * engine.cpus_per_engine
+        + engine.fewest * engine.cpus_per_engine
         + learner.workers * learner.cpus_per_worker
         + served * local.cpus_per_replica
     )
     if cpus > cluster.get("CPU", 0):
         judging = f", {served} judge servers" if served else ""
         raise ConfigError(
-            f"{sets * workers} rollout workers{judging}, {engine.engines} engines and {learner.workers} learner "
+            f"{sets * workers} rollout workers{judging}, {engine.fewest} engines and {learner.workers} learner "
             f"workers need {cpus:g} CPUs, the Ray cluster has {cluster.get('CPU', 0):g}: lower environment.slots or "
             "environment.cpus_per_worker, or add a node"
         )

@@ -32,13 +32,13 @@ ASK_SECONDS = 5
 
 
 def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:
-    """What a run's processes ask for, by what they are called; those that need none are left out."""
+    """What the processes that a run begins with ask for, by what they are called; those that need none are left out."""
     engine, learner, environment, local = config.engine, config.learner, config.environment, config.judge.local
     sets = 2 if config.train.evaluate_before_after else 1
-    rollouts = sets * -(-environment.slots // environment.slots_per_worker)
+    rollouts = sets * environment.min_workers
     served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
     asked: dict[str, list[Bundle]] = {
-        "engines": [(engine.gpus_per_engine, engine.cpus_per_engine)] * engine.engines,
+        "engines": [(engine.gpus_per_engine, engine.cpus_per_engine)] * engine.fewest,
         "learner workers": [(learner.gpus_per_worker, learner.cpus_per_worker)] * learner.workers,
         "judge servers": [(local.gpus_per_replica, local.cpus_per_replica)] * served,
         "rollout workers": [(0.0, environment.cpus_per_worker)] * rollouts,

@@ -15,7 +15,8 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
-from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
+from draco_ray.engine.actor import EngineClient, start_policy_engines
+from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
@@ -35,9 +36,9 @@ from draco_ray.records import Criterion, Judged, Message
 from draco_ray.registry import find
 from draco_ray.rollout.agent import find_agent
 from draco_ray.rollout.agent_prompt import agent_template
-from draco_ray.rollout.pool import RolloutPool
+from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
-from draco_ray.rollout.worker import EPISODES, start_rollout_workers
+from draco_ray.rollout.worker import EPISODES, rollout_starter
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
@@ -292,9 +293,11 @@ class Actors:
                 seed=config.seed,
                 run_name=name,
                 staleness=config.train.staleness,
-            )
+            ),
+            config.engine,
         )
-        self.clients = [EngineClient(index, name) for index in range(len(self.fleet.engines))]
+        number = len(self.fleet.engines)
+        self.clients = [EngineClient(index, name, number) for index in range(number)]
         judged = config.algorithm.reward == "rubric"
         self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
         self._servers = start_judge_servers(judge, run.path, name) if judged else None
@@ -339,13 +342,13 @@ class Actors:
             return None
         return pause
 
-    def evaluation_workers(self) -> list[tuple[Any, int]]:
+    def evaluation_workers(self) -> RolloutWorkers:
         """New workers for ``environment.slots`` that see the ground truth, beside those of training."""
         return self._rollout_workers(ground_truth=True, kind="EvaluationWorker")
 
-    def _rollout_workers(self, *, ground_truth: bool, kind: str = "RolloutWorker") -> list[tuple[Any, int]]:
+    def _rollout_workers(self, *, ground_truth: bool, kind: str = "RolloutWorker") -> RolloutWorkers:
         config = self._config
-        return start_rollout_workers(
+        start = rollout_starter(
             EnginePolicies(samplers=self.clients, tokenizer=self._tokenizer),
             agent=config.agent,
             environment=config.environment,
@@ -355,26 +358,23 @@ class Actors:
             kind=kind,
             kept=self._kept,
         )
+        workers = RolloutWorkers(start, config.environment)
+        workers.open()
+        return workers
 
-    def pool(self, workers: list[tuple[Any, int]]) -> RolloutPool:
+    def pool(self, workers: RolloutWorkers) -> RolloutPool:
         """A pool over ``workers``, on every engine."""
-        retries = self._config.environment.rollout_retries
-        return RolloutPool(workers, len(self.fleet.engines), retries, self._config.seed)
+        return RolloutPool(workers, self.fleet.up, self._config.environment.rollout_retries, self._config.seed)
 
     async def stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""
         self.judges.close()
-        await self.fleet.stop()
-        actors = [*self.fleet.engines, *(worker for worker, _ in self.workers)]
-        if not self._ready:
-            # They are still busy loading and would answer late; their processes end with them.
-            for actor in actors:
-                ray.kill(actor)
-            return
-        stops = [actor.stop.remote() for actor in actors]
-        stops += [] if self._servers is None else [self._servers[0].stop.remote()]
+        stops: list[Awaitable[Any]] = [self.fleet.stop(), self.workers.stop()]
+        if self._ready:
+            stops += [self.store.settle.remote()]
+            stops += [] if self._servers is None else [self._servers[0].stop.remote()]
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(asyncio.gather(*stops, self.store.settle.remote()), timeout=20)
+            await asyncio.wait_for(asyncio.gather(*stops), timeout=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +441,6 @@ async def training_session(
         weights = WeightSync(
             learner,
             actors.fleet,
-            actors.clients,
             advantages,
             tolerance=config.engine.canary_tolerance,
             moved=start.moved,

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.actor import EngineFleet
+from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import RunStopped
 from draco_ray.learner.base import Learner
 from draco_ray.pipeline import GroupState

@@ -51,7 +51,8 @@ def test_each_gpu_has_one_rank_of_an_engine_and_one_learner_worker(monkeypatch: 
 
             engine: Any = SimpleNamespace(start=start, dead=False)
             self._engine = engine
-            await self.start(None)
+            begin: Any = self.start
+            await begin()
             return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
         @ray.method(max_task_retries=0)

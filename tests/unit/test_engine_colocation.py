@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +136,6 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
     observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None, rollouts=lambda step, run: None)
     pipeline: Any = SimpleNamespace(run=run)
     pool: Any = None
-    scorer: Any = "engine"
     advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))
     recorded = RecordedRollouts(store, pool, frozenset(), group_size=6, staleness=0, console=console)
     trainer = Trainer(
@@ -144,7 +143,7 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
         batches=Batches({"t_1": ()}, TaskOrder(["t_1"], 1, seed=0), pipeline, recorded),
         learner=learner,
         fleet=fleet,
-        weights=WeightSync(learner, fleet, [scorer], advantages, tolerance=1.0, moved=True, canary=canary),
+        weights=WeightSync(learner, fleet, advantages, tolerance=1.0, moved=True, canary=canary),
         store=store,
         observer=observer,
         watch=StepWatch(StepProgress(console), observer),
@@ -170,6 +169,9 @@ class Fleet:
 
     async def load(self, update: object) -> None:
         self._events.append("load")
+
+    async def prove(self, proof: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        return [await proof("engine")]
 
 
 @pytest.mark.parametrize("colocate", [True, False])

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, ModelConfig
+from draco_ray.engine.canary import CanaryReading
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import CanaryFailed, ConfigError, EngineError
 from draco_ray.learner.base import LEARNERS, find_learner
@@ -60,6 +61,10 @@ class Engine:
         if not self.deaf:
             tensors = {name: torch.from_numpy(np.array(array)) for name, array in adapter.tensors.items()}
             self._model.policy.load_adapter(tensors, "the learner")
+
+    async def prove(self, proof: Callable[[Engine], Awaitable[CanaryReading]]) -> list[CanaryReading]:
+        """A fleet of one."""
+        return [await proof(self)]
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
         """Of all tokens but the first."""
@@ -155,7 +160,7 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
         batches=Batches(dict.fromkeys(TASKS, ()), TaskOrder(TASKS, 2, seed=0), pipeline, recorded),
         learner=learner,
         fleet=fleet,
-        weights=WeightSync(learner, fleet, [engine], advantages, tolerance=config.engine.canary_tolerance, moved=False),
+        weights=WeightSync(learner, fleet, advantages, tolerance=config.engine.canary_tolerance, moved=False),
         store=handle,
         observer=observer,
         watch=StepWatch(StepProgress(console), observer),

@@ -1,53 +1,21 @@
-"""Slots go to the rollouts that come first in the step."""
+"""Rollouts and the workers that play them: who gets a slot, on which policy, and what is tried again."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.pool import RolloutPool, SlotQueue
+from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.summaries import RolloutSummary
-
-
-async def test_free_slots_are_handed_out_at_once_and_alternate_over_workers() -> None:
-    queue = SlotQueue([("a", 2), ("b", 2)])
-    assert [await queue.acquire(0) for _ in range(4)] == ["a", "b", "a", "b"]
-
-
-async def test_the_lowest_priority_number_is_served_first_then_the_earliest() -> None:
-    queue = SlotQueue([("a", 1)])
-    await queue.acquire(0)
-    served: list[str] = []
-
-    async def wait(priority: int, name: str) -> None:
-        worker = await queue.acquire(priority)
-        served.append(name)
-        queue.release(worker)
-
-    tasks = []
-    for priority, name in [(9, "late"), (1, "first"), (1, "second"), (0, "urgent")]:
-        tasks.append(asyncio.create_task(wait(priority, name)))
-        await asyncio.sleep(0)
-    assert queue.waiting == 4
-    queue.release("a")
-    await asyncio.gather(*tasks)
-    assert served == ["urgent", "first", "second", "late"]
-
-
-async def test_a_slot_is_not_lost_to_a_waiter_that_gave_up() -> None:
-    queue = SlotQueue([("a", 1)])
-    await queue.acquire(0)
-    gone = asyncio.create_task(queue.acquire(0))
-    patient = asyncio.create_task(queue.acquire(1))
-    await asyncio.sleep(0)
-    gone.cancel()
-    await asyncio.sleep(0)
-    queue.release("a")
-    assert await patient == "a"
+from draco_ray.workers.elastic import standing
 
 
 class Up:
@@ -62,6 +30,16 @@ class Up:
             raise self.worker.answers
 
 
+class End:
+    """The same."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def remote(self) -> None:
+        self.worker.ended = True
+
+
 class Worker:
     """In the place of a rollout worker's handle: notes the engine of each rollout, which ends when it is told."""
 
@@ -70,6 +48,7 @@ class Worker:
         self.ends: dict[int, asyncio.Future[RolloutSummary]] = {}
         self.asked = asyncio.Semaphore(0)
         self.looks = 0
+        self.ended = False
         self.answers: RayError | None = None
         """What it answers when it is asked whether it is there."""
 
@@ -81,6 +60,10 @@ class Worker:
     def rollout(self) -> Worker:
         return self
 
+    @property
+    def end(self) -> End:
+        return End(self)
+
     def options(self, **_: Any) -> Worker:
         return self
 
@@ -90,7 +73,7 @@ class Worker:
         self.asked.release()
         return None, self.ends[request.rollout], None
 
-    def end(self, rollout: int, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> None:
+    def finish(self, rollout: int, ended: EpisodeEnd = EpisodeEnd.FINISHED) -> None:
         self.ends[rollout].set_result(
             RolloutSummary(
                 task_id="t",
@@ -111,38 +94,115 @@ class Worker:
         )
 
 
+class Crew:
+    """Workers that there are, in the order in which they are asked for, and pools over them."""
+
+    def __init__(self, made: Sequence[Worker], slots: int, each: int, **config: Any) -> None:
+        self.made = list(made)
+        settings = EnvironmentConfig(slots=slots, slots_per_worker=each, **config)
+        self.workers = RolloutWorkers(lambda number: self.made[number], settings)
+        self.workers.watched.look_seconds = 0.0
+        self.workers.open()
+        self.playing: list[asyncio.Task[Any]] = []
+
+    def pool(self, policies: int = 1, retries: int = 0) -> RolloutPool:
+        return RolloutPool(self.workers, standing(policies, 100), retries, seed=0)
+
+
+def play(pool: RolloutPool, rollout: int) -> asyncio.Task[Any]:
+    return asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=rollout))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls that were taken back."""
+    calls: list[Any] = []
+    monkeypatch.setattr(ray, "cancel", calls.append)
+    return calls
+
+
 async def test_an_episode_goes_to_the_engine_with_the_fewest_and_stays_there() -> None:
     """One engine for all turns: the worker is told it once. What ends makes room where it was."""
     worker = Worker()
-    pool = RolloutPool([(worker, 6)], policies=2, retries=0, seed=0)
-    playing = [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=0)) for rollout in range(4)]
-    await asyncio.sleep(0)
+    pool = Crew([worker], slots=6, each=6).pool(policies=2)
+    playing = [play(pool, rollout) for rollout in range(4)]
+    await until(lambda: len(worker.engine) == 4)
     assert [worker.engine[rollout] for rollout in range(4)] == [0, 1, 0, 1]
     for rollout in (1, 3):
-        worker.end(rollout)
+        worker.finish(rollout)
         await playing[rollout]
-    playing += [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=0)) for rollout in (4, 5)]
-    await asyncio.sleep(0)
+    playing += [play(pool, rollout) for rollout in (4, 5)]
+    await until(lambda: len(worker.engine) == 6)
     assert [worker.engine[rollout] for rollout in (4, 5)] == [1, 1]
     assert pool.in_flight == 4
     for rollout in (0, 2, 4, 5):
-        worker.end(rollout)
+        worker.finish(rollout)
     await asyncio.gather(*playing)
     assert pool.in_flight == 0
 
 
+async def test_no_more_rollouts_run_than_there_are_slots_and_the_first_of_the_step_come_first() -> None:
+    """Three slots on workers of two."""
+    made = [Worker(), Worker()]
+    pool = Crew(made, slots=3, each=2).pool()
+    playing = [play(pool, rollout) for rollout in (9, 2, 1, 4, 3)]
+    await until(lambda: sum(len(worker.ends) for worker in made) == 3)
+    assert pool.waiting == 2
+    assert {rollout for worker in made for rollout in worker.ends} == {1, 2, 3}
+    for rollout in (1, 2, 3, 4, 9):
+        await until(lambda: any(rollout in worker.ends for worker in made))  # noqa: B023
+        next(worker for worker in made if rollout in worker.ends).finish(rollout)
+    await asyncio.gather(*playing)
+    assert (pool.waiting, pool.in_flight) == (0, 0)
+
+
+async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idle() -> None:
+    made = [Worker() for _ in range(4)]
+    crew = Crew(made, slots=6, each=2, min_slots=2, idle_seconds=1e-6)
+    pool = crew.pool()
+    assert len(crew.workers.places.places) == 1
+    playing = [play(pool, rollout) for rollout in range(7)]
+    await until(lambda: len(made[0].ends) == 2)
+    assert pool.waiting == 5
+    crew.workers.watched._adjust()
+    # Two more: with six slots there are all that there may be.
+    await until(lambda: [len(worker.ends) for worker in made] == [2, 2, 2, 0])
+    assert (pool.in_flight, pool.waiting) == (6, 1)
+    for worker in made[1:3]:
+        for rollout in list(worker.ends):
+            worker.finish(rollout)
+    await until(lambda: pool.in_flight == 3 and len(made[1].ends) == 3)
+    crew.workers.watched._adjust()
+    # The one that waited has the place of one that ended; its worker is needed, the other is not.
+    assert [worker.ended for worker in made] == [False, False, True, False]
+    assert crew.workers.places.up == 2
+    for worker in made[:2]:
+        for rollout, end in worker.ends.items():
+            if not end.done():
+                worker.finish(rollout)
+    await asyncio.gather(*playing)
+    crew.workers.watched._adjust()
+    assert [worker.ended for worker in made] == [False, True, True, False]
+
+
 async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_played_again() -> None:
     worker = Worker()
-    pool = RolloutPool([(worker, 1)], policies=1, retries=2, seed=0)
+    pool = Crew([worker], slots=1, each=1).pool(retries=2)
     for ends, expected in (
         ([EpisodeEnd.CRASHED], EpisodeEnd.CRASHED),
         ([EpisodeEnd.SERVER_ERROR, EpisodeEnd.CRASHED], EpisodeEnd.CRASHED),
         ([EpisodeEnd.SERVER_ERROR] * 3, None),
     ):
-        playing = asyncio.create_task(pool.run("t", "g", 0, step=0, priority=0))
+        playing = play(pool, 0)
         for ended in ends:
             await worker.asked.acquire()
-            worker.end(0, ended)
+            worker.finish(0, ended)
         member = (await playing).member
         assert (member.summary.ended if member is not None else None) is expected
     assert pool.lost == 1
@@ -150,45 +210,49 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
 
 async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers() -> None:
     away, there = Worker(), Worker()
-    pool = RolloutPool([(away, 2), (there, 1)], policies=1, retries=1, seed=0, look_seconds=0.0)
+    crew = Crew([away, there], slots=4, each=2)
+    pool = crew.pool(retries=1)
+    playing = [play(pool, rollout) for rollout in range(6)]
+    await until(lambda: len(away.ends) + len(there.ends) == 4)
     away.answers = ActorUnavailableError("its node does not answer", b"0" * 16)
-    playing = [asyncio.create_task(pool.run("t", "g", rollout, step=0, priority=rollout)) for rollout in range(4)]
-    await away.asked.acquire()
-    await there.asked.acquire()
-    # Its first call fails; its second slot is taken, too, and fails a moment later.
-    for rollout in list(away.ends):
-        away.ends[rollout].set_exception(away.answers)
-    while away.looks < 5:  # noqa: ASYNC110 (the loop's own turns are what is waited for)
-        await asyncio.sleep(0)
-    # Both, and those that waited, are played at the other, one after the other.
-    for _ in range(3):
-        (current,) = (rollout for rollout, end in there.ends.items() if not end.done())
-        there.end(current)
-        await there.asked.acquire()
-    assert len(away.ends) == 2
+    # A call fails, and the other is given up with it: both are played where there is room.
+    lost = list(away.ends)
+    away.ends[lost[0]].set_exception(away.answers)
+    for _ in range(6):
+        await until(lambda: any(not end.done() for end in there.ends.values()))
+        there.finish(next(rollout for rollout, end in there.ends.items() if not end.done()))
+    finished = await asyncio.gather(*playing)
+    assert [played.member is not None for played in finished] == [True] * 6
+    assert [played.attempts for played in finished] == [2 if rollout in lost else 1 for rollout in range(6)]
+    assert (list(away.ends), set(there.ends), pool.lost) == (lost, set(range(6)), 0)
     away.answers = None
-    await asyncio.gather(*pool._asking)
-    (current,) = (rollout for rollout, end in there.ends.items() if not end.done())
-    there.end(current)
-    assert [played.member is not None for played in await asyncio.gather(*playing)] == [True] * 4
-    assert pool.lost == 0
-    # Both slots are handed out again.
-    again = [asyncio.create_task(pool.run("t", "h", rollout, step=0, priority=0)) for rollout in (7, 8, 9)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert len(away.ends) == 4
-    for rollout in (7, 8, 9):
-        (away if rollout in away.ends else there).end(rollout)
+    await until(lambda: crew.workers.places.up == 2)
+    again = [play(pool, rollout) for rollout in (7, 8, 9, 10)]
+    await until(lambda: len(away.ends) == 4)
+    for rollout in (7, 8, 9, 10):
+        (away if rollout in away.ends else there).finish(rollout)
     await asyncio.gather(*again)
 
 
-async def test_a_worker_that_is_lost_for_good_costs_its_rollouts_and_nobody_waits_for_it() -> None:
+async def test_a_rollout_that_nobody_waits_for_is_taken_back_and_keeps_its_slot_until_it_ends(
+    cancelled: list[Any],
+) -> None:
     worker = Worker()
-    pool = RolloutPool([(worker, 1)], policies=1, retries=1, seed=0, look_seconds=0.0)
+    pool = Crew([worker], slots=1, each=1).pool()
+    playing, waiting = play(pool, 0), play(pool, 1)
+    await until(lambda: 0 in worker.ends)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    assert (cancelled, pool.in_flight, pool.waiting) == ([worker.ends[0]], 1, 1)
+    worker.ends[0].cancel()
+    await until(lambda: 1 in worker.ends)
+    worker.finish(1)
+    await waiting
+
+
+async def test_a_worker_that_cannot_be_made_ends_what_waits_with_its_error() -> None:
+    worker = Worker()
     worker.answers = ActorDiedError()
-    playing = asyncio.create_task(pool.run("t", "g", 0, step=0, priority=0))
-    for _ in range(2):
-        await worker.asked.acquire()
-        worker.ends[0].set_exception(ActorDiedError())
-    played = await playing
-    assert (played.member, played.attempts, pool.lost) == (None, 2, 1)
+    pool = Crew([worker], slots=1, each=1).pool(retries=1)
+    with pytest.raises(ActorDiedError):
+        await play(pool, 0)

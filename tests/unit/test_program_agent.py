@@ -25,7 +25,7 @@ from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, find_agent
 from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
-from draco_ray.rollout.worker import start_rollout_workers
+from draco_ray.rollout.worker import rollout_starter
 from tests.support.endpoint_episode import CHAT, END, TASK, TOOL, ScriptedSampler, call, check_books
 
 CURL = """\
@@ -421,7 +421,7 @@ def test_a_policy_without_tokens_is_refused() -> None:
 )
 def test_what_cannot_be_played_is_said_before_workers_are_made(command: str, policies: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        start_rollout_workers(
+        rollout_starter(
             policies,
             agent=AgentConfig(use="command", command=command),
             environment=EnvironmentConfig(),

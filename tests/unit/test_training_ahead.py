@@ -20,7 +20,6 @@ from draco_ray.config.load import load_config
 from draco_ray.engine.canary import CanaryReading
 from draco_ray.errors import LearnerError, RunStopped
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
-from draco_ray.rollout.pool import SlotQueue
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.engines import WeightSync
@@ -29,6 +28,7 @@ from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import Trainer
+from draco_ray.workers.elastic import standing
 from tests.unit.test_training_metrics import an_update
 
 STEPS, PROMPTS = 5, 3
@@ -79,7 +79,7 @@ class Run:
         self.looked_for: dict[int, list[int]] = {}
         """Step -> versions of which recorded rollouts were looked for."""
         self.taken_over: list[tuple[str, str]] = []
-        self._slots: SlotQueue[str] = SlotQueue([("slot", slots)])
+        self._slots = standing(1, slots)
         self._grad_norm = grad_norm
         console = Console(quiet=True)
         learner: Any = SimpleNamespace(
@@ -101,8 +101,7 @@ class Run:
         observer: Any = SimpleNamespace(
             group=lambda group: None, step=lambda line: None, rollouts=lambda step, run: None
         )
-        fleet: Any = SimpleNamespace(load=self._load)
-        engine: Any = "engine"
+        fleet: Any = SimpleNamespace(load=self._load, prove=self._prove)
         recorded = RecordedRollouts(
             store,
             pool,
@@ -119,7 +118,6 @@ class Run:
             weights=WeightSync(
                 learner,
                 fleet,
-                [engine],
                 SimpleNamespace(probe=remote(self._probe)),
                 tolerance=config.engine.canary_tolerance,
                 moved=start.moved,
@@ -156,6 +154,9 @@ class Run:
 
     async def _load(self, update: int) -> None:
         self.live = update
+
+    async def _prove(self, proof: Callable[[Any], Awaitable[CanaryReading]]) -> list[CanaryReading]:
+        return [await proof("engine")]
 
     async def _update(self) -> Any:
         await self._ticks(JUDGE_TICKS)

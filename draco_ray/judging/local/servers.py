@@ -16,9 +16,9 @@ from typing import Protocol
 
 from draco_ray.config.schema import LocalJudgeConfig
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.elastic import ElasticWorkers, Place
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local.server import Look
+from draco_ray.workers.elastic import ElasticWorkers, Place
 
 log = logging.getLogger(__name__)
 

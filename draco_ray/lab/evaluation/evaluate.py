@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draco_ray.config.schema import AgentConfig, DracoConfig, Price
-from draco_ray.engine.actor import EngineClient, EngineFleet, start_policy_engines
+from draco_ray.engine.actor import EngineClient, start_policy_engines
+from draco_ray.engine.canary import Scorer
+from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
@@ -34,12 +36,13 @@ from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutR
 from draco_ray.lab.evaluation.setting import SplitResult, aggregate
 from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.records import Trajectory, Usage, lost_evaluation
-from draco_ray.rollout.pool import RolloutPool
+from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
-from draco_ray.rollout.worker import EPISODES, Evaluated, start_rollout_workers
+from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.session import checked_model, plain_error
+from draco_ray.workers.elastic import standing
 
 APPWORLD = "appworld"
 """The benchmark whose tools read what rollouts leave."""
@@ -215,8 +218,7 @@ class _Evaluator:
         # Part of actors' names and of the adapters' folder: another evaluation may run beside this one.
         self._name = f"evaluation-{os.getpid()}-{int(time.time())}"
         self._fleet: EngineFleet | None = None
-        self._clients: list[EngineClient] = []
-        self._workers: list[tuple[Any, int]] = []
+        self._workers: RolloutWorkers | None = None
         self._limiter: object | None = None
         self._price: Price | None = None
         self._environment = environment
@@ -252,12 +254,14 @@ class _Evaluator:
                     lora_rank=max(ranks, default=config.learner.lora_rank),
                     seed=config.seed,
                     run_name=self._name,
-                )
+                ),
+                config.engine,
             )
-            self._clients = [EngineClient(index, self._name) for index in range(config.engine.engines)]
+            number = config.engine.engines
+            clients = [EngineClient(index, self._name, number) for index in range(number)]
             self._price = find_price(config.model.path, config.judge.prices)
-            policies = EnginePolicies(samplers=self._clients, tokenizer=load_tokenizer(config.model.path))
-        self._workers = start_rollout_workers(
+            policies = EnginePolicies(samplers=clients, tokenizer=load_tokenizer(config.model.path))
+        start = rollout_starter(
             policies,
             agent=config.agent,
             environment=config.environment,
@@ -267,6 +271,8 @@ class _Evaluator:
             kind="EvaluationWorker",
             kept=self._directory.path.resolve() / EPISODES,
         )
+        self._workers = RolloutWorkers(start, config.environment)
+        self._workers.open()
         if self._fleet is not None:
             await self._fleet.start()
 
@@ -316,7 +322,9 @@ class _Evaluator:
             await self._load(checkpoint)
         plan = self._directory.plan
         retries = self._config.environment.rollout_retries
-        pool = RolloutPool(self._workers, max(len(self._clients), 1), retries, self._config.seed)
+        assert self._workers is not None
+        policies = standing(1, self._config.environment.slots) if self._fleet is None else self._fleet.up
+        pool = RolloutPool(self._workers, policies, retries, self._config.seed)
         total = len(plan.tasks) * plan.runs
         with _progress(self._console) as progress:
             bar = progress.add_task(
@@ -375,21 +383,22 @@ class _Evaluator:
         if not trained:
             return
         probe = _probe(self._config, self._environment, next(iter(self._directory.plan.tasks)))
-        for client in self._clients:
-            on = await client.logprobs(probe, adapter=True)
-            off = await client.logprobs(probe, adapter=False)
+
+        async def live(scorer: Scorer) -> None:
+            on = await scorer.logprobs(probe, adapter=True)
+            off = await scorer.logprobs(probe, adapter=False)
             if on == off:
                 raise CanaryFailed(
-                    f"{client.name}: the adapter of {checkpoint.name} is not live: log-probs with and without it are "
+                    f"{scorer.name}: the adapter of {checkpoint.name} is not live: log-probs with and without it are "
                     "the same; is it an adapter of this model?"
                 )
 
+        await self._fleet.prove(live)
+
     async def _stop(self) -> None:
-        if self._fleet is not None:
-            await self._fleet.stop()
-        actors = [*(self._fleet.engines if self._fleet else []), *(worker for worker, _ in self._workers)]
+        stops = [part.stop() for part in (self._fleet, self._workers) if part is not None]
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(asyncio.gather(*(actor.stop.remote() for actor in actors)), timeout=20)
+            await asyncio.wait_for(asyncio.gather(*stops), timeout=20)
 
 
 def turn_tokens(model: str, agent: AgentConfig) -> int:
@@ -411,8 +420,7 @@ def _ray(config: DracoConfig, policy: EvaluatedPolicy, console: Console) -> Iter
     resources = connect(config.model_copy(update=needed), judges=False, console=console)
     try:
         environment = config.environment
-        workers = -(-environment.slots // environment.slots_per_worker)
-        wanted = workers * environment.cpus_per_worker + engine.engines * engine.cpus_per_engine
+        wanted = environment.min_workers * environment.cpus_per_worker + engine.fewest * engine.cpus_per_engine
         if wanted > resources.get("CPU", 0):
             raise ConfigError(
                 f"environment.slots={environment.slots} and the engines need {wanted:g} CPUs, the Ray cluster has "

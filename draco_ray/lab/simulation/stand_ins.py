@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from draco_ray.judging.elastic import ElasticWorkers
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.limiter import BURST_REQUESTS, BURST_SECONDS, BURST_SHARE, PACE, WINDOW_SECONDS, SlidingWindow
 from draco_ray.judging.phases import urgency
@@ -22,8 +21,8 @@ from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union
 from draco_ray.lab.simulation.critical import LEARNER, UPDATE, Entry
 from draco_ray.lab.simulation.work import WAITS, CallWork, GroupWork, PhaseWork, RolloutWork, Setting, Speeds
-from draco_ray.rollout.pool import SlotQueue
 from draco_ray.summaries import RewardSummary
+from draco_ray.workers.elastic import standing
 
 ROUNDING = 1e-9
 
@@ -109,7 +108,7 @@ class Rollouts:
 
     def __init__(self, book: Book, speeds: Speeds, setting: Setting) -> None:
         self._book = book
-        self._slots: SlotQueue[int] = SlotQueue([(0, setting.slots)])
+        self._slots = standing(1, setting.slots)
         self._engines = [SharedEngine(speeds.engine.slowdown, setting.sequences) for _ in range(setting.engines)]
         self._load = [0] * setting.engines
         self._handover = speeds.handover.get("rollout", 0.0)
@@ -161,16 +160,7 @@ class Judges:
     def __init__(self, book: Book, speeds: Speeds, setting: Setting) -> None:
         self._book = book
         self._handover = speeds.handover
-        self._workers: ElasticWorkers[int] = ElasticWorkers(
-            lambda number: number,
-            slots=setting.calls_per_worker,
-            fewest=setting.judge_workers,
-            most=setting.judge_workers,
-            idle_seconds=0.0,
-            clock=now,
-        )
-        for place in self._workers.adjust()[0]:
-            self._workers.came_up(place)
+        self._workers = standing(setting.judge_workers, setting.calls_per_worker)
         self._line = Line(setting)
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Any:

@@ -1,6 +1,6 @@
 """A training step as discrete events.
 
-What decides in a run decides here: `Pipeline` (what waits for what), `SlotQueue`, `ElasticWorkers`, the limiter's
+What decides in a run decides here: `Pipeline` (what waits for what), `ElasticWorkers`, the limiter's
 windows, `streamed_update`. Only what takes time is replaced (`draco_ray.lab.simulation.stand_ins`), by waits on a clock
 that jumps (`draco_ray.lab.simulation.virtual_time`).
 """

@@ -47,6 +47,7 @@ class ElasticWorkers(Generic[WorkerT]):
         fewest: int,
         most: int,
         idle_seconds: float,
+        most_calls: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the pool; nothing is started before the first `adjust`.
@@ -57,6 +58,7 @@ class ElasticWorkers(Generic[WorkerT]):
             fewest: workers there are at any time.
             most: workers there are at most; never fewer than ``fewest``.
             idle_seconds: after which a worker that is not needed goes.
+            most_calls: of all workers together at a time, where that is less than they have slots.
             clock: seconds, for tests.
         """
         self._start = start
@@ -64,6 +66,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._fewest = fewest
         self._most = max(fewest, most)
         self._idle_seconds = idle_seconds
+        self._most_calls = most_calls
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, str, asyncio.Future[Place[WorkerT]]]] = []
@@ -139,6 +142,11 @@ class ElasticWorkers(Generic[WorkerT]):
                 self.release(future.result())
             raise
 
+    def at_once(self) -> Place[WorkerT]:
+        """A slot of the worker with the fewest calls, of one that is up where any is; waits for none."""
+        place = self._free("") or min(self.places, key=lambda place: (place.calls, place.number))
+        return self._given(place, "")
+
     def release(self, place: Place[WorkerT]) -> None:
         """Give a slot back."""
         place.calls -= 1
@@ -195,6 +203,8 @@ class ElasticWorkers(Generic[WorkerT]):
         return place
 
     def _free(self, group: str) -> Place[WorkerT] | None:
+        if self._most_calls is not None and self.in_flight >= self._most_calls:
+            return None
         last = self._last.get(group)
         if last is not None and last in self.places and last.up and last.calls < self._slots:
             return last
@@ -215,3 +225,13 @@ class ElasticWorkers(Generic[WorkerT]):
         if self.up:
             for place in self._silent:
                 place.given_up.set()
+
+
+def standing(workers: int, slots: int) -> ElasticWorkers[int]:
+    """So many workers that are up for good, each of them its number."""
+    pool: ElasticWorkers[int] = ElasticWorkers(
+        lambda number: number, slots=slots, fewest=workers, most=workers, idle_seconds=0.0
+    )
+    for place in pool.adjust()[0]:
+        pool.came_up(place)
+    return pool

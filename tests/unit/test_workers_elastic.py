@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from draco_ray.judging.elastic import ElasticWorkers, Place
+from draco_ray.workers.elastic import ElasticWorkers, Place, standing
 
 IDLE = 60.0
 
@@ -221,3 +221,19 @@ async def test_later_phases_of_a_group_go_before_new_groups() -> None:
     pool.workers.release(pool.calls[0].result())
     await asyncio.gather(*waiting)
     assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
+
+
+async def test_workers_that_stand_share_calls_evenly_and_one_can_be_had_at_once_whatever_is_up() -> None:
+    workers = standing(2, slots=1)
+    assert [workers.at_once().worker for _ in range(2)] == [0, 1]
+    # No slot is free: what cannot wait has the one with the fewest calls all the same.
+    assert workers.at_once().worker == 0
+    first, second = workers.places
+    workers.release(first)
+    workers.release(first)
+    workers.went_down(first)
+    workers.release(second)
+    assert workers.at_once() is second
+    workers.release(second)
+    workers.went_down(second)
+    assert workers.at_once() is first

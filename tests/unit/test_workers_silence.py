@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from draco_ray.judging.elastic import ElasticWorkers, Place
-from draco_ray.judging.silence import MOST_SENDS, Away, Gone, Sent, WatchedWorkers
+from draco_ray.workers.elastic import ElasticWorkers, Place
+from draco_ray.workers.silence import MOST_SENDS, Away, Gone, Sent, WatchedWorkers
 
 
 class Worker:

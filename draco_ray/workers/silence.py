@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from draco_ray.judging.elastic import ElasticWorkers, Place
+from draco_ray.workers.elastic import ElasticWorkers, Place
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class WatchedWorkers(Generic[WorkerT]):
         end: Callable[[WorkerT], object],
         renew: Callable[[WorkerT], object],
         look_seconds: float = LOOK_SECONDS,
-        silent_seconds: float = SILENT_SECONDS,
+        silent_seconds: float | None = SILENT_SECONDS,
     ) -> None:
         """Prepare the watch; nothing is started yet.
 
@@ -75,7 +75,7 @@ class WatchedWorkers(Generic[WorkerT]):
             renew: ends the process of a silent worker whose calls are made elsewhere, and starts it anew: it may be
                 stopped for good, holding a lock that the others wait for.
             look_seconds: see `LOOK_SECONDS`.
-            silent_seconds: see `SILENT_SECONDS`.
+            silent_seconds: see `SILENT_SECONDS`; None where a worker may be too busy to answer for any time.
         """
         self.workers, self._up, self._end, self._renew = workers, up, end, renew
         self.look_seconds, self.silent_seconds = look_seconds, silent_seconds
@@ -103,6 +103,7 @@ class WatchedWorkers(Generic[WorkerT]):
         *,
         rank: int = 0,
         preferred: Place[WorkerT] | None = None,
+        sends: int = MOST_SENDS,
     ) -> tuple[HandleT, AnswerT] | None:
         """Make a call, at another worker again where one falls silent under it.
 
@@ -110,11 +111,12 @@ class WatchedWorkers(Generic[WorkerT]):
             send: gives it to a worker.
             rank: as of `ElasticWorkers.acquire`.
             preferred: a place beside the workers that takes it while it is up, whatever else it does.
+            sends: times that it is given to a worker.
 
-        Returns: the call's handle and answer; None where `MOST_SENDS` workers fell silent or were lost under it.
+        Returns: the call's handle and answer; None where ``sends`` workers fell silent or were lost under it.
         Raises: what the call raises; as `ElasticWorkers.acquire`.
         """
-        for _ in range(MOST_SENDS):
+        for _ in range(sends):
             if preferred is not None and preferred.up:
                 place = preferred
                 place.calls += 1
@@ -199,7 +201,7 @@ class WatchedWorkers(Generic[WorkerT]):
         finally:
             given_up.cancel()
         if not answer.done():
-            log.warning("worker %d has not answered for %g s and is started anew", place.number, self.silent_seconds)
+            log.warning("worker %d does not answer and is started anew", place.number)
             self._renew(place.worker)
 
     def _down(self, place: Place[WorkerT], error: Away) -> None:
@@ -207,9 +209,14 @@ class WatchedWorkers(Generic[WorkerT]):
             log.warning("worker %d cannot be asked: %s", place.number, " ".join(str(error).split())[:300])
         self.workers.went_down(place)
 
+    async def _look(self, place: Place[WorkerT]) -> None:
+        await self._up(place.worker)
+        # In the same turn of the loop: what the worker has made sure of to be up holds still.
+        self.workers.came_up(place)
+
     async def _watch(self, place: Place[WorkerT]) -> None:
         while True:
-            answer = asyncio.ensure_future(self._up(place.worker))
+            answer = asyncio.create_task(self._look(place))
             try:
                 done, _ = await asyncio.wait({answer}, timeout=self.silent_seconds)
                 if not done:
@@ -225,8 +232,6 @@ class WatchedWorkers(Generic[WorkerT]):
                 return
             except Away as error:
                 self._down(place, error)
-            else:
-                self.workers.came_up(place)
             finally:
                 answer.cancel()
             await asyncio.sleep(self.look_seconds)
