@@ -1,7 +1,4 @@
-"""Drives the real judge pool on the cluster of RAY_ADDRESS and prints what it saw, for `test_judge_autoscaling`.
-
-A process of its own, because Ray reads its authentication token once a process.
-"""
+"""Drives the real judge pool on the cluster of RAY_ADDRESS and prints what it saw, for `test_judge_autoscaling`."""
 
 from __future__ import annotations
 
@@ -12,13 +9,8 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import ray
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig
@@ -31,6 +23,7 @@ from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.training.cluster import connect
+from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, until
 
 ASKERS = 20
 """Calls at one time: more than all workers together take."""
@@ -39,13 +32,6 @@ LATENCY = 2.0
 MOST = 4
 IDLE_SECONDS = 2.0
 """After which a worker goes, once that is what is looked at."""
-PATIENCE_SECONDS = 120.0
-"""What everything that is waited for may take on a busy machine."""
-
-
-def judge_nodes() -> set[str]:
-    """Nodes that are up beside the head."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {FAKE_HEAD_NODE_ID}
 
 
 async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
@@ -58,9 +44,9 @@ async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
     seen: dict[str, Any] = {"up_at_first": pool.up, **await with_more_calls_than_room(pool)}
     seen |= await with_a_silent_worker(pool)
     pool._workers._idle_seconds = IDLE_SECONDS
-    await until(lambda: pool.up == 1 and len(judge_nodes()) == 1)
+    await until(lambda: pool.up == 1 and len(added_nodes()) == 1)
     pool.close()
-    return seen | {"up_at_last": pool.up, "nodes_at_last": len(judge_nodes())}
+    return seen | {"up_at_last": pool.up, "nodes_at_last": len(added_nodes())}
 
 
 async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
@@ -77,7 +63,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
     merging = asyncio.create_task(merge(pool))
     places = pool._workers.places
     await until(lambda: pool.up == MOST and all(place.calls for place in places))
-    most, nodes, busy = pool.up, judge_nodes(), [place for place in places if place.calls]
+    most, nodes, busy = pool.up, added_nodes(), [place for place in places if place.calls]
     enough.set()
     await asyncio.gather(*asking)
     summaries = [judgement.summary for judgement in answered]
@@ -119,13 +105,6 @@ async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
         "up_again": pool.up,
         "in_a_new_process": await place.worker.__ray_call__.remote(_process_id) != process,
     }
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Look again and again; in the end the caller goes on, and the test says what is not as it should be."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true() and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
 
 
 def _process_id(actor: Any) -> int:
