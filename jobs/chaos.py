@@ -295,6 +295,10 @@ FAULTS: dict[str, Fault] = {
     "run store": Fault(find=of_kind("RunStoreActor")),
     "engine actor": Fault(find=of_kind("PolicyEngineActor", 1)),
     "engine core": Fault(find=of_words("VLLM::EngineCore")),
+    "one of two engines": Fault(
+        find=of_kind("PolicyEngineActor", 1),
+        settings=("engine.engines=2", "engine.min_engines=1"),
+    ),
     "learner worker": Fault(find=of_words("ray::RayTrainWorker")),
     "driver": Fault(find=the_driver),
     JUDGE_SERVER: Fault(find=the_judge, held=False),

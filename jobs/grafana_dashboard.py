@@ -83,7 +83,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "ops",
             (("{{engine}}", rate(catalogue.ENGINE_PREEMPTIONS, "engine")),),
         ),
-        Panel("Engine processes replaced", "short", (("{{run}}", last(catalogue.ENGINES_REPLACED)),)),
+        Panel(
+            "Engines up, processes replaced",
+            "short",
+            (("up", last(catalogue.ENGINES_UP)), ("replaced", last(catalogue.ENGINES_REPLACED))),
+        ),
     ),
     "Where the time goes": (
         _steps("Step", "s", "seconds"),

@@ -62,6 +62,7 @@ ENGINE_PROMPTS = Metric(
 ENGINE_PREEMPTIONS = Metric(
     "draco_engine_preemptions_total", Kind.COUNTER, "Requests computed anew for want of KV cache.", ("engine",)
 )
+ENGINES_UP = Metric("draco_engines_up", Kind.GAUGE, "Engines that serve, with the current weights.")
 ENGINES_REPLACED = Metric("draco_engine_replacements", Kind.GAUGE, "Engine processes that died and were replaced.")
 RUN_DOLLARS = Metric(
     "draco_run_dollars", Kind.GAUGE, "Dollars of judging of the whole run, before it was continued too."
@@ -96,6 +97,7 @@ EVENTS = (
     ENGINE_SAMPLED,
     ENGINE_PROMPTS,
     ENGINE_PREEMPTIONS,
+    ENGINES_UP,
     ENGINES_REPLACED,
     RUN_DOLLARS,
     ROLLOUTS,

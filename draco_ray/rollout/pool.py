@@ -76,14 +76,15 @@ class RolloutWorkers:
         self.watched.open()
 
     async def stop(self) -> None:
-        """Start and watch no worker any more, and end what those there are have started."""
+        """Start and watch no worker any more, and end those there are; their names are free then."""
         self.watched.close()
         for place in self.places.places:
-            if not place.up:
+            if place.up:
+                self._end(place.worker)
+            else:
                 # It begins, and would answer late, or has no place.
                 ray.kill(place.worker)
-        up = [place.worker.stop.remote() for place in self.places.places if place.up]
-        await asyncio.gather(*self._ending, *up, return_exceptions=True)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     def _end(self, worker: Any) -> None:
         self._ending.append(worker.end.remote())

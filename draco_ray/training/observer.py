@@ -22,6 +22,7 @@ from draco_ray.observability.catalogue import (
     ENGINE_SAMPLED,
     ENGINE_WAITING,
     ENGINES_REPLACED,
+    ENGINES_UP,
     JUDGE_IN_FLIGHT,
     JUDGE_WAITING,
     JUDGE_WORKERS_UP,
@@ -155,6 +156,7 @@ class RunObserver:
     async def _ask(self, fleet: EngineFleet) -> None:
         before: dict[str, EngineStatistics] = {}
         while True:
+            self._metrics.set(ENGINES_UP, fleet.up.up)
             self._metrics.set(ENGINES_REPLACED, fleet.replaced)
             for index, now in (await fleet.statistics()).items():
                 engine = str(index)

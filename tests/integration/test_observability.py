@@ -89,6 +89,7 @@ def test_prometheus_sees_every_metric_of_the_catalogue(tmp_path: Path) -> None:
     assert value(series, "ray_draco_engine_kv_cache_share", run="watched") == 0.25
     # Counts grow by what is new, however often an engine is asked.
     assert value(series, "ray_draco_engine_sampled_tokens_total", engine="0") == 700
+    assert value(series, "ray_draco_engines_up") == 1
     assert value(series, "ray_draco_engine_replacements") == 1
     # A step may take an hour: what the last one said is there all the while, and nothing was counted again.
     assert seen["later"] == series

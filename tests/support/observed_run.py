@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import ray
@@ -42,14 +43,15 @@ class Queue:
 
 
 class Engines:
-    """What engines say of themselves: one that has just been started anew, and one that cannot be asked."""
+    """What engines say of themselves: one that has just been started anew, and one that is not there."""
 
     replaced = 1
+    up = SimpleNamespace(up=1)
 
-    async def statistics(self) -> list[EngineStatistics | None]:
+    async def statistics(self) -> dict[int, EngineStatistics]:
         """The same whenever it is asked."""
         counted = {"sampled_tokens": 700, "prompt_tokens": 9000, "preemptions": 2}
-        return [EngineStatistics(running=6, waiting=7, kv_cache=0.25, **counted), None]
+        return {0: EngineStatistics(running=6, waiting=7, kv_cache=0.25, **counted)}
 
 
 def a_group() -> Group:
