@@ -48,17 +48,17 @@ class EngineFleet:
         self.engines = list(engines)
         self.replaced = 0
         """Engine processes that died, or went with their node, and were replaced."""
-        self.up: ElasticWorkers[int] = ElasticWorkers(
+        self.workers: ElasticWorkers[int] = ElasticWorkers(
             lambda number: number,
             slots=MAX_CALLS,
             fewest=len(self.engines),
             most=len(self.engines),
             idle_seconds=0.0,
         )
-        """By their numbers, those that serve among them; whoever samples acquires one."""
+        """By their numbers; those that serve are up. Whoever samples takes one."""
         self._fewest = min(config.fewest, len(self.engines))
         self._max_failures = config.max_failures
-        self._watched = WatchedWorkers(self.up, up=self._bring_up, end=self._renew, renew=self._renew)
+        self._watched = WatchedWorkers(self.workers, up=self._bring_up, end=self._renew, renew=self._renew)
         self._processes: dict[int, EngineProcess] = {}
         """The last process of each engine that was started."""
         self._failures = [0] * len(self.engines)
@@ -86,7 +86,7 @@ class EngineFleet:
         # Its error counts as read even if nobody waits for it: calls to a lost engine raise one of their own.
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self._watched.open()
-        await self._until(lambda: self.up.up >= self._fewest and not self._loading)
+        await self._until(lambda: self.workers.up >= self._fewest and not self._loading)
 
     async def load(self, update: ray.ObjectRef[Any]) -> None:
         """Switch the engines that are up to a weight update, and return once the fewest have it.
@@ -126,10 +126,11 @@ class EngineFleet:
         await self._each("wake")
 
     async def failure(self) -> None:
-        """Wait until an engine is lost for good.
+        """Wait until an engine is lost for good, or cannot be used.
 
         Raises:
             EngineError: then.
+            CanaryFailed: it came with other weights.
         """
         assert self._failed is not None
         await asyncio.shield(self._failed)
@@ -159,7 +160,7 @@ class EngineFleet:
         await asyncio.gather(*(self.engines[index].stop.remote() for index in there))
 
     def _places_up(self) -> list[Place[int]]:
-        return [place for place in self.up.places if place.up]
+        return [place for place in self.workers.places if place.up]
 
     async def _each(self, method: str) -> None:
         try:
@@ -175,10 +176,10 @@ class EngineFleet:
                 await work(place.worker)
             except AWAY as error:
                 log.warning("engine %d is away: %s", place.worker, first_line(error))
-                self.up.went_down(place)
+                self.workers.went_down(place)
 
         await asyncio.gather(*(unless_away(place) for place in self._places_up()))
-        await self._until(lambda: self.up.up >= self._fewest)
+        await self._until(lambda: self.workers.up >= self._fewest)
 
     async def _until(self, true: Callable[[], bool]) -> None:
         """Wait until something is so. Raises: EngineError: an engine is lost for good."""
@@ -222,7 +223,7 @@ class EngineFleet:
 
     async def _bring_up_unless_away(self, index: int) -> None:
         engine = self.engines[index]
-        (place,) = (place for place in self.up.places if place.worker == index)
+        (place,) = (place for place in self.workers.places if place.worker == index)
         process: EngineProcess = await engine.look.remote()
         before = self._processes.get(index)
         same = before is not None and before.identity == process.identity
@@ -230,7 +231,7 @@ class EngineFleet:
         if place.up and same and process.serves and current:
             return
         if place.up:
-            self.up.went_down(place)
+            self.workers.went_down(place)
         if not same:
             self._holds.pop(index, None)
             self._processes[index] = process

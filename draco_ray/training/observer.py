@@ -156,7 +156,7 @@ class RunObserver:
     async def _ask(self, fleet: EngineFleet) -> None:
         before: dict[str, EngineStatistics] = {}
         while True:
-            self._metrics.set(ENGINES_UP, fleet.up.up)
+            self._metrics.set(ENGINES_UP, fleet.workers.up)
             self._metrics.set(ENGINES_REPLACED, fleet.replaced)
             for index, now in (await fleet.statistics()).items():
                 engine = str(index)

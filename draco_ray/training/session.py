@@ -364,7 +364,7 @@ class Actors:
 
     def pool(self, workers: RolloutWorkers) -> RolloutPool:
         """A pool over ``workers``, on every engine."""
-        return RolloutPool(workers, self.fleet.up, self._config.environment.rollout_retries, self._config.seed)
+        return RolloutPool(workers, self.fleet.workers, self._config.environment.rollout_retries, self._config.seed)
 
     async def stop(self) -> None:
         """End what holds processes of its own; Ray ends the rest."""

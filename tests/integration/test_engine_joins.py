@@ -70,12 +70,12 @@ async def test_an_engine_joins_with_the_current_adapter_and_takes_over_what_anot
     fleet = EngineFleet(engines, config)
     clients = [EngineClient(index, "joins", 2) for index in range(2)]
     await fleet.start()
-    (first,) = [place.worker for place in fleet.up.places if place.up]
+    (first,) = [place.worker for place in fleet.workers.places if place.up]
     await fleet.load(ray.put(learner.adapter(1)))
     await fleet.prove(canary)
 
     nodes.add_node(**NODE)
-    while fleet.up.up < 2:  # noqa: ASYNC110 (a driver looks at the load of the engines, too)
+    while fleet.workers.up < 2:  # noqa: ASYNC110 (a driver looks at the load of the engines, too)
         await asyncio.sleep(0.5)
     assert [reading.engine for reading in fleet._proven.values()] == [f"engine-{first}", f"engine-{1 - first}"]
 
@@ -87,7 +87,7 @@ async def test_an_engine_joins_with_the_current_adapter_and_takes_over_what_anot
     taken_over = await under_way
     assert taken_over.token_ids == expected.token_ids
     assert taken_over.policy_version == 1
-    while fleet.up.up == 2:  # noqa: ASYNC110
+    while fleet.workers.up == 2:  # noqa: ASYNC110
         await asyncio.sleep(0.5)
     # Two syncs go on without it, though the second asks every engine that is up for a proof.
     await fleet.load(ray.put(learner.adapter(1)))

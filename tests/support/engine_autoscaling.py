@@ -77,8 +77,8 @@ async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str,
         return float(version)
 
     await fleet.start()
-    seen: dict[str, Any] = {"up_at_start": fleet.up.up}
-    await until(lambda: fleet.up.up == 2)
+    seen: dict[str, Any] = {"up_at_start": fleet.workers.up}
+    await until(lambda: fleet.workers.up == 2)
     seen["nodes"] = len(before := added_nodes())
     await fleet.load(ray.put(Adapter(version=1, config={}, tensors={})))
     seen["proven"] = await fleet.prove(canary)
@@ -90,13 +90,13 @@ async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str,
     # What they had asked is asked of the other, which holds them, too; a new request of the lost one is answered.
     elsewhere = await clients[0].sample([1], max_tokens=1)
     seen["elsewhere"] = elsewhere.token_ids == [processes[1], 1]
-    await until(lambda: fleet.up.up == 1)
+    await until(lambda: fleet.workers.up == 1)
     asked.clear()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await fleet.load(ray.put(Adapter(version=2, config={}, tensors={})))
         await fleet.prove(canary)
     seen["synced_while_lost"] = (await clients[1].sample([1], max_tokens=1)).token_ids == [processes[1], 2]
-    await until(lambda: fleet.up.up == 2)
+    await until(lambda: fleet.workers.up == 2)
     seen["another_node"] = len(added_nodes() - before)
     seen["canary_asked"] = asked
     actor.HOME_SECONDS = 0.0

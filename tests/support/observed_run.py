@@ -46,7 +46,7 @@ class Engines:
     """What engines say of themselves: one that has just been started anew, and one that is not there."""
 
     replaced = 1
-    up = SimpleNamespace(up=1)
+    workers = SimpleNamespace(up=1)
 
     async def statistics(self) -> dict[int, EngineStatistics]:
         """The same whenever it is asked."""

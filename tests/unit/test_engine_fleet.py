@@ -148,10 +148,10 @@ async def test_a_run_starts_with_the_engines_that_have_room_and_uses_the_others_
         assert not starting.done()
         loading.set()
         await starting
-        assert fleet.up.up == 2
+        assert fleet.workers.up == 2
         await fleet.load("weights 1")  # type: ignore[arg-type]
         third.placed.set()
-        await until(lambda: fleet.up.up == 3 and third.serves)
+        await until(lambda: fleet.workers.up == 3 and third.serves)
         assert third.events == ["start", "load weights 1", "serve"]
 
 
@@ -174,7 +174,7 @@ async def test_no_sync_waits_for_a_lost_engine_and_another_process_serves_only_w
         await fleet.start()
         await fleet.load("weights 1")  # type: ignore[arg-type]
         second.lose()
-        await until(lambda: fleet.up.up == 1)
+        await until(lambda: fleet.workers.up == 1)
         await fleet.load("weights 2")  # type: ignore[arg-type]
         assert loaded(first, "weights 2")
         starting = second.hold("start")
@@ -189,7 +189,7 @@ async def test_no_sync_waits_for_a_lost_engine_and_another_process_serves_only_w
         await fleet.load("weights 4")  # type: ignore[arg-type]
         assert not second.serves
         loading.set()
-        await until(lambda: fleet.up.up == 2 and second.serves)
+        await until(lambda: fleet.workers.up == 2 and second.serves)
         assert second.events == ["start", "load weights 3", "load weights 4", "serve"]
 
 
@@ -203,7 +203,7 @@ async def test_an_engine_lost_in_the_middle_of_a_sync_does_not_hold_it_up() -> N
         second.lose()
         second.come_back()
         await fleet.load("weights 1")  # type: ignore[arg-type]
-        assert [place.worker for place in fleet.up.places if place.up] == [0]
+        assert [place.worker for place in fleet.workers.places if place.up] == [0]
 
 
 async def test_a_sync_waits_while_fewer_than_the_fewest_have_the_weights() -> None:
@@ -211,7 +211,7 @@ async def test_a_sync_waits_while_fewer_than_the_fewest_have_the_weights() -> No
     async with fleet_of(engine) as fleet:
         await fleet.start()
         engine.lose()
-        await until(lambda: fleet.up.up == 0)
+        await until(lambda: fleet.workers.up == 0)
         loading = asyncio.create_task(fleet.load("weights 1"))  # type: ignore[arg-type]
         await turns()
         assert not loading.done()
@@ -225,11 +225,11 @@ async def test_an_engine_out_of_reach_for_a_moment_is_brought_what_it_missed() -
     async with fleet_of(first, second, fewest=1) as fleet:
         await fleet.start()
         second.error = WAY_OFF
-        await until(lambda: fleet.up.up == 1)
+        await until(lambda: fleet.workers.up == 1)
         await fleet.load("weights 1")  # type: ignore[arg-type]
         second.events.clear()
         second.error = None
-        await until(lambda: fleet.up.up == 2 and second.serves)
+        await until(lambda: fleet.workers.up == 2 and second.serves)
         assert loaded(second, "weights 1")
         assert fleet.replaced == 0
 
@@ -248,16 +248,16 @@ async def test_an_engine_that_joins_passes_the_canary_before_it_serves() -> None
         await fleet.load("weights 1")  # type: ignore[arg-type]
         assert await fleet.prove(canary) == ["reading of engine-0"]
         second.placed.set()
-        await until(lambda: fleet.up.up == 2 and second.serves)
+        await until(lambda: fleet.workers.up == 2 and second.serves)
         assert second.events == ["start", "load weights 1", "logprobs", "serve"]
         assert asked == ["engine-0", "engine-1"]
         # What proves one version says nothing of the next.
         await fleet.load("weights 2")  # type: ignore[arg-type]
         second.lose()
-        await until(lambda: fleet.up.up == 1)
+        await until(lambda: fleet.workers.up == 1)
         second.events.clear()
         second.come_back()
-        await until(lambda: fleet.up.up == 2 and second.serves)
+        await until(lambda: fleet.workers.up == 2 and second.serves)
         assert second.events == ["start", "load weights 2", "serve"]
 
 
@@ -300,15 +300,15 @@ async def test_processes_that_die_are_counted_and_nodes_that_go_are_not(cluster:
         for _ in range(3):
             cluster[1]["Alive"] = False
             second.lose()
-            await until(lambda: fleet.up.up == 1)
+            await until(lambda: fleet.workers.up == 1)
             cluster[1]["Alive"] = True
             cluster[1]["NodeID"] += "'"
             second.come_back(cluster[1]["NodeID"])
-            await until(lambda: fleet.up.up == 2 and second.serves)
+            await until(lambda: fleet.workers.up == 2 and second.serves)
         assert fleet.replaced == 3
         second.lose()
         second.come_back(second.node)
-        await until(lambda: fleet.replaced == 4 and fleet.up.up == 2)
+        await until(lambda: fleet.replaced == 4 and fleet.workers.up == 2)
         second.lose()
         second.come_back(second.node)
         with pytest.raises(EngineError, match=r"died more than engine\.max_failures times \(engine 1, 2 times\)"):

@@ -323,7 +323,7 @@ class _Evaluator:
         plan = self._directory.plan
         retries = self._config.environment.rollout_retries
         assert self._workers is not None
-        policies = standing(1, self._config.environment.slots) if self._fleet is None else self._fleet.up
+        policies = standing(1, self._config.environment.slots) if self._fleet is None else self._fleet.workers
         pool = RolloutPool(self._workers, policies, retries, self._config.seed)
         total = len(plan.tasks) * plan.runs
         with _progress(self._console) as progress:
