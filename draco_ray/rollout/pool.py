@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Usage
@@ -69,7 +71,7 @@ class RolloutWorkers:
         )
         # Environments and agents of other authors may keep a worker's event loop for as long as they compute.
         self.watched = WatchedWorkers(self.places, up=remote.up, end=self._end, renew=remote.renew, silent_seconds=None)
-        self._ending: list[ray.ObjectRef[Any]] = []
+        self._ending: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
         """Ask for the fewest workers; needs a running event loop, and returns at once."""
@@ -84,10 +86,19 @@ class RolloutWorkers:
             else:
                 # It begins, and would answer late, or has no place.
                 ray.kill(place.worker)
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*self._ending)
 
     def _end(self, worker: Any) -> None:
-        self._ending.append(worker.end.remote())
+        ending = asyncio.create_task(_ended(worker))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+
+async def _ended(worker: Any) -> None:
+    with contextlib.suppress(RayError):
+        await worker.stop.remote()
+    # A process that exits by itself would keep its name for as long as anybody has its handle.
+    ray.kill(worker)
 
 
 class RolloutPool:

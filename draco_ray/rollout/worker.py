@@ -145,12 +145,6 @@ class RolloutWorkerActor:
         """End what the slots have started."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
 
-    @ray.method(max_task_retries=0)
-    async def end(self) -> None:
-        """End what the slots have started, and this process for good."""
-        await self.stop()
-        ray.actor.exit_actor()
-
 
 def _open_as_many_files_as_may_be() -> None:
     """Raise this process's limit: an episode's program takes some ten files, and 1,024 are usual."""

@@ -30,14 +30,14 @@ class Up:
             raise self.worker.answers
 
 
-class End:
+class Stop:
     """The same."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def remote(self) -> None:
-        self.worker.ended = True
+    async def remote(self) -> None:
+        self.worker.stopped = True
 
 
 class Worker:
@@ -48,7 +48,9 @@ class Worker:
         self.ends: dict[int, asyncio.Future[RolloutSummary]] = {}
         self.asked = asyncio.Semaphore(0)
         self.looks = 0
-        self.ended = False
+        self.stopped = False
+        self.killed = False
+        """As it has to be after it was stopped: its name is free then."""
         self.answers: RayError | None = None
         """What it answers when it is asked whether it is there."""
 
@@ -61,8 +63,8 @@ class Worker:
         return self
 
     @property
-    def end(self) -> End:
-        return End(self)
+    def stop(self) -> Stop:
+        return Stop(self)
 
     def options(self, **_: Any) -> Worker:
         return self
@@ -124,6 +126,7 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that were taken back."""
     calls: list[Any] = []
     monkeypatch.setattr(ray, "cancel", calls.append)
+    monkeypatch.setattr(ray, "kill", lambda worker: setattr(worker, "killed", True))
     return calls
 
 
@@ -180,7 +183,8 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
     await until(lambda: pool.in_flight == 3 and len(made[1].ends) == 3)
     crew.workers.watched._adjust()
     # The one that waited has the place of one that ended; its worker is needed, the other is not.
-    assert [worker.ended for worker in made] == [False, False, True, False]
+    await until(lambda: [worker.killed for worker in made] == [False, False, True, False])
+    assert made[2].stopped
     assert crew.workers.places.up == 2
     for worker in made[:2]:
         for rollout, end in worker.ends.items():
@@ -188,7 +192,10 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
                 worker.finish(rollout)
     await asyncio.gather(*playing)
     crew.workers.watched._adjust()
-    assert [worker.ended for worker in made] == [False, True, True, False]
+    await until(lambda: [worker.killed for worker in made] == [False, True, True, False])
+    # At the end the last one goes, and not without having ended what it had started.
+    await crew.workers.stop()
+    assert (made[0].killed, made[0].stopped) == (True, True)
 
 
 async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_played_again() -> None:
