@@ -55,13 +55,18 @@ class Collected(PytestRunner):
                 break
             item = self._items[test]
             limit = config().timeout_multiplier * (seconds[test] + config().timeout_constant)
-            signal.setitimer(signal.ITIMER_REAL, limit)
-            signal.setitimer(signal.ITIMER_PROF, limit / 4)
+            _give_up_after(limit)
             # Nothing follows: fixtures of every scope are torn down.
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            _give_up_after(0.0)
             if item.session.testsfailed:
                 return 1
         return 0
+
+
+def _give_up_after(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds / 4)
 
 
 def _give_up(*_: Any) -> None:

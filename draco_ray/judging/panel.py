@@ -90,9 +90,9 @@ class Panel(Judge):
 
 def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:
     """The first vote with the verdict of most; the first one where no verdict has most."""
-    counts = Counter(vote.verdict for vote in votes).most_common(2)
-    tied = len(counts) > 1 and counts[0][1] == counts[1][1]
-    verdict = votes[0].verdict if tied else counts[0][0]
+    counts = Counter(vote.verdict for vote in votes)
+    most = [verdict for verdict, count in counts.items() if count == max(counts.values())]
+    verdict = most[0] if len(most) == 1 else votes[0].verdict
     return next(vote for vote in votes if vote.verdict is verdict)
 
 
@@ -125,7 +125,7 @@ class Fallbacks:
                 self._away[index] = self._clock() + AWAY_SECONDS
                 continue
             if completion.error is None or last:
-                return completion if not paid else _dearer(completion, paid)
+                return _dearer(completion, paid)
             paid += completion.dollars
         raise AssertionError("the last one answers or raises")
 

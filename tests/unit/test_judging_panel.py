@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ class Scores:
     def __init__(self, model: str, *verdicts: int, error: Exception | str | None = None) -> None:
         self.model, self.verdicts, self.error = model, verdicts, error
         self.asked: list[list[str]] = []
+        self.forgotten: list[Request] = []
         self.checked = 0
 
     async def __call__(self, request: Request) -> Completion:
@@ -64,7 +66,7 @@ class Scores:
         )
 
     async def forget(self, request: Request) -> None:
-        pass
+        self.forgotten.append(request)
 
     async def check(self) -> None:
         self.checked += 1
@@ -98,6 +100,9 @@ async def test_the_verdict_of_most_counts_and_the_judges_own_where_none_has_most
     zero = Scores("d", *([0] * count))
     assert await scored(a, [b, zero]) == [(1, "a")] * count
     assert majority([ScoredCriterion(verdict=Verdict.FAIL)]).verdict is Verdict.FAIL
+    # Two others have as many votes as each other, and more than the judge's own.
+    split = [Verdict.PASS, Verdict.FAIL, Verdict.FAIL, Verdict.NOT_APPLICABLE, Verdict.NOT_APPLICABLE]
+    assert majority([ScoredCriterion(verdict=each) for each in split]).verdict is Verdict.PASS
 
 
 async def test_the_strong_judge_is_asked_where_the_others_differ_and_nowhere_else() -> None:
@@ -126,8 +131,29 @@ async def test_who_fails_has_no_vote_and_is_said_to_have_none() -> None:
     _, all_fail = panel(Scores("a", error="cut"), [Scores("b", error="cut")])
     nobody = await all_fail.ask(Score(example_trajectory(), RUBRIC), CONTEXT)  # type: ignore[attr-defined]
     assert nobody.value is None
-    assert "cut" in (nobody.error or "")
+    assert nobody.error == "score of t rollout 0 failed after 1 calls: cut"
+    # What the failed calls have cost is in the archive as well, and nothing was left out.
+    assert [call.model for call in nobody.calls] == ["a", "b"]
+    assert nobody.notes == (f"no vote: {nobody.error}",) * 2
+    assert nobody.left_out == 0
     assert config.jury
+
+
+async def test_every_call_of_a_panel_is_archived_and_a_strong_judge_that_fails_leaves_the_vote() -> None:
+    count = len(RUBRIC)
+    a, b = Scores("a", *([1] * count)), Scores("b", *([-1] * count))
+    _, judge = panel(a, [b], Scores("s", *([0] * count)))
+    judged = await judge.ask(Score(example_trajectory(), RUBRIC), CONTEXT)  # type: ignore[attr-defined]
+    assert [call.model for call in judged.calls] == ["a", "b", "s"]
+    assert (judged.notes, judged.left_out) == ((), 0)
+    _, judge = panel(a, [b], Scores("s", error="cut"))
+    judged = await judge.ask(Score(example_trajectory(), RUBRIC), CONTEXT)  # type: ignore[attr-defined]
+    assert [int(each.verdict) for each in judged.value or ()] == [1] * count
+    assert [call.model for call in judged.calls] == ["a", "b", "s"]
+    assert judged.notes == (
+        "the vote stands, the strong judge did not answer: score of t rollout 0 failed after 1 calls: cut",
+    )
+    assert judged.left_out == 0
 
 
 async def test_other_phases_are_the_judges_alone() -> None:
@@ -137,8 +163,43 @@ async def test_other_phases_are_the_judges_alone() -> None:
     assert judged.value is not None
     assert judged.value[0].evaluator_instruction == "a"
     assert not b.asked
-    await judge.check()
-    assert (a.checked, b.checked) == (1, 1)
+
+
+@pytest.mark.parametrize("gone", [None, 0, 1, 2])
+async def test_all_of_a_panel_have_to_answer(gone: int | None) -> None:
+    judges = [Scores(name, error=JudgeUnavailable(name) if gone == n else None) for n, name in enumerate("abc")]
+    _, judge = panel(judges[0], [judges[1]], judges[2])
+    if gone is None:
+        await judge.check()
+        assert [each.checked for each in judges] == [1, 1, 1]
+    else:
+        with pytest.raises(JudgeUnavailable, match=judges[gone].model):
+            await judge.check()
+
+
+@pytest.mark.parametrize("strong", [None, "agrees", "decides", "fails"])
+async def test_a_panels_verdict_says_what_was_left_out_of_the_judges_prompt(strong: str | None) -> None:
+    long = replace(example_trajectory(), turns=(replace(example_trajectory().turns[0], observation="o" * 60_000),))
+    judges = {
+        "a": Scores("a", 1, 1),
+        "b": Scores("b", *((1, 1) if strong == "agrees" else (-1, -1))),
+        "s": Scores("s", 1, 1, error="cut" if strong == "fails" else None),
+    }
+    # Only the first one's context is known, and only its prompt is cut.
+    config = JudgeConfig(
+        model="a",
+        context_tokens=21_000,
+        max_tokens=1000,
+        reasks=0,
+        jury=(OtherJudgeConfig(model="b"),),
+        strong=None if strong is None else OtherJudgeConfig(model="s"),
+    )
+    judged = await panel_judge(config, PROMPTS, judges["a"], lambda each: judges[each.model]).ask(
+        Score(long, RUBRIC), CONTEXT
+    )
+    assert judged.ok
+    assert judged.left_out > 0
+    assert f"{judged.left_out:,} of" in judged.notes[0]
 
 
 async def test_another_judge_answers_what_the_first_cannot() -> None:
@@ -162,6 +223,34 @@ async def test_another_judge_answers_what_the_first_cannot() -> None:
         await nobody.check()
     with pytest.raises(BudgetSpent):
         await Fallbacks([Scores("a", error=BudgetSpent("spent")), well])(request)
+
+
+async def test_what_every_judge_before_the_last_may_have_cost_is_added_up() -> None:
+    first, second, last = Scores("a", error="cut"), Scores("b", error="cut"), Scores("c")
+    completion = await Fallbacks([first, second, last])(Request(messages=(PROMPT[0],)))
+    assert (completion.model, completion.dollars, completion.estimated_dollars) == ("c", 1.5, 1.0)
+    alone = await Fallbacks([last])(Request(messages=(PROMPT[0],)))
+    assert (alone.dollars, alone.estimated_dollars) == (0.5, 0.0)
+
+
+async def test_an_answer_is_forgotten_wherever_it_may_be_kept() -> None:
+    judges = [Scores("a"), Scores("b")]
+    request = Request(messages=(PROMPT[0],))
+    await Fallbacks(judges).forget(request)
+    assert [each.forgotten for each in judges] == [[request], [request]]
+
+
+async def test_a_judge_that_a_check_finds_away_is_not_asked_for_a_while() -> None:
+    now = 5.0
+    away, well = Scores("away", error=JudgeUnavailable("gone")), Scores("well")
+    fallbacks = Fallbacks([away, well], clock=lambda: now)
+    await fallbacks.check()
+    away.error = None
+    request = Request(messages=(PROMPT[0],))
+    now += AWAY_SECONDS - 1
+    assert (await fallbacks(request)).model == "well"
+    now += 1
+    assert (await fallbacks(request)).model == "away"
 
 
 def test_a_budget_wants_a_price_of_every_judge() -> None:
