@@ -95,14 +95,14 @@ class Judge:
         prompt, room = question.prompt(self._prompts), self._room
         if room is None or len(prompt) <= room:
             return question, prompt, 0
-        levels = range(1, LEVELS + 1)
+        levels = range(LEVELS + 1)
         level = bisect_left(levels, True, key=lambda each: len(question.shortened(each).prompt(self._prompts)) <= room)
-        if level == len(levels):
+        if level > LEVELS:
             raise ReplyError(
                 f"its prompt takes {len(prompt):,} characters, and the judge reads about {room:,}: too long even "
                 f"with every text cut to {LENGTHS[-1]}: take a judge with a longer context (judge.context_tokens)"
             )
-        shorter = question.shortened(levels[level])
+        shorter = question.shortened(level)
         fitting = shorter.prompt(self._prompts)
         return shorter, fitting, len(prompt) - len(fitting)
 

@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 
-from draco_ray.config.schema import JudgeConfig
+from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Judge, build_judge, build_self_judge, prompts_of
+from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score, combine_votes
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.prompts import load_prompts
-from draco_ray.records import EpisodeEnd, ScoredCriterion, Verdict
+from draco_ray.judging.prompts import KEY_FILE, load_prompts
+from draco_ray.judging.reply_cache import FILE, ReplyCache
+from draco_ray.judging.self_judge import SelfJudgeClient
+from draco_ray.judging.structured import reply_schema
+from draco_ray.records import EpisodeEnd, Paid, ScoredCriterion, Verdict
+from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 
 WHERE = CallContext(group="step3/example_1", task_id="example_1", rollout=2)
 
@@ -114,6 +119,74 @@ async def test_stage1_sees_the_agents_prompt_and_archives_its_call() -> None:
     assert (call.input_tokens, call.cached_tokens, call.output_tokens, call.dollars) == (100, 40, 10, 0.5)
     assert (call.started_at, call.seconds, call.requests, call.model) == (1.0, 2.0, 1, "scripted")
     assert script.forgotten == []
+
+
+async def test_a_request_says_what_it_is_for_and_the_second_one_wants_no_schema() -> None:
+    script = Script("no", criteria("A"))
+    referee = judge(script, stage1_across_epochs=False)
+    assert (await referee.ask(Stage1(PROMPT), WHERE)).ok
+    first, second = script.asked
+    assert first.schema == reply_schema(Stage1, load_prompts(Path("prompts/judge")).templates["stage1"])
+    assert second.schema is None
+    for request in script.asked:
+        assert (request.phase, request.group, request.scope) == ("stage1", WHERE.group, WHERE.group)
+    assert first.shared == second.shared
+    # Asked across epochs, its reply is good for any group.
+    script = Script(criteria("A"))
+    await judge(script, stage1_across_epochs=True).ask(Stage1(PROMPT), WHERE)
+    assert script.asked[0].scope == ""
+
+
+async def test_a_request_says_which_of_its_beginnings_others_share() -> None:
+    script = Script(scores(1, 1))
+    long = replace(example_trajectory(), prompt=(PROMPT[0], replace(PROMPT[1], content="x" * 10_000)))
+    await judge(script, prompts="prompts/judge-cache-friendly").ask(Score(long, RUBRIC), WHERE)
+    (request,) = script.asked
+    assert request.shared
+    assert all(request.messages[0].content[:end].endswith("]") for end in request.shared)
+
+
+async def test_what_a_completion_says_of_itself_is_archived_whatever_became_of_it() -> None:
+    paid = Paid(call_id="first", requests=2, dollars=0.1, estimated_dollars=0.05, seconds=3.0, started_at=4.0)
+    said = {"reasoning_tokens": 7, "estimated_dollars": 0.25, "waited_seconds": 1.5, "paid": paid, "call_id": "mine"}
+    bad, unusable, good = (
+        completion("", error="gone", **said),
+        completion("no", **said),
+        completion(scores(1, -1), **said),
+    )
+    for answers in ([good], [bad], [unusable, unusable]):
+        script = Script(*answers)
+        for call in (await judge(script).ask(Score(example_trajectory(), RUBRIC), WHERE)).calls:
+            assert (call.reasoning_tokens, call.estimated_dollars, call.waited_seconds) == (7, 0.25, 1.5)
+            assert (call.paid, call.call_id, call.phase, call.rollout) == (paid, "mine", "score", 2)
+            assert call.prompt.startswith(script.asked[0].messages[0].content)
+    nameless = (
+        await judge(Script(scores(1, -1), scores(1, -1)), score_votes=2).ask(Score(example_trajectory(), RUBRIC), WHERE)
+    ).calls
+    assert all(len(call.call_id) == 32 for call in nameless)
+    assert len({call.call_id for call in nameless}) == 2
+
+
+async def test_what_is_asked_again_is_quoted_and_says_what_is_wanted() -> None:
+    half = QUOTED_REPLY_CHARACTERS // 2
+    whole, longer = "a" * QUOTED_REPLY_CHARACTERS, "a" * half + "b" * 1234 + "c" * half
+    for reply, quoted in (
+        (whole, whole),
+        (longer, f"{'a' * half}\n[... 1234 characters left out ...]\n{'c' * half}"),
+    ):
+        script = Script(reply, criteria("A"))
+        assert (await judge(script).ask(Stage1(PROMPT), CallContext(group="g", task_id="t_1"))).ok
+        _, answer, again = script.asked[1].messages
+        assert answer.content == quoted
+        assert again.content == (
+            "Your reply could not be used: no complete JSON array of objects was found in the reply\n\n"
+            "Answer the first message again, in full and in the format it asks for, with the complete JSON array only."
+        )
+
+
+async def test_the_error_of_a_phase_names_its_task_and_its_rollout_where_it_has_one() -> None:
+    judged = await judge(Script("no"), reasks=0).ask(Stage1(PROMPT), CallContext(group="g", task_id="t_1"))
+    assert (judged.error or "").startswith("stage1 of t_1 failed after 1 calls: ")
 
 
 async def test_stage2_adds_to_what_exists() -> None:
@@ -316,3 +389,72 @@ def test_a_criterion_passes_only_if_all_calls_pass_it(ballots: tuple[int, ...], 
 async def test_the_cache_friendly_set_works_with_the_same_judge() -> None:
     referee = judge(Script(attributions((0, 1), [1], [2])), prompts="prompts/judge-cache-friendly")
     assert (await referee.ask(Credit(example_trajectory(), RUBRIC, SCORES), WHERE)).ok
+
+
+# --- how a judge is built ---------------------------------------------------------------------------------------------
+
+
+class Opened:
+    """Stands for `LiteLLMClient`: remembers what it was opened with."""
+
+    def __init__(self, config: JudgeConfig, cache: object, *, leases: object, servers: object) -> None:
+        self.config, self.cache, self.leases, self.servers = config, cache, leases, servers
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
+    found: list[Opened] = []
+
+    def open_one(*arguments: Any, **named: Any) -> Opened:
+        found.append(Opened(*arguments, **named))
+        return found[-1]
+
+    monkeypatch.setattr("draco_ray.judging.client.LiteLLMClient", open_one)
+    return found
+
+
+def test_a_judge_keeps_its_replies_where_it_is_told_to_else_in_its_folder_else_nowhere(
+    opened: list[Opened], tmp_path: Path
+) -> None:
+    given: Any = object()
+    build_judge(JudgeConfig())
+    build_judge(JudgeConfig(cache=tmp_path / "replies"))
+    build_judge(JudgeConfig(cache=tmp_path / "other"), replies=given)
+    nowhere, folder, elsewhere = (each.cache for each in opened)
+    assert nowhere is None
+    assert isinstance(folder, ReplyCache)
+    assert (tmp_path / "replies" / FILE).exists()
+    assert elsewhere is given
+    assert not (tmp_path / "other" / FILE).exists()
+
+
+def test_all_judges_of_a_configuration_take_leases_and_only_a_local_one_asks_for_servers(
+    opened: list[Opened], tmp_path: Path
+) -> None:
+    leases: Any = object()
+    servers: Any = object()
+    jury = (OtherJudgeConfig(model="openai/gpt-5.4-mini"),)
+    local = LocalJudgeConfig(enabled=True)
+    build_judge(JudgeConfig(model="hosted_vllm/own", local=local, jury=jury, cache=tmp_path), leases, servers)
+    assert [each.config.model for each in opened] == ["hosted_vllm/own", "openai/gpt-5.4-mini"]
+    assert [each.servers for each in opened] == [servers, None]
+    assert [each.leases for each in opened] == [leases, leases]
+    # One folder of replies for all of them.
+    assert opened[0].cache is opened[1].cache is not None
+
+
+def test_prompts_carry_the_facts_and_the_secret_that_is_kept_beside_the_replies(tmp_path: Path) -> None:
+    config = JudgeConfig(environment_facts="- It rains.", cache=tmp_path)
+    assert prompts_of(config).facts == "- It rains."
+    assert prompts_of(config).key == (tmp_path / KEY_FILE).read_bytes()
+
+
+def test_the_policy_as_its_own_judge_answers_under_its_name() -> None:
+    config = JudgeConfig(self_judge=SelfJudgeConfig(enabled=True))
+    given = load_prompts(Path("prompts/judge-cache-friendly"))
+    for prompts, folder in ((None, config.prompts), (given, given.folder)):
+        built = build_self_judge(config, [], chat_tokenizer(QWEN3), "toy", prompts)
+        assert built._prompts.folder == Path(folder)
+        assert isinstance(built._complete, SelfJudgeClient)
+        assert built._complete._model == "self/toy"
+        assert built._config is config

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.judge_context import judge_room, judge_tokens
@@ -98,9 +99,29 @@ async def test_then_turns_are_cut_and_then_the_agents_prompt() -> None:
 
 
 async def test_what_does_not_fit_even_so_is_not_asked_and_says_why() -> None:
-    prompt, judged = await asked(Score(long_rollout(steps=2000), RUBRIC), 21_000)
+    question = Score(long_rollout(steps=400, output=500), RUBRIC)
+    prompt, judged = await asked(question, 21_000)
     assert (prompt, judged.value, judged.calls) == ("", None, ())
-    assert "too long even with every text cut to 100" in judged.error
+    whole = len(question.prompt(load_prompts(Path("prompts/judge"))))
+    assert judged.error == (
+        f"score of example_1 rollout 2 failed: its prompt takes {whole:,} characters, and the judge reads about "
+        "60,000: too long even with every text cut to 100: take a judge with a longer context (judge.context_tokens)"
+    )
+
+
+async def test_each_level_is_taken_where_it_is_the_first_that_fits() -> None:
+    question = Score(long_rollout(output=2_500, said=1_200, told=300), RUBRIC)
+    referee = judge(Script())
+    lengths = [len(question.shortened(level).prompt(referee._prompts)) for level in range(LEVELS + 1)]
+    assert lengths == sorted(lengths, reverse=True)
+    for length in {*lengths}:
+        referee._room = length
+        shorter, prompt, left_out = referee._fitting(question)
+        assert (len(prompt), left_out) == (length, lengths[0] - length)
+        assert shorter == question.shortened(lengths.index(length))
+    referee._room = lengths[-1] - 1
+    with pytest.raises(ReplyError, match="too long even with every text"):
+        referee._fitting(question)
 
 
 def test_a_cut_rollout_has_the_steps_it_had() -> None:
