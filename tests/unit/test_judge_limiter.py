@@ -25,7 +25,7 @@ from draco_ray.judging.limiter import (
     Limiter,
     WaitingLine,
 )
-from draco_ray.judging.outage import Outage, Trouble
+from draco_ray.judging.outage import Outage, Pause, Trouble
 from draco_ray.judging.reply_sizes import LEARNED_AFTER_ALL
 
 
@@ -454,3 +454,32 @@ def test_only_a_small_question_leaves_while_nobody_is_answered(clock: Clock) -> 
     after, _ = limiter.lease(asked(1))
     assert after is not None
     assert not after.question
+
+
+def test_a_lease_that_nobody_knows_can_be_given_back_or_up(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
+    limiter.give_back("of an earlier limiter")
+    limiter.abandon("of an earlier limiter")
+    assert (limiter.spent, limiter.reserved) == (0.0, 0.0)
+
+
+async def test_who_hands_a_lease_back_lets_the_next_one_go(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    first = await line.lease(asked(1, 1.0))
+    task = asyncio.create_task(line.lease(asked(1, 1.0)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    await line.give_back(first.number)
+    assert (await task).number != first.number
+    assert (line.limiter.spent, line.limiter.reserved) == (0.0, 1.0)
+
+
+async def test_who_watches_is_told_of_an_outage_on_the_limiters_clock(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock))
+    assert await line.pause() is None
+    for _ in range(4):
+        grant = await line.lease(asked(1))
+        await line.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        clock.now += 60
+    assert await line.pause() == Pause(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)

@@ -10,7 +10,7 @@ import pytest
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter
-from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Next, Outage, Pause, Trouble
+from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Next, Outage, Pause, Trouble, span
 
 NOBODY = math.inf
 
@@ -255,3 +255,38 @@ def test_an_outage_beyond_the_limit_stops_the_run() -> None:
     with pytest.raises(JudgeUnavailable, match=r"no answer for 1 h 0 min .*judge\.max_outage_seconds=3600"):
         pool.run(1)
     assert 3600 <= pool.now <= 3700
+
+
+def test_times_are_counted_from_the_beginning_of_the_outage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the clock began."""
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
+    caplog.set_level(logging.WARNING)
+    outage = Outage(max_seconds=600, max_backoff_seconds=60, who="judge m")
+    down(outage, 1000.0, rounds=4)
+    assert "next try in 8 s, the run stops in 9 min 53 s" in caplog.text
+    assert outage.pause(1020.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=0.0, gives_up=580.0)
+    caplog.clear()
+    # A request that is refused for its own sake is an answer as well.
+    outage.failed(Trouble.OWN, "too long", None, 1079.0, 1080.0)
+    assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging goes on"]
+
+
+def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
+    for hint, wait in ((2.0, 2.2), (10.0, 11.0), (100.0, 101.0)):
+        outage = Outage(max_seconds=600)
+        outage.failed(Trouble.RATE_LIMITED, "429", hint, 0.0, 0.0)
+        assert outage.seconds_to_wait(0.0) == pytest.approx(wait)
+    outage = Outage(max_seconds=1e15, max_backoff_seconds=1e15)
+    now = down(outage, 0.0, rounds=50)
+    assert outage.seconds_to_wait(now) == 2.0**30
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 s"), (90, "90 s"), (90.1, "1 min 31 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (7380, "2 h 3 min")],
+)
+def test_words_for_a_time(seconds: float, words: str) -> None:
+    assert span(seconds) == words

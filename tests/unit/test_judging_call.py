@@ -86,3 +86,13 @@ def test_waits_double_up_to_the_most_and_never_end_before_the_endpoints_own_hint
         ceiling = min(60.0, FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1))
         assert ceiling / 2 <= call.pause_seconds(None, 60.0) <= ceiling
         assert 7.0 <= call.pause_seconds(7.0, 60.0) <= 8.0
+
+
+def test_how_much_later_than_asked_for_a_request_comes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
+    call = a_call(own=1)
+    # A tenth of the endpoint's hint, and no more than a second.
+    assert [call.pause_seconds(hint, 60.0) for hint in (0.0, 2.0, 10.0, 100.0)] == [0.0, 2.2, 11.0, 101.0]
+    # Without one it doubles, and not without end, however often it failed.
+    call.own = 5000
+    assert call.pause_seconds(None, 1e12) == FIRST_BACKOFF_SECONDS * 2.0**30

@@ -135,6 +135,9 @@ async def test_a_request_says_what_it_is_for_and_the_second_one_wants_no_schema(
     script = Script(criteria("A"))
     await judge(script, stage1_across_epochs=True).ask(Stage1(PROMPT), WHERE)
     assert script.asked[0].scope == ""
+    script = Script(scores(1, 1))
+    await judge(script).ask(Score(example_trajectory(), RUBRIC), WHERE)
+    assert (script.asked[0].scope, script.asked[0].phase) == ("", "score")
 
 
 async def test_a_request_says_which_of_its_beginnings_others_share() -> None:

@@ -15,7 +15,14 @@ from draco_ray.judging import reply_json
 from draco_ray.judging.parsing import MAX_REPLY_CHARACTERS, after_thinking, check_finish, parse_criteria
 from draco_ray.judging.phases.credit import parse_attributions
 from draco_ray.judging.phases.score import parse_scores
-from draco_ray.judging.reply_json import MAX_DEPTH, MAX_LENIENT_CHARACTERS, arrays_of_objects, without_json
+from draco_ray.judging.reply_json import (
+    MAX_COMPARED_CHARACTERS,
+    MAX_DEPTH,
+    MAX_LENIENT_CHARACTERS,
+    arrays_of_objects,
+    integer,
+    without_json,
+)
 from draco_ray.records import Criterion, Verdict
 
 RUBRIC = tuple(
@@ -168,6 +175,44 @@ def test_what_a_reply_without_an_answer_seems_to_be_is_said(text: str, seems: st
     with pytest.raises(ReplyError) as problem:
         parse_scores(text, RUBRIC)
     assert str(problem.value) == NO_ANSWER + seems
+
+
+def test_of_several_arrays_the_one_that_fits_is_taken_and_no_second_one() -> None:
+    other = json.dumps([{"city": "Rome"}])
+    assert verdicts(f"{other}\n{PLAIN}") == verdicts(f"{PLAIN}\n{other}") == [1, -1, 0]
+    with pytest.raises(ReplyError, match="^the reply holds several different JSON arrays; answer with exactly one$"):
+        parse_scores(f"{PLAIN} or {json.dumps(scores(1, 1, 1))}", RUBRIC)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (" \t\n\r1 ", 1),
+        ("+1", 1),
+        ("\u22121", -1),
+        ("\u00a01", "\u00a01"),
+        ("X1", "X1"),
+        (True, "True"),
+        (1.0, "1.0"),
+        (1, 1),
+    ],
+)
+def test_integers_as_judges_write_them(text: object, read: object) -> None:
+    found = integer(text)
+    assert (found, type(found)) == (read, type(read))
+
+
+def test_a_whole_number_with_a_point_is_an_integer_and_another_is_none() -> None:
+    ((found,),) = arrays_of_objects('[{"a": 1.0, "b": 1.50}]', ["a", "b"])
+    assert [(value, type(value)) for value in found.values()] == [(1, int), (1.5, float)]
+
+
+def test_names_beyond_the_longest_that_are_compared_are_told_apart_as_they_are() -> None:
+    k, most = "k", MAX_COMPARED_CHARACTERS
+    for first, second in ((k * most + "a", k * most + "b"), (k * most + "a", k.upper() * most + "a")):
+        assert arrays_of_objects(json.dumps([{first: 1, second: 2}]), ["a"]) == [[{first: 1, second: 2}]]
+    with pytest.raises(ReplyError, match="comes twice in one object"):
+        arrays_of_objects(json.dumps([{k * most: 1, k.upper() * most: 2}]), ["a"])
 
 
 @pytest.mark.parametrize("ending", ["", '"}]', '", "score": -1}, {"rubric_index": 1'])
@@ -659,6 +704,9 @@ def test_an_uncited_verdict_can_be_let_through_and_is_noted() -> None:
         (Verdict.PASS, (1,)),
     ]
     assert parsed.notes == ("no step cited for rubric_index 1: no credit moves for it",)
+    reply = json.dumps([attribution(0, ()), attribution(1), attribution(2, (), "FAIL")])
+    parsed = parse_attributions(reply, RUBRIC, STEPS, lenient=True)
+    assert parsed.notes == ("no step cited for rubric_index 0, 2: no credit moves for it",)
 
 
 def test_a_cut_list_of_steps_is_never_completed() -> None:

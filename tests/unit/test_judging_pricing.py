@@ -163,6 +163,8 @@ def test_the_highest_tier_that_the_input_exceeds_holds_for_the_whole_reply(
     tokens: tuple[int, int, int, int], dollars: float
 ) -> None:
     assert price_of(PRICE, *tokens) == pytest.approx(dollars, rel=1e-9)
+    if not tokens[3]:
+        assert price_of(PRICE, *tokens[:3]) == price_of(PRICE, *tokens)
 
 
 def test_the_most_is_exact_where_nothing_is_open() -> None:
@@ -322,6 +324,9 @@ def test_a_figure_that_no_credible_usage_could_cost_is_none() -> None:
     assert read(24_400 * 50 / 1e6, tiered) == pytest.approx(1.22)
     assert read(1.2201, tiered) is None
     assert read(1_000.0, Price(input=0.001, cache_write=3.0, output=0.002)) is None
+    # What a price does not say is no price.
+    assert read(0.0048, Price(input=0.1, output=0.2)) == 0.0048
+    assert read(0.0049, Price(input=0.1, output=0.2)) is None
     # LiteLLM lists some models at nothing.
     assert read(0.01, Price(input=0.0, output=0.0)) == 0.01
 

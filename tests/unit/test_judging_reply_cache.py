@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.errors import StoreError
-from draco_ray.judging.reply_cache import FILE, PICKLED_FILE, ReplyCache
+from draco_ray.judging.reply_cache import BUSY_SECONDS, FILE, PICKLED_FILE, Book, ReplyCache, read_book, request_key
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -78,8 +78,13 @@ async def test_a_pickle_in_a_received_folder_is_not_loaded(tmp_path: Path, caplo
     cache = ReplyCache(folder)
     assert await cache.get("a") is None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert str(folder / PICKLED_FILE) in line
-    assert "\n" not in line
+    assert line == (
+        f"judge replies in {folder / PICKLED_FILE} are of an earlier version, which pickled them: they are not read, "
+        "what they answer is asked again"
+    )
+    # Once there is a file of today's it is not said again.
+    ReplyCache(folder)
+    assert len(caplog.records) == 1
     # A value of that kind in today's file is no answer either.
     with sqlite3.connect(folder / FILE) as received:
         received.execute("INSERT INTO replies VALUES ('a', ?)", (pickle.dumps(Exploit(marker), protocol=0).decode(),))
@@ -94,8 +99,15 @@ async def test_an_answer_that_is_not_readable_is_asked_for_again(
     cache = ReplyCache(tmp_path)
     with sqlite3.connect(tmp_path / FILE) as file:
         file.execute("INSERT INTO replies VALUES ('a', ?)", (value,))
+    assert caplog.records == []
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute("INSERT INTO replies VALUES (?, ?)", ("0123456789abcdef", value))
     assert await cache.get("a") is None
-    assert "asked for again" in caplog.text
+    assert await cache.get("0123456789abcdef") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"judge reply {key} in {tmp_path / FILE} is not readable and is asked for again"
+        for key in ("a", "0123456789ab")
+    ]
     await cache.put("a", {"text": "new"})
     assert await cache.get("a") == {"text": "new"}
 
@@ -131,3 +143,75 @@ async def test_a_process_that_stopped_in_the_midst_of_a_write_is_named_as_the_ca
     await cache.put("a", {"text": "a"})
     assert await cache.get("a") == {"text": "a"}
     other.close()
+
+
+# --- the book of requests ---------------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_in_the_book_with_the_most_until_it_is_settled(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "with its parents"
+    assert read_book(folder) == Book(settled={}, under_way={})
+    cache = ReplyCache(folder)
+    assert read_book(folder) == Book(settled={}, under_way={})
+    for number, most in (("a/1", 2.0), ("a/2", 3.0), ("b/1", 5.0)):
+        await cache.begin(number, most)
+    assert read_book(folder).under_way == {"a/1": 2.0, "a/2": 3.0, "b/1": 5.0}
+    await cache.settle("a/1", 0.5, ("key", {"text": "x"}))
+    # Asked without a reply, and never entered before: what it cost counts all the same.
+    await cache.settle("b/1", 1.0)
+    await cache.settle("b/2", 0.25)
+    assert (len(cache), await cache.get("key")) == (1, {"text": "x"})
+    assert read_book(folder, "a/") == Book(settled={"a/1": 0.5}, under_way={"a/2": 3.0})
+    whole = read_book(folder)
+    assert whole == Book(settled={"a/1": 0.5, "b/1": 1.0, "b/2": 0.25}, under_way={"a/2": 3.0})
+    assert whole.dollars == 4.75
+    # Begun again under the same number it is open again; settled again, the last word counts.
+    await cache.begin("a/1", 7.0)
+    await cache.settle("b/1", 1.5)
+    assert read_book(folder) == Book(settled={"b/1": 1.5, "b/2": 0.25}, under_way={"a/1": 7.0, "a/2": 3.0})
+
+
+async def test_a_reply_that_cannot_be_kept_is_not_booked_either(tmp_path: Path) -> None:
+    cache = ReplyCache(tmp_path)
+    await cache.begin("1", 2.0)
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute("DROP TABLE requests")
+        file.execute(
+            "CREATE TABLE requests (number TEXT PRIMARY KEY, most REAL NOT NULL, dollars REAL CHECK (dollars < 1))"
+        )
+    with pytest.raises(StoreError):
+        await cache.settle("1", 2.0, ("key", {"text": "x"}))
+    assert await cache.get("key") is None
+
+
+def test_a_folder_of_a_version_without_a_book_has_an_empty_one_and_a_damaged_one_is_said(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute("CREATE TABLE replies (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+    assert read_book(tmp_path) == Book(settled={}, under_way={})
+    (tmp_path / FILE).write_bytes(b"not a database" * 1000)
+    with pytest.raises(StoreError) as problem:
+        read_book(tmp_path)
+    assert str(problem.value) == (
+        f"the book of judge requests in {tmp_path / FILE} cannot be read: file is not a database"
+    )
+
+
+def test_readers_and_writers_wait_for_each_other_as_long_as_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, waited = sqlite3.connect, []
+
+    def noted(*arguments: object, **named: object) -> sqlite3.Connection:
+        waited.append(named.get("timeout"))
+        return connect(*arguments, **named)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr("draco_ray.judging.reply_cache.sqlite3.connect", noted)
+    ReplyCache(tmp_path)
+    read_book(tmp_path)
+    assert waited == [BUSY_SECONDS, BUSY_SECONDS]
+
+
+def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:
+    request = {"text": "\u00e4 \u8a55", "folder": Path("a"), "n": 1}
+    assert request_key(request) == request_key(dict(reversed(request.items())))
+    assert len({request_key(request | change) for change in ({}, {"n": 2}, {"text": "a"}, {"folder": Path("b")})}) == 4

@@ -5,6 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.complete import Request
+from draco_ray.judging.endpoint import Borrowed, Endpoint, Server
 from draco_ray.judging.outage import Trouble
 from draco_ray.judging.trouble import (
     advice,
@@ -15,6 +19,7 @@ from draco_ray.judging.trouble import (
     unconnected,
     wants_completion_tokens,
 )
+from draco_ray.records import Message
 
 REQUEST = httpx.Request("POST", "http://judge/")
 
@@ -162,3 +167,69 @@ def test_a_refused_parameter_is_named_with_the_key_that_mends_it(status: int, te
 )
 def test_the_newer_name_of_the_limit_is_wanted_where_both_are_named(status: int, text: str, wants: bool) -> None:
     assert wants_completion_tokens(Refused(status, text)) is wants
+
+
+# --- what the endpoint's messages say ---------------------------------------------------------------------------------
+
+KEY = "DRACO_TEST_KEY"
+
+
+def endpoint(**changes: object) -> Endpoint:
+    values = {"model": "openai/m", "api_key_env": KEY, "request_timeout_seconds": 30.0} | changes
+    return Endpoint(JudgeConfig.model_validate(values), "judge", "judge.api_base")
+
+
+def test_a_refusal_says_where_the_key_is_looked_for_and_not_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    problem = endpoint().refused(Refused(401, "wrong\n key  secret"))
+    says = "judge openai/m at its provider: refused: wrong key ***; check judge.api_base and the key in environment"
+    assert str(problem) == f"{says} variable {KEY}"
+    monkeypatch.delenv(KEY)
+    problem = endpoint(api_base="http://own/v1").refused(Refused(401, "no key"))
+    assert str(problem) == (
+        f"judge openai/m at http://own/v1: refused: no key; check judge.api_base and the key in environment variable "
+        f"{KEY}, which is not set"
+    )
+
+
+def test_an_error_is_one_line_of_bounded_length() -> None:
+    made = endpoint()
+    assert made.one_line("x" * 500) == "x" * 400
+    assert made.one_line("a\n\tb") == "a b"
+    assert made.one_line(TimeoutError()) == "no answer within 30 s"
+
+
+def test_a_wait_that_is_asked_for_is_kept_up_to_the_time_of_a_request() -> None:
+    waits = [endpoint().hint(Refused(429, headers={"Retry-After": each})) for each in ("7", "30", "31", "soon")]
+    assert waits == [7.0, 30.0, 30.0, None]
+    assert endpoint().hint(Refused(429)) is None
+
+
+async def test_a_key_is_that_of_its_variable_and_a_server_of_ones_own_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    async with endpoint().borrow(Request(messages=())) as borrowed:
+        assert borrowed == Borrowed(Server(None, "secret"))
+    own = endpoint(api_base="http://own/v1")
+    async with own.borrow(Request(messages=())) as borrowed:
+        assert borrowed == Borrowed(Server("http://own/v1", "secret"))
+    monkeypatch.setenv(KEY, "")
+    assert own.api_key() == "none"
+    with pytest.raises(JudgeUnavailable) as problem:
+        endpoint().api_key()
+    assert str(problem.value) == (
+        f"judge openai/m: environment variable {KEY} holds no key; set it, or the endpoint (judge.api_base)"
+    )
+
+
+def test_what_identifies_a_reply_is_the_model_its_messages_and_what_else_is_configured() -> None:
+    messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+    plain = {
+        "model": "openai/m",
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "max_tokens": 777,
+    }
+    assert endpoint(max_tokens=777).arguments(messages) == plain
+    own = endpoint(max_tokens=777, api_base="http://own/v1", extra_body={"x": 1}).arguments(messages)
+    assert own == plain | {"api_base": "http://own/v1", "extra_body": {"x": 1}}
