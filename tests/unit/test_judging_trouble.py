@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -10,6 +12,7 @@ from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Request
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server
 from draco_ray.judging.outage import Trouble
+from draco_ray.judging.prompt_cache import cache_key, marked
 from draco_ray.judging.trouble import (
     advice,
     classify,
@@ -233,3 +236,118 @@ def test_what_identifies_a_reply_is_the_model_its_messages_and_what_else_is_conf
     assert endpoint(max_tokens=777).arguments(messages) == plain
     own = endpoint(max_tokens=777, api_base="http://own/v1", extra_body={"x": 1}).arguments(messages)
     assert own == plain | {"api_base": "http://own/v1", "extra_body": {"x": 1}}
+
+
+class LiteLLM:
+    """LiteLLM as far as an endpoint uses it: it refuses some parameters, and remembers what it was asked to send."""
+
+    class BadRequestError(Exception):
+        status_code = 400
+
+    class UnsupportedParamsError(BadRequestError):
+        pass
+
+    def __init__(self, *refuses: str, provider: str = "openai", only_newer: bool = False) -> None:
+        self.refuses, self.provider, self.only_newer = refuses, provider, only_newer
+        self.utils = self
+        self.sent: list[dict[str, Any]] = []
+
+    def get_llm_provider(self, model: str, api_base: str | None) -> tuple[str, str, None, None]:
+        if model.startswith("nobody/"):
+            raise self.BadRequestError(f"no provider of {model}")
+        return model.rpartition("/")[2], "own" if api_base else self.provider, None, None
+
+    def get_supported_openai_params(self, model: str, custom_llm_provider: str) -> list[str]:
+        return ["prompt_cache_key"] if (model, custom_llm_provider) == ("m", "openai") else []
+
+    def get_optional_params(self, model: str, custom_llm_provider: str, **parameters: object) -> None:
+        if wrong := [name for name in self.refuses if name in parameters]:
+            raise self.UnsupportedParamsError(f"{model} of {custom_llm_provider}\n takes no {wrong[0]}")
+
+    def supports_response_schema(self, model: str) -> bool:
+        return False
+
+    async def acompletion(self, **arguments: Any) -> str:
+        self.sent.append(arguments)
+        if self.only_newer and "max_tokens" in arguments:
+            raise self.BadRequestError("use 'max_completion_tokens' and not 'max_tokens'")
+        return "reply"
+
+
+async def sent(litellm: LiteLLM, made: Endpoint, request: Request, server: Server) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draco_ray.judging.endpoint.quiet_litellm", lambda: litellm)
+        assert await made.complete(request, server, 99, 12.5) == "reply"
+    return litellm.sent[-1]
+
+
+LONG = Message(role="user", content="x" * 10_000)
+ASK = Request(messages=(LONG,), group="g", shared=(9_000,))
+PLAIN = {
+    "model": "openai/m",
+    "messages": [{"role": "user", "content": LONG.content}],
+    "max_tokens": 99,
+    "api_key": "secret",
+    "timeout": 12.5,
+    "num_retries": 0,
+    "max_retries": 0,
+}
+
+
+async def test_what_is_sent_says_everything_once_and_retries_nothing() -> None:
+    made = endpoint(temperature=0.5, reasoning_effort="low", service_tier="flex", extra_body={"x": 1})
+    assert await sent(LiteLLM(), made, ASK, Server(None, "secret")) == PLAIN | {
+        "temperature": 0.5,
+        "reasoning_effort": "low",
+        "service_tier": "flex",
+        "extra_body": {"x": 1},
+        "prompt_cache_key": cache_key("g"),
+    }
+    # A server of one's own is told nothing of caches, and where it is lent its address is that of the loan.
+    made = endpoint(temperature=None, api_base="http://own/v1")
+    assert await sent(LiteLLM(), made, ASK, Server("http://lent/v1", "secret")) == PLAIN | {
+        "api_base": "http://lent/v1"
+    }
+
+
+async def test_how_a_provider_is_told_of_shared_beginnings() -> None:
+    server, bare = Server(None, "secret"), Request(messages=(LONG,))
+    made = endpoint(model="anthropic/m", temperature=None)
+    litellm = LiteLLM(provider="anthropic")
+    marks = marked(PLAIN["messages"], (9_000,))  # type: ignore[arg-type]
+    assert await sent(litellm, made, ASK, server) == PLAIN | {"model": "anthropic/m", "messages": marks}
+    assert await sent(litellm, made, bare, server) == PLAIN | {"model": "anthropic/m"}
+    assert await sent(LiteLLM(), endpoint(temperature=None), bare, server) == PLAIN
+    assert await sent(LiteLLM(), endpoint(temperature=None, prompt_cache="off"), ASK, server) == PLAIN
+
+
+async def test_the_newer_name_of_the_limit_is_learned_once() -> None:
+    litellm, made = LiteLLM(only_newer=True), endpoint(temperature=None, prompt_cache="off")
+    for _ in range(2):
+        await sent(litellm, made, ASK, Server(None, "secret"))
+    newer = {name: value for name, value in PLAIN.items() if name != "max_tokens"} | {"max_completion_tokens": 99}
+    assert litellm.sent == [PLAIN, newer, newer]
+
+
+async def test_a_temperature_that_a_model_refuses_is_left_out_and_an_effort_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    quiet = {"prompt_cache": "off", "temperature": 0.5}
+    made = endpoint(**quiet)
+    for _ in range(2):
+        assert await sent(LiteLLM("temperature"), made, ASK, Server(None, "secret")) == PLAIN
+    assert [record.getMessage() for record in caplog.records] == [
+        "judge openai/m at its provider takes no temperature: judge.temperature=0.5 is not sent (null says the same "
+        "without this line)"
+    ]
+    for refuses in (("reasoning_effort",), ("reasoning_effort", "temperature")):
+        with pytest.raises(JudgeUnavailable) as problem:
+            await sent(LiteLLM(*refuses), endpoint(**quiet, reasoning_effort="low"), ASK, Server(None, "secret"))
+        assert str(problem.value) == (
+            "judge openai/m at its provider: judge.reasoning_effort=low is refused: m of openai takes no "
+            "reasoning_effort; set it to null or to one that the model knows"
+        )
+    # Of a provider that LiteLLM does not know the request will say so itself.
+    unknown = endpoint(**quiet, model="nobody/m")
+    found = await sent(LiteLLM("temperature"), unknown, ASK, Server(None, "secret"))
+    assert found == PLAIN | {"model": "nobody/m", "temperature": 0.5}
