@@ -111,8 +111,13 @@ def project_file(path: Path) -> Path:
     raise ConfigError(f"{path}: no such file in {Path.cwd()} or {PACKAGE}")
 
 
-def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tree of a source and of what it extends; notes in ``foreign`` which run directory of others a key is from."""
+def _read(
+    source: str, foreign: dict[str, Path], children: tuple[Path, ...] = (), *, named_by_theirs: bool = False
+) -> dict[str, Any]:
+    """The tree of a source and of what it extends; notes in ``foreign`` which run directory of others a key is from.
+
+    What somebody else's file extends is theirs wherever it lies, presets aside.
+    """
     path = _source_file(source)
     if (real := Path(os.path.realpath(path))) in children:
         ring = " -> ".join(str(each) for each in (*children[children.index(real) :], real))
@@ -122,13 +127,15 @@ def _read(source: str, foreign: dict[str, Path], children: tuple[Path, ...] = ()
     parents = tree.pop("extends", None) or []
     if path.parent == PRESETS:
         tree.pop("argument", None)
+    run = path if path.name == CONFIG_FILE else real
+    of_run = Path(source).is_dir() or any(map(is_run_directory, (path.parent, *real.parents)))
+    if of_run and run.name == CONFIG_FILE and (problem := changed(run.parent, text)) is not None:
+        raise ConfigError(f"config {path}: damaged: {problem}")
+    ours = run.name == CONFIG_FILE and is_ours(run.parent, text)
+    theirs = not ours and (of_run or named_by_theirs) and real.parent != PRESETS
     base: dict[str, Any] = {}
     for parent in parents if isinstance(parents, list) else [parents]:
-        _merge(base, _read(str(parent), foreign, (*children, real)))
-    of_run = Path(source).is_dir() or is_run_directory(path.parent)
-    if of_run and path.name == CONFIG_FILE and (problem := changed(path.parent, text)) is not None:
-        raise ConfigError(f"config {path}: damaged: {problem}")
-    theirs = of_run and not (path.name == CONFIG_FILE and is_ours(path.parent, text))
+        _merge(base, _read(str(parent), foreign, (*children, real), named_by_theirs=theirs))
     _note_keys(tree, foreign, path if theirs else None)
     _merge(base, tree)
     return base

@@ -76,6 +76,35 @@ def test_a_received_run_needs_a_word_for_each_key(tmp_path: Path, monkeypatch: p
     assert mine.learner.lora_rank == 3
 
 
+@pytest.mark.parametrize("place", ["beside.yaml", "sub/below.yaml", "sub/../sub/below.yaml", "../elsewhere.yaml"])
+def test_what_a_received_run_extends_is_theirs_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    run = received(tmp_path / "run", monkeypatch)
+    (run / "sub").mkdir()
+    Path(run, place).write_text("environment: {appworld_python: /tmp/evil/python}\n")
+    (run / "run.json").unlink()
+    for extends in (f"./{place}", str(run / place), f"[sandbox, ./{place}]"):
+        (run / "config.yaml").write_text(f"extends: {extends}\n")
+        with pytest.raises(ConfigError, match="names environment.appworld_python=/tmp/evil/python"):
+            load_config(str(run))
+    (run / "config.yaml").write_text("extends: sandbox\n")
+    assert load_config(str(run)) == load_config("sandbox")
+
+
+def test_a_file_of_a_received_run_is_theirs_by_whatever_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = received(tmp_path / "run", monkeypatch, "environment.appworld_python=/tmp/evil/python")
+    below = run / "checkpoints" / "step-0001"
+    below.mkdir(parents=True)
+    shutil.copy(run / "config.yaml", below / "mine.yaml")
+    link, extending = tmp_path / "mine.yaml", tmp_path / "extending.yaml"
+    link.symlink_to(run / "config.yaml")
+    extending.write_text("extends: ./mine.yaml\n")
+    for source in (link, extending, below / "mine.yaml"):
+        with pytest.raises(ConfigError, match="names environment.appworld_python=/tmp/evil/python"):
+            load_config(str(source))
+
+
 def test_an_option_of_ones_own_does_not_vouch_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = "environment.options={tools: [/theirs/tools.py]}"
     run = received(tmp_path / "run", monkeypatch, theirs, "learner.lora_rank=3")
