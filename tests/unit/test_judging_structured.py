@@ -140,7 +140,7 @@ async def test_what_is_refused_either_way_or_for_another_reason_does_not_speak_a
         Table("m", error=ValueError("no status")),
         Table("m", error=Refused(400), always=True),
     ):
-        with pytest.raises(type(table.error)):
+        with pytest.raises((Refused, ValueError)):
             await structured.complete(table, SCHEMA)
         assert len(table.sent) == (2 if table.always else 1)
     table = Table("m")
