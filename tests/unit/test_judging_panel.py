@@ -128,13 +128,15 @@ async def test_who_fails_has_no_vote_and_is_said_to_have_none() -> None:
     assert [int(each.verdict) for each in judged.value or ()] == [-1] * count
     assert any(note.startswith("no vote: score of t rollout 0 failed") for note in judged.notes)
     assert [call.model for call in judged.calls] == ["a", "b"]
-    _, all_fail = panel(Scores("a", error="cut"), [Scores("b", error="cut")])
+    _, all_fail = panel(Scores("a", error="cut"), [Scores("b", error="gone")])
     nobody = await all_fail.ask(Score(example_trajectory(), RUBRIC), CONTEXT)  # type: ignore[attr-defined]
     assert nobody.value is None
     assert nobody.error == "score of t rollout 0 failed after 1 calls: cut"
     # What the failed calls have cost is in the archive as well, and nothing was left out.
     assert [call.model for call in nobody.calls] == ["a", "b"]
-    assert nobody.notes == (f"no vote: {nobody.error}",) * 2
+    assert nobody.notes == tuple(
+        f"no vote: score of t rollout 0 failed after 1 calls: {why}" for why in ("cut", "gone")
+    )
     assert nobody.left_out == 0
     assert config.jury
 
@@ -276,3 +278,50 @@ def test_another_judge_has_its_own_endpoint_and_key() -> None:
         "sandbox", ["judge.jury=[{model: openai/gpt-5.4-mini}]", "judge.strong={model: openai/gpt-5.4}"]
     )
     assert loaded.judge.jury[0].model == "openai/gpt-5.4-mini"
+
+
+def with_others(**changes: object) -> JudgeConfig:
+    """A configuration with other judges, every one at an endpoint of its own."""
+    others = {
+        "jury": (OtherJudgeConfig(model="j"),),
+        "strong": OtherJudgeConfig(model="s"),
+        "fallbacks": (OtherJudgeConfig(model="f", api_base="http://f/v1"), OtherJudgeConfig(model="g")),
+    }
+    return JudgeConfig.model_validate({"model": "m", "max_outage_seconds": 60.0, "max_tokens": 999} | others | changes)
+
+
+def test_another_judge_has_no_panel_of_its_own_and_everything_else_of_the_first() -> None:
+    config = with_others(context_tokens=50_000, api_base="http://m/v1", extra_body={"x": 1}, api_key_env="M")
+    made = other(config, OtherJudgeConfig(model="org/name/x", api_base="http://x/v1"))
+    assert made == JudgeConfig(
+        model="org/name/x", api_base="http://x/v1", api_key_env="ORG_API_KEY", max_outage_seconds=60.0, max_tokens=999
+    )
+    assert other(config, OtherJudgeConfig(model="bare")).api_key_env == "OPENAI_API_KEY"
+
+
+def test_only_the_last_judge_that_stands_in_is_waited_for() -> None:
+    opened: list[JudgeConfig] = []
+
+    def open_one(config: JudgeConfig) -> Scores:
+        opened.append(config)
+        return Scores(config.model)
+
+    config = with_others()
+    assert isinstance(with_fallbacks(config, open_one), Fallbacks)
+    impatient = {"max_outage_seconds": 0.0}
+    first, second = (other(config, each) for each in config.fallbacks)
+    assert opened == [config.model_copy(update=impatient), first.model_copy(update=impatient), second]
+    opened.clear()
+    alone = config.model_copy(update={"fallbacks": ()})
+    assert isinstance(with_fallbacks(alone, open_one), Scores)
+    assert opened == [alone]
+
+
+@pytest.mark.parametrize("unpriced", ["j", "s", "f", "g"])
+def test_a_budget_wants_a_price_of_whoever_may_be_asked(unpriced: str) -> None:
+    prices = {model: {"input": 1.0, "output": 1.0} for model in "mjsfg"}
+    config = with_others(limits={"dollars": 1.0}, prices=prices)
+    assert with_fallbacks(config, lambda each: Scores(each.model)) is not None
+    del prices[unpriced]
+    with pytest.raises(ConfigError, match=f"no price of {unpriced} is known"):
+        with_fallbacks(with_others(limits={"dollars": 1.0}, prices=prices), lambda each: Scores(each.model))
