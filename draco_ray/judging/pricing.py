@@ -54,7 +54,7 @@ class Most:
 
 def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
     """The configured price of ``model``: by its full name, else by its name without provider and organisation."""
-    return prices.get(model) or prices.get(model.rsplit("/", 1)[-1])
+    return prices.get(model) or prices.get(model.rpartition("/")[2])
 
 
 def known_price(judge: JudgeConfig, model: str) -> Price | None:

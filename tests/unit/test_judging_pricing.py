@@ -93,6 +93,32 @@ def test_a_token_that_was_thought_may_be_the_dearer_one() -> None:
     assert (price.output, price.tiers[0].output) == pytest.approx((4.0, 12.0))
 
 
+def test_what_litellm_lists_is_read_to_the_last_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thresholds are numbers; what a tier does not say is as below it; what costs nothing costs that."""
+    listed = {
+        "input_cost_per_token": 1e-6,
+        "cache_read_input_token_cost": 0,
+        "output_cost_per_token": 3e-6,
+        "input_cost_per_token_above_1000k_tokens": 4e-6,
+        "input_cost_per_token_above_200k_tokens": 2e-6,
+        "output_cost_per_token_above_200k_tokens": 5e-6,
+    }
+    table = SimpleNamespace(
+        model_cost={"key": listed, "half": {"input_cost_per_token": 1e-6}, "free": {"output_cost_per_token": 1e-6}},
+        get_model_info=lambda model: {"key": model},
+    )
+    monkeypatch.setattr("draco_ray.judging.pricing.quiet_litellm", lambda: table)
+    judge = JudgeConfig(prices={})
+    price = known_price(judge, "key")
+    assert price is not None
+    assert (price.input, price.cached_input, price.cache_write, price.output) == (1.0, 0.0, None, 3.0)
+    assert [(tier.above, tier.input, tier.cached_input, tier.output) for tier in price.tiers] == [
+        (200_000, pytest.approx(2.0), 0.0, pytest.approx(5.0)),
+        (1_000_000, pytest.approx(4.0), 0.0, 3.0),
+    ]
+    assert known_price(judge, "half") is known_price(judge, "free") is known_price(judge, "nobody") is None
+
+
 TEXTS = {
     "chinese": "评分标准：是否完成了任务。",
     "rare": "𠮷𡈽齉龘",
@@ -172,7 +198,9 @@ def test_the_most_is_exact_where_nothing_is_open() -> None:
         return most_of(price, (message("a" * (size - REQUEST_TOKENS - MESSAGE_TOKENS)),), 100, {}).dollars
 
     flat = Price(input=2.0, output=10.0)
-    assert most(flat, 4_000) == pytest.approx((4_000 * 2.0 + 100 * 10.0) / 1e6)
+    assert most(flat, 4_000) == pytest.approx((4_000 * 2.0 + 100 * 10.0) / 1e6, rel=1e-9)
+    assert most(Price(input=0.1, output=0.2), 4_000) == pytest.approx((4_000 * 0.1 + 100 * 0.2) / 1e6, rel=1e-9)
+    assert most_of(flat, (message("a"),), 100, {}).output_tokens == 100
     # Whichever way of paying is the dearest: writing to the cache here, reading from it there.
     assert most(PRICE, 5_000) == pytest.approx((5_000 * 2.5 + 100 * 10.0) / 1e6)
     odd = flat.model_copy(update={"cached_input": 3.0})
@@ -197,7 +225,7 @@ def test_a_price_of_the_full_name_goes_before_one_of_its_last_part() -> None:
     prices = {"a/b/model": full, "model": short}
     assert find_price("a/b/model", prices) == full
     assert find_price("c/model", prices) == find_price("model", prices) == short
-    assert find_price("a/b", prices) is None
+    assert find_price("a/b", prices) is find_price("nobody", prices) is None
 
 
 # --- what a reply says it took ----------------------------------------------------------------------------------------
