@@ -25,3 +25,4 @@ def test_slots_and_their_nodes_come_with_the_rollouts_and_go(tmp_path: Path) -> 
     assert seen["rollouts"] == list(range(ROLLOUTS))
     assert seen["most_attempts"] <= 2
     assert (seen["up_at_last"], seen["nodes_at_last"]) == (1, 0)
+    assert seen["up_again"] == 1

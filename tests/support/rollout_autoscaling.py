@@ -72,7 +72,7 @@ class Waits:
         return replace(a_trajectory(1, request.task_id, request.rollout), attempt=request.attempt)
 
 
-async def grow_and_shrink(workers: RolloutWorkers, folder: Path) -> dict[str, Any]:
+async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder: Path) -> dict[str, Any]:
     """More rollouts than slots; a node that is lost under one; then nothing."""
     workers.open()
     pool = RolloutPool(workers, standing(1, SLOTS), 1, seed=0)
@@ -98,7 +98,11 @@ async def grow_and_shrink(workers: RolloutWorkers, folder: Path) -> dict[str, An
     await until(lambda: workers.places.up == 1 and not added_nodes())
     seen |= {"up_at_last": workers.places.up, "nodes_at_last": len(added_nodes())}
     await workers.stop()
-    return seen
+    # As the workers of a later evaluation, which have the names of those of an earlier one.
+    again.open()
+    await until(lambda: again.places.up == 1)
+    await again.stop()
+    return seen | {"up_again": again.places.up}
 
 
 def main(folder: Path) -> None:
@@ -123,7 +127,8 @@ def main(folder: Path) -> None:
         ground_truth=False,
         run_name="autoscaling",
     )
-    print(json.dumps(asyncio.run(grow_and_shrink(RolloutWorkers(start, config.environment), folder))))
+    workers, again = (RolloutWorkers(start, config.environment) for _ in range(2))
+    print(json.dumps(asyncio.run(grow_and_shrink(workers, again, folder))))
 
 
 if __name__ == "__main__":
