@@ -246,7 +246,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def _check_values(node: Any, where: str) -> None:
-    """Refuse what no key can mean and what could not be written down again: inf, nan, half characters, rings."""
+    """Refuse what no key can mean and what could not be written down again: inf, nan, NUL, half characters, rings."""
     sizes: dict[int, int] = {}
 
     def size(node: Any, key: str, above: tuple[int, ...]) -> int:
@@ -258,6 +258,8 @@ def _check_values(node: Any, where: str) -> None:
                 node.encode("utf-8")
             except UnicodeEncodeError:
                 raise ConfigError(f"config {where}{key}: {node!a} is no text that UTF-8 can hold") from None
+            if "\0" in node:
+                raise ConfigError(f"config {where}{key}: {node[:100]!a} holds a NUL, which no path or name can")
         if not isinstance(node, dict | list):
             return 1
         if id(node) in above or len(above) > MAX_DEPTH:

@@ -187,6 +187,11 @@ def test_no_number_hides_where_anything_may_stand() -> None:
     assert load_config(None, ["judge.extra_body={a: [1, nan]}"]).judge.extra_body == {"a": [1, "nan"]}
 
 
+@pytest.mark.parametrize("override", ['run.root="a\\0b"', 'data.root="\\0"', 'judge.extra_body={a: ["\\0"]}'])
+def test_a_nul_is_refused_wherever_it_stands(override: str) -> None:
+    assert "holds a NUL" in one_line(None, [override])
+
+
 @pytest.mark.parametrize(
     "name",
     ["..", ".", "../up", "a/../b", "/absolute", "a/b", "a\\b", '""', "' '", '"a\\nb"', '"a\\0b"', "...", "x" * 201],

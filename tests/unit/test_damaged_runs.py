@@ -330,3 +330,9 @@ def test_files_that_are_not_a_runs_are_left_alone(whole: Path, tmp_path: Path) -
     assert opened.checkpoint_steps() == [1]
     rewind(opened, reuse=True)
     assert (run / "tables" / "mine" / "step00001").is_dir()
+
+
+def test_a_name_too_long_for_a_folder_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs", "show", "n" * 5000])
+    assert "not a run directory (File name too long)" in capsys.readouterr().err

@@ -113,9 +113,10 @@ def checkpoint_steps(given: str, say: Say = lambda line: None) -> list[int]:
 
     Raises:
         StoreError: the store cannot be used.
+        ConfigError: the folder is no run directory.
     """
     if not is_url(given):
-        return RunDirectory(Path(given)).checkpoint_steps()
+        return RunDirectory.open(Path(given)).checkpoint_steps()
     found = latest_manifest(Patient(ArrowStore(given), given, say, seconds=START_SECONDS), given)
     return [] if found is None else found.checkpoint_steps
 
