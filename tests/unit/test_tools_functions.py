@@ -198,6 +198,78 @@ def test_a_function_behind_a_decorator_is_a_tool(tmp_path: Path) -> None:
     assert call(found, "f", {"x": "3"}, 5) == "3"
 
 
+KEEPS = """
+import asyncio, enum, os
+
+class Speed(enum.Enum):
+    fast = "fast"
+    slow = "slow"
+
+async def _serve(requests: asyncio.Queue) -> None:
+    while True:
+        text, answer = await requests.get()
+        answer.set_result(text.upper())
+
+async def reset(task: dict) -> None:
+    global requests, serving
+    requests = asyncio.Queue()
+    serving = asyncio.create_task(_serve(requests))
+
+async def ask(text: str, how: Speed | None = None) -> str:
+    'Ask.'
+    answer = asyncio.get_running_loop().create_future()
+    await requests.put((text, answer))
+    return await answer
+
+async def hang() -> None:
+    'Hang.'
+    try:
+        await asyncio.Event().wait()
+    finally:
+        os.environ["DESK_HUNG"] = str(int(os.environ.get("DESK_HUNG", "0")) + 1)
+
+async def idle() -> str:
+    'Give others a turn.'
+    await asyncio.sleep(0)
+    return os.environ["DESK_HUNG"]
+
+async def fail() -> None:
+    'Fail.'
+    raise KeyError("a")
+"""
+
+
+def test_tools_of_a_task_share_a_loop_until_one_has_to_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DESK_HUNG", "0")
+    file = tmp_path / "keeping_tools.py"
+    file.write_text(KEEPS)
+    keeps = load([str(file)])
+    assert described(keeps.schemas[0]) == '- Tool `ask(text: string, how?: "fast" | "slow" | null)`: Ask.'
+    assert run_hook(keeps, "reset", {}, 60) == (None, None)
+    # What `reset` has begun goes on beside the calls.
+    assert call(keeps, "ask", {"text": "a"}, 60) == "A"
+    assert call(keeps, "fail", {}, 60) == "error: fail: KeyError: 'a'"
+    assert call(keeps, "ask", {"text": "b"}, 60) == "B"
+    assert call(keeps, "hang", {}, 0.2) == "error: hang: stopped after 0.2 s without an answer"
+    # It was ended, and does not go on beside the next one.
+    assert call(keeps, "idle", {}, 60) == "1"
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (None, "f()"),
+        ({"properties": [], "required": 3, "$defs": []}, "f()"),
+        ({"properties": {"a": {"enum": 5}, "b": {"anyOf": {}}, "c": 3}}, "f(a?: any, b?: any, c?: any)"),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": 3}}, "f(a?: A)"),
+    ],
+)
+def test_a_schema_that_is_none_is_told_as_far_as_it_goes(schema: object, says: str) -> None:
+    assert described({"function": {"name": "f", "parameters": schema}}) == f"- Tool `{says}`: "
+
+
 def test_what_has_no_json_is_told_as_it_is_written() -> None:
     class Mute:
         def __repr__(self) -> str:

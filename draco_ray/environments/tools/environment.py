@@ -259,10 +259,13 @@ def described(tool: Mapping[str, Any]) -> str:
     '- Tool `add(a: integer, b?: integer)`: Adds. b: second'
     """
     function = tool["function"]
-    schema = function.get("parameters") or {}
-    parameters: Mapping[str, Any] = schema.get("properties") or {}
-    required = schema.get("required") or []
-    listed = ", ".join(f"{name}{'' if name in required else '?'}: {_type(each)}" for name, each in parameters.items())
+    # An MCP server's schemas are what it likes.
+    schema = _mapping(function.get("parameters"))
+    parameters, kinds = _mapping(schema.get("properties")), _mapping(schema.get("$defs"))
+    required = _list(schema.get("required"))
+    listed = ", ".join(
+        f"{name}{'' if name in required else '?'}: {_type(each, kinds)}" for name, each in parameters.items()
+    )
     said = [
         f"{name}: {' '.join(str(each['description']).split())}"
         for name, each in parameters.items()
@@ -272,15 +275,27 @@ def described(tool: Mapping[str, Any]) -> str:
     return f"- Tool `{function['name']}({listed})`: {' '.join([description, '; '.join(said)]).strip()}"
 
 
-def _type(schema: Any) -> str:
+def _type(schema: Any, kinds: Mapping[str, Any]) -> str:
+    """A type in words; ``kinds`` are those that a schema names, of which values are told and objects named."""
     if not isinstance(schema, Mapping):
         return "any"
-    if "enum" in schema:
-        return " | ".join(json.dumps(each) for each in schema["enum"])
-    if "anyOf" in schema:
-        return " | ".join(map(_type, schema["anyOf"]))
-    found = schema.get("type", str(schema.get("$ref", "any")).rpartition("/")[2])
-    return str(found)
+    name = str(schema.get("$ref", "any")).rpartition("/")[2]
+    named = kinds.get(name)
+    if isinstance(named, Mapping) and "enum" in named:
+        schema = named
+    if values := _list(schema.get("enum")):
+        return " | ".join(map(json.dumps, values))
+    if several := _list(schema.get("anyOf")):
+        return " | ".join(_type(each, kinds) for each in several)
+    return str(schema.get("type", name))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 _known: dict[str, Offer] = {}

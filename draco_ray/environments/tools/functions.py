@@ -45,6 +45,27 @@ class Functions:
     schemas: list[dict[str, Any]] = field(default_factory=list)
     """In OpenAI's form, in the order of the files and of the functions in them."""
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+
+    def run(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+        """What a function returns or, where it is a coroutine function, awaits: all of them in one event loop.
+
+        So a client that a tool keeps, whose connections are the loop's, lives as long as its task.
+        """
+        returned = function(*given, **named)
+        if inspect.isasyncgen(returned):
+            returned = _all(cast(AsyncGenerator[Any, None], returned))
+        if not inspect.isawaitable(returned):
+            return returned
+        try:
+            return self._runner.run(_awaited(returned))
+        except Exception:
+            raise
+        except BaseException:
+            # What was stopped in the midst would go on in the next call.
+            runner, self._runner = self._runner, asyncio.Runner()
+            runner.close()
+            raise
 
 
 def load(files: Iterable[str]) -> Functions:
@@ -80,7 +101,7 @@ def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_
     limit = _Limit(timeout_seconds)
     try:
         with limit:
-            returned = _run(tool, **arguments)
+            returned = functions.run(tool, **arguments)
             return returned if isinstance(returned, str) else to_json(returned, fallback=str).decode()
     except BaseException as error:  # Also what a tool's own asyncio cancels, or SystemExit.
         # Somebody may have made another error of the one that stops a call.
@@ -100,7 +121,7 @@ def run_hook(
     limit = _Limit(timeout_seconds)
     try:
         with limit:
-            return (None if function is None else _run(function, task)), None
+            return (None if function is None else functions.run(function, task)), None
     except BaseException as error:
         return None, f"{hook}: no end after {timeout_seconds:g} s" if limit.expired else f"{hook}: {_said(error)}"
 
@@ -115,13 +136,6 @@ def with_json(value: Any) -> Any:
         except Exception:
             return f"a {type(value).__name__}"
     return value
-
-
-def _run(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    returned = function(*given, **named)
-    if inspect.isasyncgen(returned):
-        return asyncio.run(_all(cast(AsyncGenerator[Any, None], returned)))
-    return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
 
 async def _awaited(returned: Any) -> Any:
