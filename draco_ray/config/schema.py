@@ -579,6 +579,9 @@ class LearnerConfig(Tree):
     """Compute activations again in the backward pass instead of keeping them."""
     offload_activations: bool = False
     """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
+    compile: bool = False
+    """Let torch.compile make kernels of a decoder's norms and gated MLPs: on a CPU it needs a C++ compiler, on a GPU
+    Triton."""
     max_failures: int = Field(3, ge=0)
     """Times workers that failed are started anew between two checkpoints before the run stops."""
 

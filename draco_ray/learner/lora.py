@@ -5,6 +5,11 @@ scaled and added in arrays of the layer's output, and the copy is kept for the b
 the layer's own output, and nothing is kept that the layers beside it do not keep as well: what a layer reads, in the
 base's type, and the adapter's few inner numbers. The adapter itself, its gradients and its optimizer stay in float32;
 it is computed with in the base's type, as the engines do.
+
+The adapter's share is what autograd sees, and its backward is that of the whole layer; the frozen layer's product is
+added to it afterwards. By then all that is kept exists, and a checkpoint that computes a decoder layer again stops at
+the last thing that is kept: it leaves out the product of the layer's last matrix, a quarter of the whole in an MLP as
+wide as these models'.
 """
 
 from __future__ import annotations
@@ -31,12 +36,15 @@ class FusedLora(lora.Linear):
         (name,) = self.active_adapters
         weight_a, weight_b = self.lora_A[name].weight, self.lora_B[name].weight
         scale = getattr(base, "weight_scale", None)
-        adapted: Tensor = _AdaptedLinear.apply(x, base.weight, scale, base.bias, weight_a, weight_b, self.scaling[name])
+        adapted: Tensor = _Adapter.apply(x, base.weight, scale, base.bias, weight_a, weight_b, self.scaling[name])
+        with torch.no_grad():
+            weight_IO = whole_weight(base.weight, scale, x.dtype).T
+            adapted.detach().view(-1, adapted.shape[-1]).addmm_(x.flatten(0, -2), weight_IO)
         return adapted
 
 
-class _AdaptedLinear(torch.autograd.Function):
-    """N tokens, I inputs, O outputs, rank R."""
+class _Adapter(torch.autograd.Function):
+    """N tokens, I inputs, O outputs, rank R: forwards bias and share of the adapter, backwards the whole layer."""
 
     @staticmethod
     def forward(
@@ -50,11 +58,14 @@ class _AdaptedLinear(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         inner_NR = x.flatten(0, -2) @ a_RI.to(x.dtype).T
-        y = torch.nn.functional.linear(x, whole_weight(weight_OI, scale_O1, x.dtype), bias_O)
-        y.view(-1, y.shape[-1]).addmm_(inner_NR, b_OR.to(x.dtype).T, alpha=scaling)
+        # No view is returned: it is added to behind autograd's back.
+        share = x.new_empty(*x.shape[:-1], len(b_OR))
+        bias, bias_counts = (x.new_zeros(()), 0) if bias_O is None else (bias_O, 1)
+        out_NO = share.view(-1, len(b_OR))
+        torch.addmm(bias, inner_NR, b_OR.to(x.dtype).T, beta=bias_counts, alpha=scaling, out=out_NO)
         ctx.save_for_backward(x, weight_OI, scale_O1, a_RI, b_OR, inner_NR)
         ctx.scaling = scaling
-        return y
+        return share
 
     @staticmethod
     @once_differentiable

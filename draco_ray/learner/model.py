@@ -26,6 +26,7 @@ from draco_ray.learner.frozen import round_base
 from draco_ray.learner.logprobs import token_logprobs
 from draco_ray.learner.lora import FusedLora
 from draco_ray.learner.packing import Packable, Row, lay_out, part_of
+from draco_ray.learner.pointwise import fuse, kernels
 from draco_ray.learner.segments import NotPlainError, install
 from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
@@ -87,6 +88,7 @@ class AdaptedModel:
         self._offload = config.offload_activations
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
+        fuse(self._decoder, kernels(compiled=config.compile))
         round_base(self._decoder, config.base_precision)
         if mesh is None:
             base.to(device)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from draco_ray.learner.lora import FusedLora
@@ -78,6 +79,38 @@ def test_recomputed_in_the_backward_and_without_a_gradient_below_it_is_the_same(
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.testing.assert_close(parameter.grad, plain[name])
+
+
+class Products(TorchDispatchMode):
+    """Counts the products with a frozen weight, forwards and in a recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm_.default:
+            self.shapes.append(args[2].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_recomputation_leaves_out_the_last_product() -> None:
+    """Nothing after it is kept, and so nothing needs it; the backward's own is of the weight the other way around."""
+
+    class Last(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.right(self.left(x)[..., :1].expand_as(x))
+
+    model = adapted(True, torch.float32)
+    model.base_model.model.__class__ = Last
+    x = inputs(torch.float32)
+    with Products() as forwards:
+        y = checkpoint(model, x, use_reentrant=False)
+    with Products() as backwards:
+        y.sum().backward()
+    weight = torch.Size([INPUTS, OUTPUTS])
+    assert forwards.shapes.count(weight) == 2
+    assert backwards.shapes.count(weight) == 1
 
 
 def test_with_the_adapter_off_it_is_the_base_layer() -> None:

@@ -17,6 +17,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32 = 4
 DELTA_CHUNK = 64
 """Tokens of a chunk in transformers' own gated delta rule, which runs where flash-linear-attention is not installed."""
+UNFUSED_MLPS = ("gemma2", "gemma3_text", "phi3")
+"""Architectures whose MLPs are not gated by a SiLU in three layers."""
 UPDATE_COPIES = 3
 """Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
 BATCHED_TOKENS = {0: 8192, 70: 16384}
@@ -137,9 +139,9 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     }
     layers, recomputed = _activations(config, shape, part, kept)
     head = Item(
-        # The last norm in float32, its output, the positions wanted of it, and their slopes.
+        # What the last norm reads, its output, the positions wanted of it, and their slopes.
         name="hidden states at the LM head",
-        bytes=part * shape.hidden * (FLOAT32 + 3 * width),
+        bytes=part * shape.hidden * 4 * width,
         keys=LENGTH_KEYS,
     )
     chunk = Item(
@@ -174,8 +176,15 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
         tokens=tokens,
         part=part,
-        host=(layer_inputs(config, shape, part), head) if learner.offload_activations else (),
+        host=(layer_inputs(config, shape, part), _kept_at_head(shape, part, width))
+        if learner.offload_activations
+        else (),
     )
+
+
+def _kept_at_head(shape: ModelShape, tokens: int, width: int) -> Item:
+    """Of the hidden states at the LM head what the backward needs: what the last norm read, and the slopes."""
+    return Item(name="hidden states at the LM head", bytes=tokens * shape.hidden * 2 * width, keys=LENGTH_KEYS)
 
 
 def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
@@ -302,9 +311,10 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> in
     # What an adapter reads, once for all layers that read the same, and its inner numbers.
     read = {linear.reads: linear.inputs for linear in linears}
     adapters = width * (sum(read.values()) + rank * len(linears))
-    norms = 2 * FLOAT32 * (shape.hidden + 1)
-    # Gate, its SiLU, and the up projection.
-    mlp = 3 * width * shape.intermediate
+    # What two norms read, and their scale.
+    norms = 2 * (width * shape.hidden + FLOAT32)
+    # Gate and up projection; where they are not one operation, the gate's activation as well.
+    mlp = (3 if shape.architecture in UNFUSED_MLPS else 2) * width * shape.intermediate
     mixer = _attention_bytes(shape, width) if kind == "full_attention" else _delta_bytes(shape, width)
     return adapters + norms + mlp + mixer
 
@@ -409,9 +419,10 @@ def _attention_bytes(shape: ModelShape, width: int) -> int:
     # joined from and for the segments of a row.
     kept = width * (3 * queries + 4 * keys) + FLOAT32 * shape.heads
     if shape.query_norm:
-        kept += FLOAT32 * (queries + keys + shape.heads + shape.kv_heads)
+        kept += width * (queries + keys) + FLOAT32 * (shape.heads + shape.kv_heads)
     if shape.gated:
-        kept += 2 * width * queries
+        # The gate and what it multiplies; the norm of the queries reads them where they lie, beside the gate.
+        kept += 3 * width * queries
     return kept
 
 
