@@ -11,6 +11,7 @@ The arithmetic is in four functions without autograd, which ``learner.compile`` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +71,14 @@ class Kernels(NamedTuple):
 
 def kernels(*, compiled: bool) -> Kernels:
     """As they are, or one kernel each for any number of tokens, made at its first use."""
-    plain = Kernels(normed, norm_slope, gated, gated_slopes)
     if not compiled:
-        return plain
-    return Kernels(*(torch.compile(function, dynamic=True) for function in plain))
+        return Kernels(normed, norm_slope, gated, gated_slopes)
+
+    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        made: Callable[..., Any] = torch.compile(function, dynamic=True)
+        return made
+
+    return Kernels(kernel(normed), kernel(norm_slope), kernel(gated), kernel(gated_slopes))
 
 
 def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
@@ -95,7 +100,7 @@ def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
             alike[kind] = _equal(module, width, using)
         make = alike[kind]
         if make is not None:
-            module.forward = make(module)  # type: ignore[method-assign,assignment]
+            module.forward = make(module)
             fused += 1
     return fused
 
@@ -120,9 +125,9 @@ def _equal(module: Any, width: int, using: Kernels) -> Callable[[Any], Callable[
     drawn = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)[None]
     expected = module(x).float()
-    forms = [lambda mlp: _mlp(mlp, using)]
+    forms: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [partial(_mlp, using=using)]
     if _eps(module) is not None:
-        forms = [lambda norm, centred=centred: _norm(norm, centred, using) for centred in (False, True)]
+        forms = [partial(_norm, centred=centred, using=using) for centred in (False, True)]
     for make in forms:
         gap = (make(module)(x).float() - expected).abs().mean()
         if gap <= TOLERANCE * expected.abs().mean():

@@ -18,7 +18,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": COMMON | DELTA | {"head_dim": 8},
     "gemma2": COMMON | {"head_dim": 8},
 }
-TOKENS = 30
+TOKENS, WIDTH, INNER = 30, 32, 48
+"""The widths are those of `COMMON`."""
 
 
 def decoder_of(name: str, dtype: torch.dtype) -> Any:
@@ -81,17 +82,17 @@ def test_a_layer_that_computes_something_else_stays_as_it_is() -> None:
 
     class OtherRMSNorm(norm):  # type: ignore[misc,valid-type]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 1.1 * super().forward(x)  # type: ignore[no-any-return]
+            return 1.1 * super().forward(x)
 
     class Other(mlp):  # type: ignore[misc,valid-type]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))  # type: ignore[no-any-return]
+            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
     decoder.norm.__class__ = OtherRMSNorm
     decoder.layers[0].mlp.__class__ = Other
-    expected = [outcome(layer, COMMON["hidden_size"], torch.float32) for layer in (decoder.norm, decoder.layers[0].mlp)]
+    expected = [outcome(layer, WIDTH, torch.float32) for layer in (decoder.norm, decoder.layers[0].mlp)]
     assert fuse(decoder, kernels(compiled=False)) == len(layers_of(decoder)) - 1
-    found = [outcome(layer, COMMON["hidden_size"], torch.float32) for layer in (decoder.norm, decoder.layers[0].mlp)]
+    found = [outcome(layer, WIDTH, torch.float32) for layer in (decoder.norm, decoder.layers[0].mlp)]
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
@@ -113,11 +114,11 @@ def kept_bytes(layer: Any, x: torch.Tensor) -> int:
 
 def test_a_norm_keeps_a_number_a_token_and_an_mlp_its_two_projections(using: Kernels) -> None:
     decoder = decoder_of("qwen3", torch.bfloat16)
-    x = torch.randn(1, TOKENS, COMMON["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     norm, mlp = decoder.layers[0].input_layernorm, decoder.layers[0].mlp
-    projections = 2 * TOKENS * 2 * COMMON["intermediate_size"]
+    projections = 2 * TOKENS * 2 * INNER
     written_out = [kept_bytes(norm, x), kept_bytes(mlp, x)]
     fuse(decoder, using)
     assert [kept_bytes(norm, x), kept_bytes(mlp, x)] == [4 * TOKENS, projections]
-    assert written_out[0] > 4 * TOKENS * COMMON["hidden_size"]
+    assert written_out[0] > 4 * TOKENS * WIDTH
     assert written_out[1] > projections

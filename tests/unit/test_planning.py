@@ -90,7 +90,7 @@ def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -
         (["model.dtype=float32"], "80", "set model.dtype=bfloat16"),
         (["learner.sharding=none"], "80", "set learner.sharding=full"),
         (["learner.workers=1"], "80", "set learner.sharding=full and learner.workers to 2 or more"),
-        ([], "57", "set learner.context_parallel=2, or learner.workers to "),
+        ([], "55", "set learner.context_parallel=2, or learner.workers to "),
         (
             ["agent.max_response_length=60000"],
             "80",
