@@ -133,7 +133,7 @@ async def engines_asleep(
     await fleet.wake()
 
 
-async def unless_lost(work: Coroutine[Any, Any, None], *losses: Coroutine[Any, Any, None]) -> None:
+async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None]) -> None:
     """Do ``work``, or raise what became of something that is lost for good, without which it would wait for ever.
 
     Args:

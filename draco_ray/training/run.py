@@ -11,7 +11,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.environments.base import make_environment
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.learner.base import find_learner
 from draco_ray.observability.logs import start_run_log, stop_run_log
@@ -294,15 +294,38 @@ async def _run(
     started, last = time.time(), _steps(config, order)
     with _said_at_once(console), PeakMemory() as memory:
         async with (
+            _head_watched(console) as head,
             training_session(config, judge, prompts, order, run, start, console) as session,
             node_memory(joined=address_of(config) is not None) as nodes,
         ):
             console.print(f"actors ready in {time.time() - started:.0f}s")
             work = _train_and_measure(session, start.step, last)
-            await unless_lost(work, session.actors.fleet.failure(), head_failure())
+            await unless_lost(work, session.actors.fleet.failure(), asyncio.shield(head))
     used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
     console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}", markup=False)
     console.print(f"its page: draco report {shlex.quote(str(run.path))}", markup=False)
+
+
+@contextlib.asynccontextmanager
+async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]:
+    """A future that fails once the cluster's head is gone, which is said at once.
+
+    Leaving waits for actors that no longer answer, and Ray ends this process before that is over.
+    """
+
+    async def watch() -> None:
+        try:
+            await head_failure()
+        except ClusterError as error:
+            console.print(str(error), markup=False)
+            raise
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield watching
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 @contextlib.contextmanager
