@@ -15,7 +15,7 @@ from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, majority, other, panel_judge, with_fallbacks
+from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, Panel, majority, other, panel_judge, with_fallbacks
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.prompts import load_prompts
@@ -325,3 +325,11 @@ def test_a_budget_wants_a_price_of_whoever_may_be_asked(unpriced: str) -> None:
     del prices[unpriced]
     with pytest.raises(ConfigError, match=f"no price of {unpriced} is known"):
         with_fallbacks(with_others(limits={"dollars": 1.0}, prices=prices), lambda each: Scores(each.model))
+
+
+@pytest.mark.parametrize(("jury", "strong", "panel_of"), [((), None, False), (("j",), None, True), ((), "s", True)])
+def test_a_judge_alone_is_no_panel(jury: tuple[str, ...], strong: str | None, panel_of: bool) -> None:
+    others = {"jury": [{"model": each} for each in jury], "strong": None if strong is None else {"model": strong}}
+    config = with_others(**others)
+    made = panel_judge(config, PROMPTS, Scores("m"), lambda each: Scores(each.model))
+    assert isinstance(made, Panel) is panel_of
