@@ -76,8 +76,14 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
     """More rollouts than slots; a node that is lost under one; then nothing."""
     workers.open()
     pool = RolloutPool(workers, standing(1, SLOTS), 1, seed=0)
-    await until(lambda: workers.places.up == 1)
-    seen: dict[str, Any] = {"up_at_first": workers.places.up, "nodes_at_first": len(added_nodes())}
+    seen: dict[str, Any] = {}
+
+    def alone(when: str) -> bool:
+        # What was seen is what is told: a node that was asked for before its worker had a place may come, and go.
+        seen.update({f"up_{when}": workers.places.up, f"nodes_{when}": len(added_nodes())})
+        return (seen[f"up_{when}"], seen[f"nodes_{when}"]) == (1, 0)
+
+    await until(lambda: alone("at_first"))
     playing = [
         asyncio.create_task(pool.run("t_1", "step1/t_1", rollout, step=1, priority=rollout))
         for rollout in range(ROLLOUTS)
@@ -95,8 +101,7 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
     seen["rollouts"] = sorted(each.member.rollout for each in played if each.member is not None)
     seen["most_attempts"] = max(each.attempts for each in played)
     workers.places._idle_seconds = IDLE_SECONDS
-    await until(lambda: workers.places.up == 1 and not added_nodes())
-    seen |= {"up_at_last": workers.places.up, "nodes_at_last": len(added_nodes())}
+    await until(lambda: alone("at_last"))
     await workers.stop()
     # As the workers of a later evaluation, which have the names of those of an earlier one.
     again.open()
