@@ -633,8 +633,19 @@ class TrainConfig(Tree):
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step; where the environment has no
     evaluator the judge's pass rate there stands in."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """With evaluate_before_after: measure after every so many steps as well, for a learning curve."""
     evaluation_runs: int = Field(1, ge=1)
-    """Independent rollouts per task of that evaluation."""
+    """Independent rollouts per task of each of these evaluations."""
+
+    @model_validator(mode="after")
+    def _curve(self) -> Self:
+        if self.evaluate_every is not None and not self.evaluate_before_after:
+            raise ValueError(
+                f"train.evaluate_every={self.evaluate_every} adds to train.evaluate_before_after, which is false; "
+                "expected it to be true, or train.evaluate_every to be null"
+            )
+        return self
 
 
 class WatchConfig(Tree):

@@ -241,7 +241,8 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     # A judge that is itself trained between the two measurements compares nothing.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
     console.print(f"{name} has no evaluator and {why}: nothing is measured before and after", markup=False)
-    return config.model_copy(update={"train": config.train.model_copy(update={"evaluate_before_after": False})})
+    off = {"evaluate_before_after": False, "evaluate_every": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=off)})
 
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:
@@ -299,7 +300,7 @@ async def _run(
             node_memory(joined=address_of(config) is not None) as nodes,
         ):
             console.print(f"actors ready in {time.time() - started:.0f}s")
-            work = _train_and_measure(session, start.step, last)
+            work = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(work, session.actors.fleet.failure(), asyncio.shield(head))
     used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
     console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}", markup=False)
@@ -356,10 +357,17 @@ def _said_at_once(console: Console) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-async def _train_and_measure(session: TrainingSession, done: int, last: int) -> None:
+async def _train_and_measure(session: TrainingSession, done: int, last: int, every: int | None) -> None:
     evaluation: Any = session.evaluation
+
+    async def between(step: int) -> None:
+        if every is not None and 0 < step < last and step % every == 0:
+            await evaluation.measure(step, step)
+
     before = await evaluation.measure(0, done)
-    await session.trainer.train(done + 1, last)
+    # Of a run that was stopped between the two.
+    await between(done)
+    await session.trainer.train(done + 1, last, between)
     if before and last and (after := await evaluation.measure(last, done)):
         evaluation.report(before, after)
     await session.actors.store.settle.remote(last)

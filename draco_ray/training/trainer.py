@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -71,8 +72,13 @@ class Trainer:
         self._writing: asyncio.Task[None] | None = None
         """The checkpoint that is not on disk yet."""
 
-    async def train(self, first: int, last: int) -> None:
+    async def train(self, first: int, last: int, between: Callable[[int], Awaitable[None]] | None = None) -> None:
         """Train from step ``first`` to step ``last``.
+
+        Args:
+            first: of the steps.
+            last: of the steps.
+            between: called with each step that is done, and waited for before the next one.
 
         Raises:
             RunStopped: a step teaches nothing, or takes too long (`draco_ray.training.watchdog`).
@@ -82,6 +88,8 @@ class Trainer:
             for step in range(first, last + 1):
                 metrics = await in_time(self._step(step, last), seconds, partial(self._late, step))
                 self._console.print(step_line(metrics, last))
+                if between is not None:
+                    await between(step)
             self._watchdog.end()
         finally:
             await self._batches.cancel()

@@ -181,7 +181,14 @@ async def test_a_learner_from_a_file_trains_two_steps_and_the_engine_follows(
     engine = Engine(config)
     run = RunDirectory.create(tmp_path / "run", "")
     trainer = await trainer_of(config, engine, run)
-    await trainer.train(1, 2)
+    seen: list[tuple[int, int]] = []
+
+    async def between(step: int) -> None:
+        seen.append((step, len(run.metrics())))
+
+    await trainer.train(1, 2, between)
+    # Whoever looks at a run between two steps finds the step that is done.
+    assert seen == [(1, 1), (2, 2)]
     first, second = run.metrics()
     assert (first["step"], second["step"]) == (1, 2)
     for line in (first, second):

@@ -1,0 +1,75 @@
+"""When held-out tasks are measured: before the first step, after the last one, and every so many between."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draco_ray.config.load import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.training.run import _train_and_measure
+
+
+class Session:
+    """Notes what is trained and measured, in order."""
+
+    def __init__(self, known: tuple[int, ...] = ()) -> None:
+        self.happened: list[str] = []
+        self.evaluation = SimpleNamespace(measure=self._measure, report=lambda before, after: self._note("report"))
+        self.trainer = SimpleNamespace(train=self._train)
+        settle = SimpleNamespace(remote=self._settle)
+        self.actors = SimpleNamespace(store=SimpleNamespace(settle=settle))
+        self._known = known
+
+    def _note(self, what: str) -> None:
+        self.happened.append(what)
+
+    async def _measure(self, step: int, done: int) -> list[str] | None:
+        if step in self._known:
+            return ["known"]
+        if step < done:
+            return None
+        self._note(f"measure {step}")
+        return ["measured"]
+
+    async def _train(self, first: int, last: int, between: Callable[[int], Awaitable[None]]) -> None:
+        for step in range(first, last + 1):
+            self._note(f"train {step}")
+            await between(step)
+
+    async def _settle(self, step: int) -> None:
+        self._note(f"settle {step}")
+
+
+async def happened(session: Any, done: int, last: int, every: int | None) -> list[str]:
+    await _train_and_measure(session, done, last, every)
+    found: list[str] = session.happened
+    return found
+
+
+async def test_before_and_after_alone() -> None:
+    order = ["measure 0", "train 1", "train 2", "train 3", "measure 3", "report", "settle 3"]
+    assert await happened(Session(), 0, 3, None) == order
+
+
+async def test_every_second_step_and_the_last_one_once() -> None:
+    order = ["measure 0", "train 1", "train 2", "measure 2", "train 3", "train 4", "measure 4", "report", "settle 4"]
+    assert await happened(Session(), 0, 4, 2) == order
+    assert (await happened(Session(), 0, 5, 2))[-5:] == ["measure 4", "train 5", "measure 5", "report", "settle 5"]
+
+
+async def test_a_run_that_goes_on_measures_what_it_stopped_at_and_nothing_twice() -> None:
+    # Stopped in the evaluation after step 2.
+    assert (await happened(Session((0,)), 2, 4, 2))[:2] == ["measure 2", "train 3"]
+    # Stopped in step 3.
+    assert (await happened(Session((0, 2)), 2, 4, 2))[0] == "train 3"
+    # The policy of step 0 is gone, and was never measured: there is nothing to compare with.
+    assert await happened(Session(), 3, 4, 2) == ["train 4", "settle 4"]
+
+
+def test_a_curve_without_its_ends_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.evaluate_every=2 adds to train.evaluate_before_after, which is fals"):
+        load_config("qwen3.6-27b", overrides=["train.evaluate_every=2"])
