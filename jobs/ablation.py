@@ -1,16 +1,17 @@
 """Train every setting of the ablation on the sandbox, follow each run on held-out tasks, and print tables as Markdown.
 
 python jobs/ablation.py [--steps 10] [--seeds 5] [--every 2] [--settings "draco no-credit"] [--runs-per-task 3]
-                        [--root DIR] [--print-only]
+                        [--root DIR] [--measured DIR] [--print-only]
 
-A run is trained, then its checkpoints are evaluated (`draco evaluate --train-curve` on the held-out split). Both go on
-where they were stopped, and after each run everything is printed from what there is: the settings after their last
-step, the same at equal judge spend, and learning curves, which are also `curves.csv` and `curves.png` in DIR.
-`--print-only` runs nothing.
+A run plays the held-out tasks before training, after every second step unless told, and after the last. It goes on
+where it was stopped, and after each run everything is printed from what there is: the settings after their last step,
+the same at equal judge spend, and learning curves, which are also `curves.csv` and `curves.png` in --measured. What was
+measured of a run is a small file there, and a run whose file is there is not run again; so a night's work can be
+several nights, and of several machines. `--print-only` runs nothing.
 
 Equal spend: the judge's tokens at reference prices, summed over the steps of a run. For each seed the budget is what
 the cheapest of the settings that ask a judge spent in all its steps; of every other setting the last evaluated
-checkpoint counts whose run had spent no more. So nobody has spent more than another, and how much less is printed; a
+step counts whose run had spent no more. So nobody has spent more than another, and how much less is printed; a
 smaller ``--every`` makes that less. Settings that ask no judge have their last checkpoint.
 """
 
@@ -18,169 +19,20 @@ from __future__ import annotations
 
 import csv
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-import yaml
+from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps
 
-from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig, Price
-from draco_ray.judging.pricing import price_of
 from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
-from draco_ray.lab.runs.cost import read_calls
-from draco_ray.records import Evaluation, JudgeCall
-from draco_ray.runs.directory import RunDirectory
 
-SANDBOX = "sandbox"
 SETTINGS = "draco no-credit static-credit static outcome random"
-REFERENCE_JUDGE = "gpt-5.4"
-"""The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
-
-
-@dataclass(frozen=True)
-class Spend:
-    """What the judge of a run had read and written until some step."""
-
-    tokens: int = 0
-    dollars: float = 0.0
-
-    def __add__(self, other: Spend) -> Spend:
-        return Spend(self.tokens + other.tokens, self.dollars + other.dollars)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A run on held-out tasks, by training step; 0 is the untrained policy."""
-
-    evaluations: Mapping[int, list[Evaluation]]
-    spent: Mapping[int, Spend]
-    """Until the end of that step, for every step that was evaluated."""
-
-    @property
-    def last(self) -> int:
-        """Its last evaluated step."""
-        return max(self.evaluations)
-
-    def within(self, dollars: float) -> int:
-        """The last evaluated step whose run had spent no more."""
-        return max(step for step in self.evaluations if self.spent[step].dollars <= dollars)
-
-
 Runs = Mapping[str, Mapping[int, Measured]]
 """Setting -> seed -> what was measured, as far as it was run."""
-
-
-def train(
-    root: Path,
-    setting: str,
-    seed: int,
-    steps: int,
-    runs: int | None,
-    overrides: Sequence[str],
-    label: str = "",
-    preset: str = SANDBOX,
-) -> RunDirectory:
-    """One finished run; one that is there already, with the same words, is taken as it is, or continued.
-
-    Args:
-        root: where runs are.
-        setting: of the ablation.
-        seed: of the run.
-        steps: training steps.
-        runs: evaluation rollouts per task, before and after; None: training evaluates nothing.
-        overrides: further words of ``draco train``.
-        label: of these overrides, for the run's name.
-        preset: which sandbox.
-    """
-    name = run_name(setting, seed, steps, runs, label, preset)
-    words = train_words(root, name, seed, steps, runs, overrides)
-    command = ["train", preset, "--setting", setting, *words]
-    if (root / name / "config.yaml").is_file():
-        command += ["--resume", str(root / name)]
-    once(root / name / "ablation.yaml", words, command)
-    return RunDirectory.open(root / name)
-
-
-def default_steps(preset: str) -> int:
-    """Training steps of a sandbox's preset."""
-    steps = load_config(preset).train.steps
-    assert steps is not None, f"{preset} counts epochs"
-    return steps
-
-
-def run_name(setting: str, seed: int, steps: int, runs: int | None, label: str = "", preset: str = SANDBOX) -> str:
-    """A run's folder."""
-    return f"{setting}{preset.removeprefix(SANDBOX)}{label}-seed{seed}-steps{steps}" + (
-        "" if runs is None else f"-runs{runs}"
-    )
-
-
-def train_words(root: Path, name: str, seed: int, steps: int, runs: int | None, overrides: Sequence[str]) -> list[str]:
-    """``KEY=VALUE`` of a run."""
-    evaluated = ["train.evaluate_before_after=false"]
-    if runs is not None:
-        evaluated = [f"train.evaluation_runs={runs}", "train.evaluate_before_after=true"]
-    return [f"seed={seed}", f"train.steps={steps}", *evaluated, *overrides, f"run.root={root}", f"run.name={name}"]
-
-
-def evaluate(run: RunDirectory, every: int, runs: int) -> EvaluationDirectory:
-    """The finished evaluation of a run's checkpoints on its held-out tasks; taken as it is, or continued."""
-    out = curve_directory(run, every, runs)
-    words = ["--every", str(every), "--runs", str(runs), "--split", str(run.setting("data.eval_split"))]
-    command = ["evaluate", "--run", str(run.path), "--train-curve", *words, "--out", str(out)]
-    once(out / "ablation.yaml", words, command)
-    return EvaluationDirectory.open(out)
-
-
-def curve_directory(run: RunDirectory, every: int, runs: int) -> Path:
-    """Where a run's held-out evaluation is."""
-    return run.path / "evaluations" / f"heldout-every{every}-runs{runs}"
-
-
-def once(marker: Path, words: list[str], command: list[str]) -> None:
-    """Run ``draco``, unless the marker says that the same words have come to their end."""
-    if done(marker, words):
-        return
-    print(f"ablation: draco {' '.join(command)}", file=sys.stderr, flush=True)
-    process = subprocess.run([sys.executable, "-m", "draco_ray.cli", *command], stdout=sys.stderr, check=False)
-    if process.returncode:
-        name = marker.parent.name
-        sys.exit(f"ablation: {name} failed with exit code {process.returncode}; start again to go on from there")
-    # Written last, so that what was interrupted is never taken for finished.
-    marker.write_text(yaml.safe_dump(words), encoding="utf-8")
-
-
-def done(marker: Path, words: list[str]) -> bool:
-    """Whether these words have come to their end."""
-    return marker.is_file() and yaml.safe_load(marker.read_text(encoding="utf-8")) == words
-
-
-def measure(run: RunDirectory, directory: EvaluationDirectory, price: Price) -> Measured:
-    """A run's evaluated checkpoints, and what the judge had cost by then at ``price``."""
-    found = {
-        int(name.removeprefix("step")): [result.evaluation for result in results]
-        for name, results in directory.complete_results().items()
-    }
-    by_step = {step: _spend(calls, price) for step, calls in read_calls(run).items()}
-    spent = {step: sum((by_step[past] for past in by_step if past <= step), start=Spend()) for step in found}
-    return Measured(evaluations=found, spent=spent)
-
-
-def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:
-    # What a cache answered was paid for once.
-    calls = [call for call in calls if call.requests]
-    tokens_in = sum(call.input_tokens for call in calls)
-    cached = sum(call.cached_tokens for call in calls)
-    tokens_out = sum(call.output_tokens for call in calls)
-    return Spend(tokens_in + tokens_out, price_of(price, tokens_in, cached, tokens_out))
 
 
 def budgets(runs: Runs) -> dict[int, float]:
@@ -217,8 +69,8 @@ def print_differences(first: str, summaries: Mapping[str, Summary]) -> None:
     print(f"\n| Against {first} | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
     for name, of_one in found.items():
         cells = []
-        for measure, (interval, _) in of_one.items():
-            shown = turns(interval) if measure == "turns" else percent(interval, "+")
+        for what, (interval, _) in of_one.items():
+            shown = turns(interval) if what == "turns" else percent(interval, "+")
             cells.append(f"{shown}, p {next(adjusted):.4f}")
         print(f"| {name} | {' | '.join(cells)} |")
 
@@ -340,13 +192,6 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
     )
 
 
-def finished(root: Path, name: str, seed: int, steps: int, every: int, runs: int, overrides: Sequence[str]) -> bool:
-    """Whether a run and its evaluation have come to their end."""
-    if not done(root / name / "ablation.yaml", train_words(root, name, seed, steps, None, overrides)):
-        return False
-    return (curve_directory(RunDirectory.open(root / name), every, runs) / "ablation.yaml").is_file()
-
-
 def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 5,
@@ -354,8 +199,9 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="Evaluate after every so many steps, and before the first.")] = 2,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
     preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Which sandbox.")] = "sandbox",
-    root: Annotated[
-        Path | None, typer.Option(help="Where the runs go; finished ones there are not trained again.")
+    root: Annotated[Path | None, typer.Option(help="Where the runs go; interrupted ones there are continued.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Where figures of finished runs are, a file each; ROOT/measured.")
     ] = None,
     print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
     overrides: Annotated[
@@ -363,27 +209,30 @@ def main(
     ] = None,
 ) -> None:
     """Train and evaluate all, the first seed of every setting first; print tables and curves after each run."""
-    price = DracoConfig().judge.prices[REFERENCE_JUDGE]
-    root, more = (root or Path(f"runs/ablation{preset.removeprefix(SANDBOX)}")).resolve(), overrides or []
-    last = steps or default_steps(preset)
-    names = {
-        (seed, name): run_name(name, seed, last, None, "", preset) for seed in range(seeds) for name in settings.split()
-    }
+    root = (root or Path(f"runs/ablation{preset.removeprefix(SANDBOX)}")).resolve()
+    last, measured = steps or default_steps(preset), measured or root / "measured"
     found: dict[str, dict[int, Measured]] = {name: {} for name in settings.split()}
-    waiting = list(names)
-    root.mkdir(parents=True, exist_ok=True)
-    for (seed, name), folder in names.items():
-        if not finished(root, folder, seed, last, every, runs_per_task, more):
-            continue
-        waiting.remove((seed, name))
-        run = RunDirectory.open(root / folder)
-        directory = EvaluationDirectory.open(curve_directory(run, every, runs_per_task))
-        found[name][seed] = measure(run, directory, price)
-    print_all(found, root, runs_per_task)
-    for seed, name in [] if print_only else waiting:
-        run = train(root, name, seed, last, None, more, preset=preset)
-        found[name][seed] = measure(run, evaluate(run, every, runs_per_task), price)
-        print_all(found, root, runs_per_task)
+    waiting: list[Wanted] = []
+    for seed in range(seeds):
+        for name in found:
+            wanted = Wanted(
+                preset=preset,
+                setting=name,
+                seed=seed,
+                steps=last,
+                every=every,
+                runs_per_task=runs_per_task,
+                overrides=tuple(overrides or ()),
+            )
+            if known := wanted.known(measured):
+                found[name][seed] = known
+            else:
+                waiting.append(wanted)
+    measured.mkdir(parents=True, exist_ok=True)
+    print_all(found, measured, runs_per_task)
+    for wanted in [] if print_only else waiting:
+        found[wanted.setting][wanted.seed] = wanted.make(root, measured)
+        print_all(found, measured, runs_per_task)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,27 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.lab.evaluation.results import EvaluationDirectory, RolloutResult
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall, Usage
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from tests.support.evaluations import a_plan
 from tests.support.jobs import load_job
 
 RUNS, STEPS, EVERY = 3, 4, 2
 
 
 @pytest.fixture(scope="module")
-def job() -> ModuleType:
-    return load_job("ablation")
+def job() -> Any:
+    # The other imports it.
+    measured = load_job("measured")
+    return SimpleNamespace(**vars(measured) | {"main": load_job("ablation").main})
 
 
 @pytest.fixture
@@ -83,34 +82,37 @@ def call(tokens_in: int, tokens_out: int, requests: int = 1) -> JudgeCall:
     )
 
 
-def finished_run(
-    job: ModuleType, root: Path, setting: str, seed: int, solved: Mapping[int, int], tokens: int, *, whole: bool = True
-) -> Path:
-    """A run of four steps that asks for so many tokens a step, and its evaluation, finished unless told."""
-    name = job.run_name(setting, seed, STEPS, None)
+def wanted(job: Any, setting: str, seed: int, *overrides: str) -> Any:
+    return job.Wanted(
+        preset="sandbox", setting=setting, seed=seed, steps=STEPS, every=EVERY, runs_per_task=RUNS, overrides=overrides
+    )
+
+
+def trained_run(root: Path, name: str, solved: Mapping[int, int], tokens: int) -> RunDirectory:
+    """A run of four steps that asked for so many tokens a step; by step, in how many runs the second task succeeds."""
     run = RunDirectory.create(root / name, dump_config(DracoConfig()))
     store = RunStore(run)
     for step in range(1, STEPS + 1):
         # The second answer came from the durable cache: it was paid for once.
         calls = [call(tokens, 0), call(9, 9, requests=0)] if tokens else []
         store.write("judge_calls", step, "a_1", rows.call_rows(step, calls))
-    (root / name / "ablation.yaml").write_text(yaml.safe_dump(job.train_words(root, name, seed, STEPS, None, [])))
-    names = tuple(f"step{step:05d}" for step in solved)
-    plan = a_plan(measurements=names, runs=RUNS, tasks={"a_1": 1, "b_1": 1})
-    directory = EvaluationDirectory.begin(job.curve_directory(run, EVERY, RUNS), plan)
-    for measurement, many in zip(names, solved.values(), strict=True):
-        for evaluation in evaluations(many):
-            directory.add(measurement, RolloutResult(evaluation=evaluation, usage=Usage(), seconds=1.0))
-    if whole:
-        words = ["--every", str(EVERY), "--runs", str(RUNS), "--split", "dev"]
-        (directory.path / "ablation.yaml").write_text(yaml.safe_dump(words))
-    return root / name
+    for step, many in solved.items():
+        store.write("evaluations", step, "dev", rows.evaluation_rows(step, "dev", evaluations(many)))
+    return run
 
 
-def run_job(job: ModuleType, root: Path, **changes: Any) -> None:
-    asked: dict[str, Any] = {"steps": STEPS, "seeds": 2, "settings": "draco random", "every": EVERY}
-    asked |= {"runs_per_task": RUNS, "root": root, "print_only": True, "overrides": None}
-    job.main(**asked | changes)
+def measured_run(job: Any, root: Path, setting: str, seed: int, solved: Mapping[int, int], tokens: int) -> None:
+    """The file that such a run leaves."""
+    run = wanted(job, setting, seed)
+    path = trained_run(root, run.name, solved, tokens)
+    measured = job.measure(path, {step: evaluations(many) for step, many in solved.items()})
+    job.write(root / "measured" / f"{run.name}.jsonl", run.words, measured)
+
+
+def run_job(job: Any, root: Path, **changes: Any) -> None:
+    words: dict[str, Any] = {"steps": STEPS, "seeds": 2, "settings": "draco random", "every": EVERY}
+    words |= {"runs_per_task": RUNS, "root": root, "print_only": True, "overrides": None}
+    job.main(**words | changes)
 
 
 def sections(printed: str) -> dict[str, dict[str, list[str]]]:
@@ -126,10 +128,10 @@ def sections(printed: str) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def test_the_tables_of_finished_runs(job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_finished_runs(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, solved in enumerate((3, 2)):
-        finished_run(job, tmp_path, "draco", seed, {0: 0, 2: 1, 4: solved}, 200_000)
-        finished_run(job, tmp_path, "random", seed, {0: 0, 2: 0, 4: 0}, 0)
+        measured_run(job, tmp_path, "draco", seed, {0: 0, 2: 1, 4: solved}, 200_000)
+        measured_run(job, tmp_path, "random", seed, {0: 0, 2: 0, 4: 0}, 0)
     run_job(job, tmp_path)
     printed = capsys.readouterr().out
     found = sections(printed)
@@ -151,22 +153,22 @@ def test_the_tables_of_finished_runs(job: ModuleType, tmp_path: Path, capsys: py
     curves = found["Held-out TGC by training step"]
     assert curves["Setting"] == ["0", "2", "4"]
     assert [cell.split()[0] for cell in curves["draco"]] == ["0.0", "16.7", "41.7"]
-    with (tmp_path / "curves.csv").open(encoding="utf-8") as file:
+    with (tmp_path / "measured" / "curves.csv").open(encoding="utf-8") as file:
         points = list(csv.DictReader(file))
     assert [(each["setting"], each["step"], each["seeds"]) for each in points] == [
         (setting, step, "2") for setting in ("draco", "random") for step in ("0", "2", "4")
     ]
     assert [float(each["judge_dollars"]) for each in points[:3]] == pytest.approx([0, 1, 2])
     assert float(points[2]["tgc"]) == pytest.approx(5 / 12)
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "measured" / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_at_the_same_spend_nobody_has_spent_more_than_the_cheapest_judge(
-    job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished_run(job, tmp_path, "draco", 0, {0: 0, 2: 1, 4: 3}, 200_000)
-    finished_run(job, tmp_path, "no-credit", 0, {0: 0, 2: 0, 4: 2}, 120_000)
-    finished_run(job, tmp_path, "outcome", 0, {0: 0, 2: 1, 4: 2}, 0)
+    measured_run(job, tmp_path, "draco", 0, {0: 0, 2: 1, 4: 3}, 200_000)
+    measured_run(job, tmp_path, "no-credit", 0, {0: 0, 2: 0, 4: 2}, 120_000)
+    measured_run(job, tmp_path, "outcome", 0, {0: 0, 2: 1, 4: 2}, 0)
     run_job(job, tmp_path, settings="draco no-credit outcome", seeds=1)
     equal = sections(capsys.readouterr().out)["At the same judge spend"]
     # no-credit spends $1.20 in all, which draco has not after step 2 ($1.00) and has after step 4 ($2.00).
@@ -178,12 +180,11 @@ def test_at_the_same_spend_nobody_has_spent_more_than_the_cheapest_judge(
 
 
 def test_what_is_missing_is_said_and_run_and_nothing_else(
-    job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
 ) -> None:
     run_job(job, tmp_path)
     assert capsys.readouterr().out == "nothing has been run yet\n"
-    finished_run(job, tmp_path, "draco", 0, {0: 0, 2: 1, 4: 3}, 200_000)
-    finished_run(job, tmp_path, "draco", 1, {0: 0, 2: 1}, 200_000, whole=False)
+    measured_run(job, tmp_path, "draco", 0, {0: 0, 2: 1, 4: 3}, 200_000)
     run_job(job, tmp_path)
     last = sections(capsys.readouterr().out)["After the last step"]
     assert last["draco"][8:] == ["1", "4", "0.80M, $2.00"]
@@ -194,26 +195,38 @@ def test_what_is_missing_is_said_and_run_and_nothing_else(
         with pytest.raises(SystemExit, match="random-seed0-steps4 failed with exit code 7; start again"):
             run_job(job, tmp_path, print_only=False)
     assert [command[:4] for command in started] == [["train", "sandbox", "--setting", "random"]] * 2
-    assert "train.evaluate_before_after=false" in started[0]
-    # A run that is trained and half evaluated is only evaluated.
-    started.clear()
-    with pytest.raises(SystemExit, match="heldout-every2-runs3 failed"):
-        run_job(job, tmp_path, settings="draco", print_only=False)
-    (command,) = started
-    assert command[:4] == ["evaluate", "--run", str(tmp_path / "draco-seed1-steps4"), "--train-curve"]
-    assert command[4:10] == ["--every", "2", "--runs", "3", "--split", "dev"]
+    asked = {"train.evaluate_before_after=true", f"train.evaluate_every={EVERY}", f"train.evaluation_runs={RUNS}"}
+    assert asked <= set(started[0])
 
 
-def test_an_interrupted_run_is_continued_and_other_words_are_another_run(
-    job: ModuleType, tmp_path: Path, started: list[list[str]]
+def test_a_run_is_continued_and_what_it_measured_is_kept(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = finished_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
-    with pytest.raises(SystemExit):
-        job.train(tmp_path, "draco", 0, STEPS, None, ["learner.lora_rank=2"])
-    assert started[0][-2:] == ["--resume", str(path)]
-    assert "learner.lora_rank=2" in started[0]
-    assert job.train(tmp_path, "draco", 0, STEPS, None, []).path == path
-    assert len(started) == 1
+    run = trained_run(tmp_path, "draco-seed0-steps4", {0: 0, 2: 1, 4: 3}, 200_000)
+    started: list[list[str]] = []
+
+    def finish(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command[3:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", finish)
+    for _ in range(2):
+        run_job(job, tmp_path, settings="draco", seeds=1, print_only=False)
+        printed = sections(capsys.readouterr().out)
+        assert printed["After the last step"]["draco"][8:] == ["1", "4", "0.80M, $2.00"]
+        assert [cell.split()[0] for cell in printed["Held-out TGC by training step"]["draco"]] == [
+            "0.0",
+            "16.7",
+            "50.0",
+        ]
+    (command,) = started
+    assert command[-2:] == ["--resume", str(run.path)]
+
+
+def test_other_words_are_another_run(job: Any, tmp_path: Path) -> None:
+    measured_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
+    with pytest.raises(SystemExit, match="measured for .*, expected .*'learner.lora_rank=2'.*; remove it, or name"):
+        run_job(job, tmp_path, settings="draco", seeds=1, overrides=["learner.lora_rank=2"])
 
 
 @pytest.mark.parametrize("name", ["ablation", "bench_noise"])
@@ -231,37 +244,71 @@ def test_the_hard_sandbox_has_its_own_runs_and_steps(
     assert command[-1].startswith("run.name=draco-hard-seed0-steps30")
 
 
-def test_lost_rollouts_are_counted(job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = finished_run(job, tmp_path, "draco", 0, {0: 0, 4: 2}, 1)
-    results = path / "evaluations" / f"heldout-every{EVERY}-runs{RUNS}" / "results" / "step00004.jsonl"
-    found = [replace(each, failures=(LOST,)) if each.run == 2 else each for each in evaluations(2)]
-    directory = EvaluationDirectory.open(results.parents[1])
-    results.unlink()
-    for each in found:
-        directory.add("step00004", RolloutResult(evaluation=each, usage=Usage(), seconds=1.0))
+def test_lost_rollouts_are_counted(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = wanted(job, "draco", 0)
+    lost = [replace(each, failures=(LOST,)) if each.run == 2 else each for each in evaluations(2)]
+    measured = job.Measured({0: evaluations(0), 4: lost}, {0: job.Spend(), 4: job.Spend()})
+    job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
     run_job(job, tmp_path, settings="draco", seeds=1)
     printed = capsys.readouterr().out
     assert sections(printed)["After the last step"]["draco"][7] == "2 of 6"
     assert "Against" not in printed
 
 
+def test_what_was_measured_is_read_as_it_was(job: Any, tmp_path: Path) -> None:
+    run = trained_run(tmp_path, "draco", {}, 1000)
+    found = [replace(each, turns=each.run, scenario=each.task_id[0]) for each in evaluations(2)]
+    written = job.measure(run, {0: evaluations(0), 4: [*reversed(found)]})
+    path = tmp_path / "figures" / "draco.jsonl"
+    job.write(path, ["seed=0"], written)
+    again = job.read(path, ["seed=0"])
+    assert again.spent == written.spent
+    assert again.spent[4].dollars == pytest.approx(4 * 1000 * 2.5e-6)
+    assert list(again.evaluations) == [0, 4]
+    kept = [(each.task_id, each.scenario, each.run, each.success, each.turns) for each in again.evaluations[4]]
+    assert sorted(kept) == sorted((each.task_id, each.scenario, each.run, each.success, each.turns) for each in found)
+    assert str(tmp_path) not in path.read_text()
+    assert job.read(tmp_path / "another.jsonl", ["seed=0"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "damaged"),
+        ("nothing\n", "damaged"),
+        ("[]\n", "damaged"),
+        ('{"words": ["seed=0"]}\n{"task": "a_1", "success": [1], "turns": [1], "lost": []}\n', "damaged"),
+        ('{"words": ["seed=0"]}\n{"step": 0}\n', "damaged"),
+        ('{"words": ["seed=1"]}\n', "measured for"),
+    ],
+)
+def test_a_file_that_says_nothing_or_something_else_is_not_taken(
+    job: Any, tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "draco.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        job.read(path, ["seed=0"])
+    assert str(ended.value).startswith(f"{path}: {said}")
+    assert "remove it" in str(ended.value)
+
+
 def test_noise_with_and_without_credit(
-    job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
 ) -> None:
     noise = load_job("bench_noise")
-    asked: dict[str, Any] = {"settings": "draco no-credit", "seeds": 3, "steps": STEPS, "runs_per_task": RUNS}
-    asked |= {"root": tmp_path, "overrides": None}
+    words: dict[str, Any] = {"settings": "draco no-credit", "seeds": 3, "steps": STEPS, "runs_per_task": RUNS}
+    words |= {"root": tmp_path, "overrides": None}
     for seed in range(3):
         for setting, solved in (("draco", 3), ("no-credit", 1)):
             if (setting, seed) == ("no-credit", 2):
                 continue
-            name = job.run_name(setting, seed, STEPS, RUNS)
-            store = RunStore(RunDirectory.create(tmp_path / name, dump_config(DracoConfig())))
-            for step, measured in ((0, evaluations(0)), (STEPS, evaluations(solved))):
-                store.write("evaluations", step, "dev", rows.evaluation_rows(step, "dev", measured))
-            words = job.train_words(tmp_path, name, seed, STEPS, RUNS, [])
-            (tmp_path / name / "ablation.yaml").write_text(yaml.safe_dump(words))
-    noise.main(**asked, print_only=True)
+            run = replace(wanted(job, setting, seed), every=None)
+            measured = job.Measured(
+                {0: evaluations(0), STEPS: evaluations(solved)}, {0: job.Spend(), STEPS: job.Spend()}
+            )
+            job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
+    noise.main(**words, print_only=True)
     table = sections(capsys.readouterr().out)[""]
     assert table["Judge"] == ["draco: TGC, gain, seeds", "no-credit: TGC, gain, seeds", "draco - no-credit"]
     draco, plain, less = table["none"]
@@ -270,16 +317,12 @@ def test_noise_with_and_without_credit(
     assert less.startswith("+33.3 [")
     assert table["false pass 60%"] == ["not run yet"] * 3
     with pytest.raises(SystemExit):
-        noise.main(**asked, print_only=False)
+        noise.main(**words, print_only=False)
     # The first seed of everything comes first.
     assert "judge.rule_judge.false_pass=0.304" in started[0]
     assert "seed=0" in started[0]
-
-
-@pytest.mark.slow
-def test_a_run_with_other_words_is_not_taken(job: ModuleType, tmp_path: Path) -> None:
-    finished_run(job, tmp_path, "draco", 0, {0: 0, 4: 1}, 1)
-    with pytest.raises(SystemExit) as stopped:
-        # It is trained again under the same name, and `draco train` leaves an existing directory alone.
-        job.train(tmp_path, "draco", 0, STEPS, None, ["train.prompts_per_step=0"])
-    assert "draco-seed0-steps4 failed with exit code 2" in str(stopped.value)
+    capsys.readouterr()
+    noise.main(**words, noises="none", print_only=True)
+    assert list(sections(capsys.readouterr().out)[""]) == ["Judge", "none"]
+    with pytest.raises(SystemExit, match="no noise 'nonsense', expected some of none, false pass"):
+        noise.main(**words, noises="none,nonsense", print_only=True)

@@ -1,0 +1,209 @@
+"""Runs of the sandbox for the tables of ablation and noise bench, and what these need of them: a small file a run.
+
+A night's work need not be one night of one machine: figures that were measured before, or elsewhere, count as runs of
+one's own where they lie in the folder, and what is missing is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig, Price
+from draco_ray.judging.pricing import price_of
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
+
+SANDBOX = "sandbox"
+REFERENCE_JUDGE = "gpt-5.4"
+"""The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
+
+
+@dataclass(frozen=True)
+class Spend:
+    """What the judge of a run had read and written until some step."""
+
+    tokens: int = 0
+    dollars: float = 0.0
+
+    def __add__(self, other: Spend) -> Spend:
+        return Spend(self.tokens + other.tokens, self.dollars + other.dollars)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run on held-out tasks, by training step; 0 is the untrained policy."""
+
+    evaluations: Mapping[int, Sequence[Evaluation]]
+    spent: Mapping[int, Spend]
+    """Until the end of that step, for every step that was evaluated."""
+
+    @property
+    def last(self) -> int:
+        """Its last evaluated step."""
+        return max(self.evaluations)
+
+    def within(self, dollars: float) -> int:
+        """The last evaluated step whose run had spent no more."""
+        return max(step for step in self.evaluations if self.spent[step].dollars <= dollars)
+
+
+def measure(run: RunDirectory, evaluations: Mapping[int, Sequence[Evaluation]]) -> Measured:
+    """A run's evaluated steps, and what the judge had cost by then at reference prices."""
+    price = DracoConfig().judge.prices[REFERENCE_JUDGE]
+    by_step = {step: _spend(calls, price) for step, calls in read_calls(run).items()}
+    spent = {step: sum((by_step[past] for past in by_step if past <= step), start=Spend()) for step in evaluations}
+    return Measured(evaluations=evaluations, spent=spent)
+
+
+def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:
+    # What a cache answered was paid for once.
+    calls = [call for call in calls if call.requests]
+    tokens_in = sum(call.input_tokens for call in calls)
+    cached = sum(call.cached_tokens for call in calls)
+    tokens_out = sum(call.output_tokens for call in calls)
+    return Spend(tokens_in + tokens_out, price_of(price, tokens_in, cached, tokens_out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A run that a table needs."""
+
+    preset: str
+    setting: str
+    seed: int
+    steps: int
+    every: int | None
+    """Held-out tasks are played before training, after every so many steps (None: none) and after the last one."""
+    runs_per_task: int
+    overrides: tuple[str, ...] = ()
+    """Further words of ``draco train``."""
+    label: str = ""
+    """Of these, for its name."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder and its file.
+
+        >>> Wanted(preset="sandbox-hard", setting="draco", seed=1, steps=6, every=2, runs_per_task=3).name
+        'draco-hard-seed1-steps6'
+        """
+        return f"{self.setting}{self.preset.removeprefix(SANDBOX)}{self.label}-seed{self.seed}-steps{self.steps}"
+
+    @property
+    def words(self) -> list[str]:
+        """``KEY=VALUE`` of it, wherever it is."""
+        curve = [] if self.every is None else [f"train.evaluate_every={self.every}"]
+        measured = ["train.evaluate_before_after=true", *curve, f"train.evaluation_runs={self.runs_per_task}"]
+        return [f"seed={self.seed}", f"train.steps={self.steps}", *measured, *self.overrides]
+
+    def known(self, folder: Path) -> Measured | None:
+        """What was measured of it, from its file in ``folder``."""
+        return read(folder / f"{self.name}.jsonl", self.words)
+
+    def make(self, root: Path, folder: Path) -> Measured:
+        """Train and measure it, or go on where it was stopped; a failure ends the program with a line."""
+        where = [f"run.root={root}", f"run.name={self.name}"]
+        command = ["train", self.preset, "--setting", self.setting, *self.words, *where]
+        if (root / self.name / "config.yaml").is_file():
+            command += ["--resume", str(root / self.name)]
+        print(f"draco {' '.join(command)}", file=sys.stderr, flush=True)
+        process = subprocess.run([sys.executable, "-m", "draco_ray.cli", *command], stdout=sys.stderr, check=False)
+        if process.returncode:
+            sys.exit(f"{self.name} failed with exit code {process.returncode}; start again to go on from there")
+        run = RunDirectory.open(root / self.name)
+        measured = measure(run, {step: found for (step, _), found in read_evaluations(run).items()})
+        write(folder / f"{self.name}.jsonl", self.words, measured)
+        return measured
+
+
+def default_steps(preset: str) -> int:
+    """Training steps of a sandbox's preset."""
+    steps = load_config(preset).train.steps
+    assert steps is not None, f"{preset} counts epochs"
+    return steps
+
+
+def write(path: Path, words: Sequence[str], measured: Measured) -> None:
+    """Keep what was measured, with the words that asked for it and where that was: a line for it, a line a task."""
+    lines: list[dict[str, Any]] = [
+        {
+            "words": list(words),
+            "date": datetime.now(UTC).date().isoformat(),
+            "version": metadata.version("draco-ray"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        }
+    ]
+    for step, found in measured.evaluations.items():
+        spent = measured.spent[step]
+        lines.append({"step": step, "judge_tokens": spent.tokens, "judge_dollars": round(spent.dollars, 6)})
+        for task_id in dict.fromkeys(each.task_id for each in found):
+            rollouts = sorted((each for each in found if each.task_id == task_id), key=lambda each: each.run)
+            lines.append(
+                {
+                    "task": task_id,
+                    "scenario": rollouts[0].scenario,
+                    "success": [int(each.success) for each in rollouts],
+                    "turns": [each.turns for each in rollouts],
+                    "lost": [each.run for each in rollouts if each.lost],
+                }
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun = path.with_suffix(".begun")
+    begun.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    # Whole or not there: a file stands for a finished run.
+    begun.replace(path)
+
+
+def read(path: Path, words: Sequence[str]) -> Measured | None:
+    """What was measured for these words; None where there is no such file.
+
+    A file that is damaged, or was measured for other words, ends the program with a line.
+    """
+    if not path.is_file():
+        return None
+    evaluations: dict[int, list[Evaluation]] = {}
+    spent: dict[int, Spend] = {}
+    try:
+        made, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        asked = made["words"]
+        for line in lines:
+            if "step" in line:
+                spent[step := line["step"]] = Spend(line["judge_tokens"], line["judge_dollars"])
+                evaluations[step] = []
+            else:
+                evaluations[step] += _rollouts(line)
+    except (ValueError, KeyError, TypeError, NameError) as error:
+        sys.exit(f"{path}: damaged ({error}); remove it to run it again")
+    if asked != list(words):
+        sys.exit(f"{path}: measured for {asked}, expected {list(words)}; remove it, or name another folder")
+    return Measured(evaluations=evaluations, spent=spent)
+
+
+def _rollouts(line: Mapping[str, Any]) -> list[Evaluation]:
+    return [
+        Evaluation(
+            task_id=line["task"],
+            scenario=line["scenario"],
+            run=run,
+            success=bool(success),
+            passed_tests=success,
+            total_tests=1,
+            turns=turns,
+            ended=EpisodeEnd.UNSTATED,
+            failures=(LOST,) if run in line["lost"] else (),
+        )
+        for run, (success, turns) in enumerate(zip(line["success"], line["turns"], strict=True))
+    ]
