@@ -114,7 +114,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         # The handle lives as long as the block.
         kept_replies = start_replies(judge, name)
         replies = None if kept_replies is None else kept_replies[1]
-        starter = judge_starter(judge, nobody, leases, name, servers, replies)
+        starter = judge_starter(judge, nobody, leases, name, servers, replies, own_replies=True)
         pool = JudgePool(starter, config.judge)
         pool.open()
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))

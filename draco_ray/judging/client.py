@@ -82,6 +82,7 @@ class LiteLLMClient:
         leases: Leases | None = None,
         *,
         servers: Servers | None = None,
+        endpoint_counts: bool = True,
         role: str = "judge",
         settings: str = "judge.model, judge.api_base",
     ) -> None:
@@ -93,10 +94,13 @@ class LiteLLMClient:
             sleep: waits between attempts, for tests.
             leases: asked before every HTTP request; None: nothing is limited, and no outage is waited for.
             servers: which server takes a request; None: the configured endpoint takes all.
+            endpoint_counts: whether the model at another endpoint is another judge, whose answers are its own.
             role: what the model is here, for messages.
             settings: where model and endpoint were named, for messages.
         """
         self._endpoint = Endpoint(config, role, settings)
+        # A resumed run starts the rule judge's server anew, on another port: the same judge.
+        self._endpoint_counts = endpoint_counts and not config.rule_judge.start
         self._servers: Servers = servers or self._endpoint
         self._patient = leases is not None and config.max_outage_seconds > 0
         self._leases: Leases = leases or WaitingLine(Limiter(JudgeLimits()))
@@ -115,11 +119,12 @@ class LiteLLMClient:
         """
         if self._cache is None:
             return await self._answer(request, None)
-        key = self._key(request)
+        key, *earlier = self._keys(request)
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
         async with self._under_way.setdefault(key, asyncio.Lock()):
-            if (stored := await self._cache.get(key)) is not None:
-                return _replay(stored)
+            for known in (key, *earlier):
+                if (stored := await self._cache.get(known)) is not None:
+                    return _replay(stored)
             return await self._answer(request, key)
 
     async def _answer(self, request: Request, key: str | None) -> Completion:
@@ -129,7 +134,8 @@ class LiteLLMClient:
     async def forget(self, request: Request) -> None:
         """Drop the stored answer to ``request``."""
         if self._cache is not None:
-            await self._cache.forget(self._key(request))
+            for key in self._keys(request):
+                await self._cache.forget(key)
 
     async def check(self) -> None:
         """Send a one-word prompt with the run's own parameters, so that a refused one is known before it costs.
@@ -259,17 +265,21 @@ class LiteLLMClient:
     def _price(self) -> Price | None:
         return known_price(self._config, self._config.model)
 
-    def _key(self, request: Request) -> str:
+    def _keys(self, request: Request) -> list[str]:
+        """The key under which an answer is kept, and those under which earlier versions kept it."""
         config = self._config
         arguments = self._endpoint.arguments(request.messages)
         for name in ("temperature", "reasoning_effort"):
             if (value := getattr(config, name)) is not None:
                 arguments[name] = value
-        if config.rule_judge.start:
-            # A resumed run starts its server anew, on another port: the same judge.
-            arguments.pop("api_base", None)
-        scope = {"scope": request.scope} if request.scope else {}
-        return request_key(arguments | {"vote": request.vote} | scope)
+        arguments["vote"] = request.vote
+        if request.scope:
+            arguments["scope"] = request.scope
+        if self._endpoint_counts:
+            return [request_key(arguments)]
+        place = arguments.pop("api_base", None)
+        older = [] if place is None or config.rule_judge.start else [request_key(arguments | {"api_base": place})]
+        return [request_key(arguments), *older]
 
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}

@@ -163,6 +163,7 @@ def build_judge(
     servers: Servers | None = None,
     *,
     replies: Replies | None = None,
+    own_replies: bool = False,
     prompts: Prompts | None = None,
 ) -> Judge:
     """The judge a configuration describes, over LiteLLM.
@@ -172,6 +173,7 @@ def build_judge(
         leases: asked before every request; None: nothing is limited.
         servers: of ``judge.local``.
         replies: where answers are kept; None: in the folder ``config.cache``, if that names one.
+        own_replies: whether they are of one run, in which the judge stays the same wherever it is reached.
         prompts: what `prompts_of` gave on another host; None: read here.
 
     Raises:
@@ -184,7 +186,14 @@ def build_judge(
     cache = ReplyCache(config.cache) if replies is None and config.cache is not None else replies
 
     def open_one(judge: JudgeConfig) -> Complete:
-        return LiteLLMClient(judge, cache, leases=leases, servers=servers if judge.local.enabled else None)
+        configured = (judge.model, judge.api_base) == (config.model, config.api_base)
+        return LiteLLMClient(
+            judge,
+            cache,
+            leases=leases,
+            servers=servers if judge.local.enabled else None,
+            endpoint_counts=not (own_replies and configured),
+        )
 
     return panel_judge(config, prompts or prompts_of(config), with_fallbacks(config, open_one), open_one)
 

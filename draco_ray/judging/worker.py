@@ -45,6 +45,7 @@ class JudgeWorkerActor:
         leases: Leases | None,
         servers: Servers | None,
         replies: Replies | None,
+        own_replies: bool,
         prompts: Prompts,
     ) -> None:
         from draco_ray.judging.judge import build_judge, build_self_judge
@@ -53,7 +54,7 @@ class JudgeWorkerActor:
         self._judge: Judge = (
             build_self_judge(config, policy.samplers, policy.tokenizer, policy.name, prompts)
             if config.self_judge.enabled
-            else build_judge(config, leases, servers, replies=replies, prompts=prompts)
+            else build_judge(config, leases, servers, replies=replies, own_replies=own_replies, prompts=prompts)
         )
 
     async def up(self) -> str:
@@ -107,11 +108,13 @@ def judge_starter(
     run_name: str,
     servers: Servers | None = None,
     replies: Replies | None = None,
+    *,
+    own_replies: bool = False,
 ) -> Callable[[str], Any]:
     """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``.
 
     They may run on hosts that see no file of the driver's: prompts and examples come with them, and ``replies``
-    (`draco_ray.judging.replies_actor.start_replies`) are reached through Ray.
+    (`draco_ray.judging.replies_actor.start_replies`) are reached through Ray; ``own_replies`` as of `build_judge`.
 
     Raises:
         ConfigError, StoreError: as `prompts_of`.
@@ -129,7 +132,7 @@ def judge_starter(
             max_restarts=-1,
             # At the same worker, and in seconds where its node is gone: then the pool has the phase made elsewhere.
             max_task_retries=1,
-        ).remote(config, policy, leases, servers, replies, prompts)
+        ).remote(config, policy, leases, servers, replies, own_replies, prompts)
 
     return start
 

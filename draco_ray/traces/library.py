@@ -239,7 +239,8 @@ def open_judge(settled: Plan) -> Meter:
             from draco_ray.traces.batch import BatchClient
 
             return meter.over(BatchClient(judge, cache, line))
-        return meter.over(LiteLLMClient(judge, cache, leases=line))
+        configured = (judge.model, judge.api_base) == (settled.config.judge.model, settled.config.judge.api_base)
+        return meter.over(LiteLLMClient(judge, cache, leases=line, endpoint_counts=not configured))
 
     meter.open_other = open_one
     meter.complete = with_fallbacks(judge, open_one)

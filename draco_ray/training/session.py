@@ -307,7 +307,9 @@ class Actors:
         leases = None if self._limiter is None else self._limiter[1]
         servers = None if self._servers is None else self._servers[1]
         replies = None if self._replies is None else self._replies[1]
-        self.judges = JudgePool(judge_starter(judge, policy, leases, name, servers, replies), judge)
+        own = not requests_name(judge, run.path)
+        starter = judge_starter(judge, policy, leases, name, servers, replies, own_replies=own)
+        self.judges = JudgePool(starter, judge)
         if judged:
             self.judges.open()
         self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")
