@@ -203,6 +203,8 @@ class EngineConfig(Tree):
     """Largest mean |engine - learner| log-prob gap after a sync, nats; above it the run stops."""
     max_failures: int = Field(3, ge=0)
     """Times the process of one engine is replaced before the run stops; one whose node is gone does not count."""
+    stall_seconds: float = Field(600.0, gt=0)
+    """Time that an engine may do nothing while something is asked of it, before its process is replaced as stopped."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
     """Where engines write the versions of the adapter they load."""
     sync: Literal["serve", "drain"] = "serve"

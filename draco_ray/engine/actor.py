@@ -15,17 +15,19 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.core_watch import CoreWatch
 from draco_ray.engine.placement import actor_resources, shared_gpus, visible_gpus
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.statistics import EngineStatistics
@@ -62,7 +64,8 @@ class EngineProcess:
 class PolicyEngineActor:
     """One vLLM engine (`draco_ray.engine.vllm_engine.VllmEngine`).
 
-    The process ends with its engine core, so that there is one way to die. It refuses requests until `serve`.
+    The process ends with its engine core, and where that stands still (``engine.stall_seconds``), so that there is one
+    way to die. It refuses requests until `serve`.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class PolicyEngineActor:
         self._starting = asyncio.Lock()
         self._started = asyncio.Event()
         self._serves = False
+        self._watch = CoreWatch(config.stall_seconds, CORE_CHECK_SECONDS)
         self._core_watch: asyncio.Task[None] | None = None
 
     @ray.method(max_task_retries=0)
@@ -189,9 +193,10 @@ class PolicyEngineActor:
 
     @asynccontextmanager
     async def _alive(self) -> AsyncIterator[None]:
-        """End this process where a call left the engine dead."""
+        """Watch over a call, and end this process where it left the engine dead."""
         try:
-            yield
+            with self._watch.call():
+                yield
         except EngineError:
             self._end_if_dead()
             raise
@@ -203,12 +208,25 @@ class PolicyEngineActor:
     async def _end_with_core(self) -> None:
         while True:
             self._end_if_dead()
+            if self._watch.stands_still(self._engine.statistics.iterations):
+                log.error("the engine core has done nothing for %g s: it is ended", self._config.stall_seconds)
+                _end_process()
             await asyncio.sleep(CORE_CHECK_SECONDS)
 
     def _end_if_dead(self) -> None:
         if self._engine.dead:
-            # Not by an exception: Ray repeats the calls of a process that died, not of one that refused.
-            os._exit(1)
+            _end_process()
+
+
+def _end_process() -> None:
+    """End this process and those it has started: one that is stopped does not notice that it is left alone.
+
+    Not by an exception: Ray repeats the calls of a process that died, not of one that refused.
+    """
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    os._exit(1)
 
 
 def start_policy_engines(

@@ -24,6 +24,7 @@ class EngineStatistics:
     """Of prompts, those that the prefix cache had included."""
     preemptions: int = 0
     """Requests that lost their place to others for want of KV cache, and are computed anew."""
+    iterations: int = 0
 
     def take(self, scheduler: Any, iteration: Any) -> None:
         """Take in ``SchedulerStats`` and ``IterationStats`` of one iteration; either may be None."""
@@ -49,6 +50,7 @@ def collector(into: EngineStatistics) -> type:
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
+            into.iterations += 1
             try:
                 into.take(scheduler_stats, iteration_stats)
             except Exception:

@@ -24,6 +24,10 @@ from draco_ray.workers.silence import Sent, WatchedWorkers
 
 log = logging.getLogger(__name__)
 
+SILENT_SECONDS = 1800.0
+"""After which a rollout worker that does not answer is taken for stopped: environments and agents of other authors may
+keep its event loop for as long as they compute."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
@@ -51,7 +55,8 @@ class Played:
 class RolloutWorkers:
     """Rollout workers that come and go with the rollouts that wait; which of them takes one is in `WatchedWorkers`.
 
-    A worker that was out of reach gets no rollout until it answers, and those that it had are played elsewhere.
+    A worker that was out of reach gets no rollout until it answers, and those that it had are played elsewhere. One
+    that loses its worlds rests while others do not (`draco_ray.workers.elastic.ElasticWorkers.did`).
     """
 
     def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
@@ -69,8 +74,9 @@ class RolloutWorkers:
             idle_seconds=config.idle_seconds,
             most_calls=config.slots,
         )
-        # Environments and agents of other authors may keep a worker's event loop for as long as they compute.
-        self.watched = WatchedWorkers(self.places, up=remote.up, end=self._end, renew=remote.renew, silent_seconds=None)
+        self.watched = WatchedWorkers(
+            self.places, up=remote.up, end=self._end, renew=remote.renew, silent_seconds=SILENT_SECONDS
+        )
         self._ending: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
@@ -169,7 +175,7 @@ class RolloutPool:
             return Sent((trajectory, evaluation), remote.answer(summary), partial(ray.cancel, summary))
 
         try:
-            found = await self._workers.watched.call(send, rank=priority, sends=1)
+            found = await self._workers.watched.call(send, rank=priority, sends=1, well=_has_played)
         except asyncio.CancelledError:
             for call in asked:
                 ray.cancel(call)
@@ -182,3 +188,7 @@ class RolloutPool:
             return None
         (trajectory, evaluation), summary = found
         return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=summary)
+
+
+def _has_played(summary: RolloutSummary) -> bool:
+    return summary.ended is not EpisodeEnd.SERVER_ERROR

@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 WorkerT = TypeVar("WorkerT")
 MOST_GROUPS = 10_000
 """Whose last worker is known."""
+REST_SECONDS, MOST_REST_SECONDS = 30.0, 600.0
+"""For which a worker gets no call after one that it could not do: the first time, each time in a row twice as long."""
 
 
 class Place(Generic[WorkerT]):
@@ -29,6 +31,9 @@ class Place(Generic[WorkerT]):
         self.idle_since = now
         self.given_up = asyncio.Event()
         """Set when it stopped answering while another answers: its calls are to be made there."""
+        self.failures = 0
+        """Calls in a row that it could not do."""
+        self.rests_until = -float("inf")
 
 
 class ElasticWorkers(Generic[WorkerT]):
@@ -122,6 +127,8 @@ class ElasticWorkers(Generic[WorkerT]):
         for place in gone:
             self.places.remove(place)
             self._silent.discard(place)
+        # Those that have rested are there for whoever waits.
+        self._serve()
         return come, gone
 
     async def acquire(self, rank: int = 0, group: str = "") -> Place[WorkerT]:
@@ -169,6 +176,16 @@ class ElasticWorkers(Generic[WorkerT]):
         self._silent.add(place)
         self._give_up_the_silent()
 
+    def did(self, place: Place[WorkerT], *, well: bool) -> None:
+        """Note whether a worker could do a call. One that could not rests while others are there that need not.
+
+        It is free at once, where others still work: without a rest a worker on which everything fails would be given
+        all that waits.
+        """
+        place.failures = 0 if well else place.failures + 1
+        rest = 0.0 if well else min(REST_SECONDS * 2.0 ** (place.failures - 1), MOST_REST_SECONDS)
+        place.rests_until = self._clock() + rest
+
     def lost(self, place: Place[WorkerT], error: BaseException) -> None:
         """Note that a worker is gone for good. Where it was the last one, whoever waits is told ``error``."""
         place.up = False
@@ -205,13 +222,19 @@ class ElasticWorkers(Generic[WorkerT]):
     def _free(self, group: str) -> Place[WorkerT] | None:
         if self._most_calls is not None and self.in_flight >= self._most_calls:
             return None
+        now = self._clock()
+        none_fit = all(place.rests_until > now for place in self.places if place.up)
+
+        def has_room(place: Place[WorkerT]) -> bool:
+            return place.up and place.calls < self._slots and (none_fit or place.rests_until <= now)
+
         last = self._last.get(group)
-        if last is not None and last in self.places and last.up and last.calls < self._slots:
+        if last is not None and last in self.places and has_room(last):
             return last
         ranked = [
             (max(0, age - self._fewest + 1), place.calls, age)
             for age, place in enumerate(self.places)
-            if place.up and place.calls < self._slots
+            if has_room(place)
         ]
         return self.places[min(ranked)[-1]] if ranked else None
 

@@ -64,7 +64,7 @@ class WatchedWorkers(Generic[WorkerT]):
         end: Callable[[WorkerT], object],
         renew: Callable[[WorkerT], object],
         look_seconds: float = LOOK_SECONDS,
-        silent_seconds: float | None = SILENT_SECONDS,
+        silent_seconds: float = SILENT_SECONDS,
     ) -> None:
         """Prepare the watch; nothing is started yet.
 
@@ -75,7 +75,7 @@ class WatchedWorkers(Generic[WorkerT]):
             renew: ends the process of a silent worker whose calls are made elsewhere, and starts it anew: it may be
                 stopped for good, holding a lock that the others wait for.
             look_seconds: see `LOOK_SECONDS`.
-            silent_seconds: see `SILENT_SECONDS`; None where a worker may be too busy to answer for any time.
+            silent_seconds: see `SILENT_SECONDS`; longer where a worker may be too busy to answer.
         """
         self.workers, self._up, self._end, self._renew = workers, up, end, renew
         self.look_seconds, self.silent_seconds = look_seconds, silent_seconds
@@ -104,6 +104,7 @@ class WatchedWorkers(Generic[WorkerT]):
         rank: int = 0,
         preferred: Place[WorkerT] | None = None,
         sends: int = MOST_SENDS,
+        well: Callable[[AnswerT], bool] = lambda answer: True,
     ) -> tuple[HandleT, AnswerT] | None:
         """Make a call, at another worker again where one falls silent under it.
 
@@ -112,6 +113,7 @@ class WatchedWorkers(Generic[WorkerT]):
             rank: as of `ElasticWorkers.acquire`.
             preferred: a place beside the workers that takes it while it is up, whatever else it does.
             sends: times that it is given to a worker.
+            well: whether an answer is one of a worker that can do its work.
 
         Returns: the call's handle and answer; None where ``sends`` workers fell silent or were lost under it.
         Raises: what the call raises; as `ElasticWorkers.acquire`.
@@ -123,7 +125,7 @@ class WatchedWorkers(Generic[WorkerT]):
             else:
                 place = await self.workers.acquire(rank)
             sent = send(place.worker)
-            answer = await self._finish(place, sent)
+            answer = await self._finish(place, sent, well)
             if answer is not None:
                 return sent.handle, answer.result()
         return None
@@ -134,7 +136,9 @@ class WatchedWorkers(Generic[WorkerT]):
             async with asyncio.timeout(seconds):
                 await asyncio.gather(*self._abandoned, return_exceptions=True)
 
-    async def _finish(self, place: Place[WorkerT], sent: Sent[HandleT, AnswerT]) -> asyncio.Future[AnswerT] | None:
+    async def _finish(
+        self, place: Place[WorkerT], sent: Sent[HandleT, AnswerT], well: Callable[[AnswerT], bool]
+    ) -> asyncio.Future[AnswerT] | None:
         """Wait for a call's answer; None if its worker was given up on, or out of reach."""
         answer = asyncio.ensure_future(sent.answer)
         given_up = asyncio.ensure_future(place.given_up.wait())
@@ -148,10 +152,13 @@ class WatchedWorkers(Generic[WorkerT]):
             raise
         finally:
             given_up.cancel()
-        error = answer.exception() if answer.done() and not answer.cancelled() else None
+        ended = answer.done() and not answer.cancelled()
+        error = answer.exception() if ended else None
+        # Before its slot is free again, which would be given this very call.
         if isinstance(error, Away):
-            # Before its slot is free again, which would be given this very call.
             self._down(place, error)
+        elif ended and error is None:
+            self.workers.did(place, well=well(answer.result()))
         self._release(place)
         if answer.done() and not isinstance(error, Away):
             return answer

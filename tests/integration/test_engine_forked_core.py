@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,61 @@ async def main():
 
 asyncio.run(main())
 """
+
+ACTOR = """
+import asyncio, json, sys
+from pathlib import Path
+import psutil
+from draco_ray.config.schema import EngineConfig, ModelConfig
+from draco_ray.engine.actor import PolicyEngineActor
+
+async def main():
+    actor = PolicyEngineActor(
+        EngineConfig(
+            gpus_per_engine=0, kv_cache_gib=0.1, max_num_seqs=2, adapter_directory=Path(sys.argv[2]), stall_seconds=5
+        ),
+        ModelConfig(path=sys.argv[1], dtype="float32"),
+        max_model_len=256, lora_rank=8, seed=0, name="engine-0", run_name="run",
+    )
+    await actor.start()
+    await actor.serve()
+    first = await actor.sample(list(range(20, 60)), 8, 5, None)
+    seen = {"tokens": len(first.token_ids), "iterations": (await actor.statistics()).iterations}
+    print(json.dumps({**seen, "children": [c.pid for c in psutil.Process().children(recursive=True)]}), flush=True)
+    sys.stdin.readline()
+    await actor.sample(list(range(20, 60)), 8, 5, None)
+
+asyncio.run(main())
+"""
+
+
+def test_a_core_that_is_stopped_under_a_request_is_ended_and_its_front_end_with_it(tmp_path: Path) -> None:
+    """It neither dies nor answers, as one that hangs in a kernel; Ray then starts another process."""
+    model = build_tiny_model(tmp_path / "model")
+    (tmp_path / "adapters").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", ACTOR, str(model), str(tmp_path / "adapters")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as front:
+        assert front.stdout is not None
+        try:
+            line = front.stdout.readline()
+            assert line, "the engine's process ended before it served"
+            seen = json.loads(line)
+            cores = [psutil.Process(pid) for pid in seen["children"]]
+            for core in cores:
+                os.kill(core.pid, signal.SIGSTOP)
+            front.communicate("\n", timeout=300)
+        finally:
+            front.kill()
+    assert front.returncode == 1
+    assert len(cores) == 1
+    _, alive = psutil.wait_procs(cores, timeout=60)
+    assert not alive
+    # What it does is counted, or any wait would be too long.
+    assert seen["iterations"] >= seen["tokens"] == 8
 
 
 def test_a_forked_core_serves_and_dies_with_its_front_end(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.summaries import RolloutSummary
-from draco_ray.workers.elastic import standing
+from draco_ray.workers.elastic import REST_SECONDS, standing
 
 
 class Up:
@@ -26,6 +26,8 @@ class Up:
 
     async def remote(self) -> None:
         self.worker.looks += 1
+        if self.worker.silent:
+            await asyncio.Event().wait()
         if self.worker.answers is not None:
             raise self.worker.answers
 
@@ -48,6 +50,7 @@ class Worker:
         self.ends: dict[int, asyncio.Future[RolloutSummary]] = {}
         self.asked = asyncio.Semaphore(0)
         self.looks = 0
+        self.silent = False
         self.stopped = False
         self.killed = False
         """As it has to be after it was stopped: its name is free then."""
@@ -239,6 +242,70 @@ async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers() -> None:
     for rollout in (7, 8, 9, 10):
         (away if rollout in away.ends else there).finish(rollout)
     await asyncio.gather(*again)
+
+
+async def test_a_worker_that_loses_every_world_is_not_given_all_that_waits() -> None:
+    """On a node whose disk is full, say: it is free again at once, while the others still play."""
+    sick, sound = Worker(), Worker()
+    crew = Crew([sick, sound], slots=2, each=1)
+    pool = crew.pool(retries=1)
+    now = 0.0
+    crew.workers.places._clock = lambda: now
+    await until(lambda: crew.workers.places.up == 2)
+    playing = [play(pool, rollout) for rollout in range(8)]
+
+    async def until_played(number: int) -> None:
+        while number:
+            for rollout, end in list(sick.ends.items()):
+                if not end.done():
+                    sick.finish(rollout, EpisodeEnd.SERVER_ERROR)
+            for rollout, end in list(sound.ends.items()):
+                if not end.done() and number:
+                    sound.finish(rollout)
+                    number -= 1
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    await until_played(3)
+    assert len(sick.ends) == 1
+    now = REST_SECONDS
+    crew.workers.watched._adjust()
+    await until_played(3)
+    assert len(sick.ends) == 2
+    # The second rest in a row is longer.
+    now = 2 * REST_SECONDS
+    crew.workers.watched._adjust()
+    await until_played(2)
+    assert len(sick.ends) == 2
+    played = await asyncio.gather(*playing)
+    assert all(each.member is not None for each in played)
+    assert sorted(each.attempts for each in played) == [1] * 6 + [2] * 2
+    # Where nobody is better it is asked all the same.
+    crew.workers.places.went_down(crew.workers.places.places[1])
+    again = play(pool, 8)
+    await until(lambda: 8 in sick.ends)
+    sick.finish(8)
+    assert (await again).member is not None
+    assert crew.workers.places.places[0].failures == 0
+
+
+async def test_rollouts_of_a_worker_that_is_stopped_are_played_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, there = Worker(), Worker()
+    renewed: list[Worker] = []
+    monkeypatch.setattr(ray, "kill", lambda worker, no_restart=True: renewed.append(worker))
+    crew = Crew([stopped, there], slots=2, each=1)
+    assert crew.workers.watched.silent_seconds == 1800
+    crew.workers.watched.silent_seconds = 0.2
+    pool = crew.pool(retries=1)
+    playing = [play(pool, rollout) for rollout in range(2)]
+    await until(lambda: len(stopped.ends) + len(there.ends) == 2)
+    stopped.silent = True
+    (lost,) = stopped.ends
+    there.finish(1 - lost)
+    await until(lambda: lost in there.ends)
+    there.finish(lost)
+    assert [(await each).attempts for each in playing] == [1 + (rollout == lost) for rollout in range(2)]
+    await until(lambda: renewed == [stopped])
 
 
 async def test_a_rollout_that_nobody_waits_for_is_taken_back_and_keeps_its_slot_until_it_ends(
