@@ -126,7 +126,13 @@ class RayLoraLearner:
         self._feed = None
 
     async def _submit(self, command: Command) -> Any:
-        return await self._feed.submit.remote(command)
+        try:
+            return await self._feed.submit.remote(command)
+        except ray.exceptions.ActorDiedError:
+            raise LearnerError(
+                "learner: the actor that hands it its commands was lost, beside the driver; look for lack of memory "
+                "there and continue the run"
+            ) from None
 
     async def _watch_fit(self) -> None:
         """Wait for the loop's end, and fail every call that still waits for an answer."""

@@ -8,6 +8,7 @@ together with the position in the feed that it stands for, and the two must chan
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,21 +34,37 @@ class LoopSettings:
     """Folder for Ray Train's own files."""
 
 
+class FeedLost(Exception):
+    """The feed has died, and with it what there was to do: workers that are started anew would find none either."""
+
+
 def train_loop(settings: dict[str, LoopSettings]) -> None:
-    """Carry out the feed's commands until Stop: Ray Train's `train_loop_per_worker`."""
-    import ray
+    """Carry out the feed's commands until Stop, or until there is no feed: Ray Train's `train_loop_per_worker`."""
     import ray.train
 
     given = settings["settings"]
-    # Before anything that can fail, because the feed counts the starts.
-    start = ray.get(given.feed.start.remote(ray.train.get_context().get_world_rank()))
-    if start is None:
-        return
     try:
-        _carry_out(given, start)
+        # Before anything that can fail, because the feed counts the starts.
+        start = _told(given.feed.start.remote(ray.train.get_context().get_world_rank()))
+        if start is not None:
+            _carry_out(given, start)
+    except FeedLost:
+        # No error: Ray Train would start workers without end.
+        return
     except Exception as error:
-        ray.get(given.feed.trouble.remote(_one_line(error)))
+        with suppress(FeedLost):
+            _told(given.feed.trouble.remote(_one_line(error)))
         raise
+
+
+def _told(answer: Any) -> Any:
+    """What the feed says. Raises: FeedLost."""
+    import ray
+
+    try:
+        return ray.get(answer)
+    except ray.exceptions.ActorDiedError as error:
+        raise FeedLost from error
 
 
 def _carry_out(given: LoopSettings, start: Start) -> None:
@@ -84,7 +101,7 @@ def _carry_out(given: LoopSettings, start: Start) -> None:
         if start.checkpoint is not None:
             checkpoints.load(learner, Path(start.checkpoint))
     except DracoError as error:
-        ray.get(given.feed.fail.remote(str(error)))
+        _told(given.feed.fail.remote(str(error)))
         return
     worker = LearnerWorker(
         learner,
@@ -96,7 +113,7 @@ def _carry_out(given: LoopSettings, start: Start) -> None:
     )
     position = start.position
     while True:
-        command = ray.get(given.feed.next.remote(position))
+        command = _told(given.feed.next.remote(position))
         try:
             answer = worker.execute(command)
         except (DracoError, ValueError, OSError) as error:
@@ -105,18 +122,17 @@ def _carry_out(given: LoopSettings, start: Start) -> None:
         if isinstance(answer, Future):
             answer.add_done_callback(partial(_send_later, given.feed, rank, position))
         else:
-            ray.get(given.feed.answer.remote(rank, position, (answer,)))
+            _told(given.feed.answer.remote(rank, position, (answer,)))
         if isinstance(command, Stop):
             return
         position += 1
 
 
 def _send_later(feed: Any, rank: int, position: int, done: Future[Any]) -> None:
-    import ray
-
     error = done.exception()
     answer = done.result() if error is None else Failed(message=_one_line(error))
-    ray.get(feed.answer.remote(rank, position, (answer,)))
+    with suppress(FeedLost):
+        _told(feed.answer.remote(rank, position, (answer,)))
 
 
 def _one_line(error: BaseException) -> str:

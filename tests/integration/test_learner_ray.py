@@ -199,3 +199,13 @@ async def test_a_worker_that_dies_costs_nothing_but_time_until_it_happens_too_of
 
     with pytest.raises(LearnerError, match=r"learner failed: .*; 3 times since the last checkpoint"):
         await outlive_deaths(learner, 3)
+
+
+async def test_workers_end_where_nobody_is_left_to_tell_them_what_to_do(learner: RayLoraLearner) -> None:
+    """Started anew they would find nobody either, and Ray Train would start them without end."""
+    await train(learner, 0)
+    (feed,) = descendants(os.getpid(), "LearnerFeed")
+    feed.kill()
+    with pytest.raises(LearnerError, match=r"the actor that hands it its commands was lost"):
+        await learner.step()
+    await learner.stop(timeout=3600)
