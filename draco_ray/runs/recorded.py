@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,10 +13,18 @@ from draco_ray.runs.rows import Row
 
 
 def recorded_rollouts(run: RunDirectory, step: int, policy_version: int) -> list[tuple[str, int]]:
-    """Task and rollout of every recorded rollout of ``step`` that this version of the policy sampled, in order."""
-    columns = ["task_id", "rollout", "policy_version"]
-    rows = run.table("trajectories", step, columns).to_pylist()
-    return sorted((row["task_id"], row["rollout"]) for row in rows if row["policy_version"] == policy_version)
+    """Task and rollout of every recorded rollout of ``step`` that this version of the policy sampled, in order.
+
+    One whose turns are not all there is left out: its writer may have been killed between two files.
+    """
+    rows = run.table("trajectories", step, ["task_id", "rollout", "policy_version", "turns"]).to_pylist()
+    turns = run.table("steps", step, ["task_id", "rollout"]).to_pylist()
+    there = Counter((turn["task_id"], turn["rollout"]) for turn in turns)
+    return sorted(
+        (row["task_id"], row["rollout"])
+        for row in rows
+        if row["policy_version"] == policy_version and there[row["task_id"], row["rollout"]] == row["turns"]
+    )
 
 
 def read_trajectory(run: RunDirectory, step: int, task_id: str, rollout: int) -> Trajectory:

@@ -112,4 +112,8 @@ def _write(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
     ):
         for group in groups:
             writer.write_table(group)
+        writer.close()
+        # The parts that it takes the place of are removed: it has to outlive the machine's power as they do.
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -71,8 +71,9 @@ class RunStoreActor:
 
     def _trajectory(self, kind: str, step: int, trajectory: Trajectory) -> None:
         key = f"{trajectory.task_id}-{trajectory.rollout}"
-        self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
         self._write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
+        # Last: a rollout that has this row has everything.
+        self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
 
     def judged(self, step: int, task_id: str, rollout: int | None, phase: RecordedPhase, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its value where that has a table."""

@@ -19,9 +19,9 @@ from rich.console import Console
 from draco_ray.config.load import dump_config
 from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.config.schema import DracoConfig
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.training.order import EarlierTasks, OrderRules
 
@@ -60,6 +60,8 @@ class StartPoint:
     """Whether the adapter differs from the base model."""
     recorded: frozenset[int] = frozenset()
     """Steps after it of which finished rollouts may be taken from the run directory."""
+    dropped: tuple[Path, ...] = ()
+    """Files of rows of steps after it that could not be read: the machine was lost before they were on its disk."""
 
 
 def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
@@ -154,6 +156,9 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
     elif len(done) < len(metrics):
         write_private(run.metrics_file, "".join(json.dumps(line) + "\n" for line in done))
     later = [found for found in run.steps() if found > step]
+    dropped = tuple(path for again in later for path in _unreadable(run, again))
+    for path in dropped:
+        path.unlink()
     for again in later:
         _reopen(run, again, reuse=reuse)
     return StartPoint(
@@ -161,7 +166,19 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         checkpoint=run.checkpoint(step) if step else None,
         moved=any((line.get("updates") or 0) > 0 and (line.get("grad_norm") or 0) > 0 for line in done),
         recorded=frozenset(later) if reuse else frozenset(),
+        dropped=dropped,
     )
+
+
+def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
+    """Parts of a step under way that are not whole."""
+    older = run.schema_version < SCHEMA_VERSION
+    for table in STEP_TABLES:
+        for path in run.parts(table, step):
+            try:
+                read_table(path, table, older=older)
+            except DamagedRun:
+                yield path
 
 
 def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:

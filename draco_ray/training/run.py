@@ -188,6 +188,12 @@ def _resume(
             console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
             return run.path
         console.print(f"{run.path.name}: continues after step {start.step}")
+        if start.dropped:
+            console.print(
+                f"{len(start.dropped)} files of later steps are not whole and are made again, the first is "
+                f"{start.dropped[0]}: what was not on the disk when the machine was lost",
+                markup=False,
+            )
         for change in changes:
             console.print(f"changed: {change}", markup=False)
         return _train(config, prompts, order, run, start, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from draco_ray.records import (
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.parts import write_part
-from draco_ray.runs.recorded import read_trajectory
+from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import RunStoreActor
@@ -279,6 +280,46 @@ def test_a_run_store_that_is_killed_while_it_gathers_loses_no_row_and_repeats_no
         assert sorted(run.table("evaluations").column("task_id").to_pylist()) == ["a", "a", "b"]
         shutil.rmtree(run.path)
     assert points > 3 * rollouts
+
+
+def test_a_rollout_whose_writer_is_killed_at_any_write_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A run that goes on takes what is there for the rollout, and has it judged."""
+    played = a_trajectory()
+    for point in range(100):
+        actor = RunStoreActor(RunDirectory.create(tmp_path / str(point), "seed: 0\n").path)
+        actor.settle()
+        try:
+            with killed_after(point):
+                actor.trajectory(1, played)
+        except Killed:
+            killed = True
+        else:
+            killed = False
+        run = RunDirectory.open(tmp_path / str(point))
+        recorded = recorded_rollouts(run, 1, 0)
+        assert killed or recorded == [(played.task_id, 0)]
+        for task_id, rollout in recorded:
+            assert read_trajectory(run, 1, task_id, rollout).turns == played.turns, point
+        if not killed:
+            break
+    assert point > 4
+    # As versions before this one left it, who wrote the rollout before its turns.
+    shutil.rmtree(run.tables / "steps")
+    assert recorded_rollouts(run, 1, 0) == []
+
+
+def test_a_gathered_table_is_on_the_disk_before_its_parts_are_removed(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine loses its power, what was only in its memory is an empty file."""
+    done: list[str] = []
+    sync, remove = os.fsync, shutil.rmtree
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("on the disk"), sync(file)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (done.append("removed"), remove(path)))
+    store.write("steps", 1, "r0", rows.step_rows(1, a_trajectory()))
+    store.gather(1)
+    assert done == ["on the disk", "removed"]
+    assert store.directory.table("steps").num_rows == 2
 
 
 def test_a_closed_step_that_nobody_knows_to_be_closed_stays_in_parts_until_the_end(tmp_path: Path) -> None:

@@ -102,6 +102,27 @@ def test_rollouts_of_another_configuration_are_dropped_their_cost_is_not(run: Ru
     assert run.table("judge_calls").num_rows == calls
 
 
+def test_files_that_a_lost_machine_left_empty_are_made_again(run: RunDirectory) -> None:
+    """A command that is repeated for ever has to get over them; steps that are done are another matter."""
+    write_step(run, 1, finished=True)
+    run.checkpoint(1).mkdir(parents=True)
+    write_step(run, 2, finished=False)
+    kept = RunStore(run).directory
+    cut = [kept.part(table, 2, f"{TASKS[0]}-1") for table in ("trajectories", "steps")]
+    cut.append(kept.part("judge_calls", 2, f"{TASKS[1]}-stage1"))
+    cut[0].write_bytes(b"")
+    cut[1].write_bytes(cut[1].read_bytes()[:-9])
+    cut[2].write_bytes(b"\0" * cut[2].stat().st_size)
+    start = rewind(run, reuse=True)
+    assert set(start.dropped) == set(cut)
+    assert set(recorded_rollouts(run, 2, 1)) == {(t, r) for t in TASKS for r in (0, 1)} - {(TASKS[0], 1)}
+    assert rewind(run, reuse=True).dropped == ()
+    whole = run.tables / "steps" / "step00001.parquet"
+    whole.write_bytes(b"")
+    with pytest.raises(DamagedRun, match=r"step00001\.parquet: damaged"):
+        run.table("steps", 1)
+
+
 def test_a_changed_configuration_is_refused_by_name(run: RunDirectory) -> None:
     old = DracoConfig()
     new = load_config(None, ["learner.learning_rate=1e-4", "algorithm.group_size=8"])

@@ -1,0 +1,60 @@
+"""What the soak says of a run's processes."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import pytest
+
+from tests.support.jobs import load_job
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    return load_job("soak")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["ray::RunStoreActor.finish_step"], "RunStore"),
+        (["ray::PolicyEngineActor"], "PolicyEngine"),
+        (["ray::LearnerFeed"], "LearnerFeed"),
+        (["ray::IDLE", "", ""], "Ray: idle workers"),
+        (["VLLM::EngineCore"], "engine core"),
+        (["/x/ray/core/src/ray/gcs/gcs_server", "--log_dir=/y"], "Ray: GCS"),
+        (["/x/ray/core/src/ray/raylet/raylet", "--raylet_socket_name=/y"], "Ray: raylet"),
+        (["python", "-m", "draco_ray.environments.appworld.world_template"], "AppWorld"),
+        (["sleep", "1"], None),
+        ([], None),
+    ],
+)
+def test_processes_are_called_by_what_they_are(soak: ModuleType, words: list[str], kind: str | None) -> None:
+    assert soak.kind_of(words) == kind
+
+
+def test_growth_is_of_the_second_half(soak: ModuleType) -> None:
+    """The first steps load what later ones use."""
+    warm = {step: 100.0 + min(step, 20) for step in range(1, 41)}
+    assert soak.growth(warm) == pytest.approx(0.0, abs=1e-9)
+    assert soak.growth({step: mib + 0.25 * step for step, mib in warm.items()}) == pytest.approx(25.0)
+    assert soak.growth({1: 5.0}) == 0.0
+
+
+def test_the_largest_is_first_and_a_process_that_was_not_there_has_no_figure(soak: ModuleType) -> None:
+    lines = soak.table({"small": {1: 1.0, 3: 1.0}, "large": {1: 2.0, 2: 2.0, 3: 52.0}}, [1, 2, 3])
+    assert lines[0] == "| MiB after step | 1 | 2 | 3 | growth in 100 steps |"
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["large", "small"]
+    assert lines[2] == "| large | 2 | 2 | 52 | +5000.0 |"
+    assert lines[3] == "| small | 1 |  | 1 | +0.0 |"
+
+
+def test_what_a_process_has_for_itself_is_read(soak: ModuleType) -> None:
+    before = soak.own_mib(os.getpid())
+    held = bytearray(64 << 20)
+    held[::4096] = b"x" * len(held[::4096])
+    assert soak.own_mib(os.getpid()) - before > 50
+    del held
+    assert soak.own_mib(2**22 + 1) == 0.0
+    assert soak.memory(os.getpid())["driver"] == pytest.approx(soak.own_mib(os.getpid()), rel=0.2)
