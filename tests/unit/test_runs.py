@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -313,9 +314,16 @@ def test_a_gathered_table_is_on_the_disk_before_its_parts_are_removed(
 ) -> None:
     """Where the machine loses its power, what was only in its memory is an empty file."""
     done: list[str] = []
-    sync, remove = os.fsync, shutil.rmtree
-    monkeypatch.setattr(os, "fsync", lambda file: (done.append("on the disk"), sync(file)))
-    monkeypatch.setattr(shutil, "rmtree", lambda path: (done.append("removed"), remove(path)))
+
+    def noted(word: str, work: Callable[[Any], object]) -> Callable[[Any], None]:
+        def do(what: Any) -> None:
+            done.append(word)
+            work(what)
+
+        return do
+
+    monkeypatch.setattr(os, "fsync", noted("on the disk", os.fsync))
+    monkeypatch.setattr(shutil, "rmtree", noted("removed", shutil.rmtree))
     store.write("steps", 1, "r0", rows.step_rows(1, a_trajectory()))
     store.gather(1)
     assert done == ["on the disk", "removed"]
