@@ -41,8 +41,8 @@ KINDS = {
     "dashboard/dashboard.py": "Ray: dashboard",
 }
 """Words of a command line -> what the process is called."""
-ACTOR = re.compile(r"ray::(\w+?)(?:Actor)?\b")
-"""How Ray names the process of an actor, and what it does behind that."""
+ACTOR = re.compile(r"ray::(_?[A-Z]\w*?)(?:Actor)?\b")
+"""How Ray calls the process of an actor by its class; while it carries out a call that has a name, by that."""
 
 Samples = Mapping[str, Mapping[int, float]]
 """Kind of a process -> step -> MiB."""
@@ -69,15 +69,25 @@ def own_mib(pid: int) -> float:
     return 0.0
 
 
-def memory(driver: int) -> dict[str, float]:
-    """MiB by kind of process."""
-    found: dict[str, float] = defaultdict(float)
-    found["driver"] = own_mib(driver)
-    for process in psutil.Process(driver).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if (kind := kind_of(process.cmdline())) is not None:
-                found[kind] += own_mib(process.pid)
-    return dict(found)
+class Run:
+    """The processes of a run."""
+
+    def __init__(self, driver: int) -> None:
+        self._driver = driver
+        self._kinds: dict[int, str] = {}
+        """Of the actors that were seen while nothing hid what they are."""
+
+    def memory(self) -> dict[str, float]:
+        """MiB by kind of process."""
+        found: dict[str, float] = defaultdict(float)
+        found["driver"] = own_mib(self._driver)
+        for process in psutil.Process(self._driver).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if (kind := kind_of(process.cmdline())) is not None:
+                    self._kinds[process.pid] = kind
+                if (kind := self._kinds.get(process.pid)) is not None:
+                    found[kind] += own_mib(process.pid)
+        return dict(found)
 
 
 def growth(samples: Mapping[int, float]) -> float:
@@ -126,14 +136,14 @@ def main(
         driver = subprocess.Popen(
             [sys.executable, "-m", "draco_ray.cli", *words], stdout=output, stderr=subprocess.STDOUT
         )
-        metrics = Path(root) / "soak" / "metrics.jsonl"
+        run, metrics = Run(driver.pid), Path(root) / "soak" / "metrics.jsonl"
         try:
             while driver.poll() is None and time.monotonic() - began < 60 * minutes:
                 time.sleep(LOOK_SECONDS)
-                done = len(RunDirectory(metrics.parent).metrics())
+                done, found = len(RunDirectory(metrics.parent).metrics()), run.memory()
                 if done and done not in seconds:
                     seconds[done] = time.monotonic() - began
-                    for kind, mib in memory(driver.pid).items():
+                    for kind, mib in found.items():
                         samples[kind][done] = mib
         finally:
             if driver.poll() is None:

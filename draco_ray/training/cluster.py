@@ -54,6 +54,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     # Read by the processes Ray starts as well: no price map is fetched, no model hub is asked.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    # Ray would end this process a minute after its head is gone, whatever it still has to write.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     address = address_of(config)
     try:
         with handler_kept(signal.SIGTERM):

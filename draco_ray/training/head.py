@@ -1,9 +1,10 @@
-"""Noticing that the cluster's head is gone, before Ray ends this process for it without a word."""
+"""Noticing that the cluster's head is gone, and waiting for nothing that it took with it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 
 import ray
 
@@ -11,7 +12,7 @@ from draco_ray.errors import ClusterError
 
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
-"""Half of the minute after which Ray ends a driver whose head does not come back."""
+"""Half of the minute after which Ray's own processes end, where the head does not come back."""
 
 
 async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
@@ -36,6 +37,12 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
         f"the Ray cluster's head at {address} has not answered for {gone:g} s; start a cluster again, or run where one "
         "is, and continue with draco train --resume"
     )
+
+
+async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
+    """Do ``stop``, which waits for actors of this run; where the head is gone they may never answer."""
+    if await head_answers(head_address(), look):
+        await stop()
 
 
 def head_address() -> str:

@@ -122,17 +122,16 @@ class NodeMemory:
 
 
 @contextlib.asynccontextmanager
-async def node_memory(*, joined: bool) -> AsyncIterator[NodeMemory]:
+async def node_memory(nodes: NodeMemory, *, joined: bool) -> AsyncIterator[None]:
     """Watch the nodes of a cluster while the block runs; of a Ray that this process started itself there is nothing to
     ask, since all of it is below this process.
     """
-    nodes = NodeMemory()
     if not joined:
-        yield nodes
+        yield
         return
     watching = asyncio.create_task(nodes.watch())
     try:
-        yield nodes
+        yield
         await nodes.look()
     finally:
         watching.cancel()

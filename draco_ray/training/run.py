@@ -37,7 +37,7 @@ from draco_ray.runs.remote.place import Place, begun, place_at, place_of, workin
 from draco_ray.training.cluster import address_of
 from draco_ray.training.engines import unless_lost
 from draco_ray.training.head import head_failure
-from draco_ray.training.memory import PeakMemory, node_memory
+from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
 from draco_ray.training.order import EarlierTasks, TaskOrder
 from draco_ray.training.preflight import check_disk, check_outlives_job, check_trainable
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
@@ -299,15 +299,20 @@ async def _run(
 ) -> None:
     """Start the actors, train, and report before and after."""
     started, last = time.time(), _steps(config, order)
-    with _said_at_once(console), PeakMemory() as memory:
+    nodes = NodeMemory()
+
+    async def work() -> None:
         async with (
-            _head_watched(console) as head,
             training_session(config, judge, prompts, order, run, start, console) as session,
-            node_memory(joined=address_of(config) is not None) as nodes,
+            node_memory(nodes, joined=address_of(config) is not None),
         ):
             console.print(f"actors ready in {time.time() - started:.0f}s")
-            work = _train_and_measure(session, start.step, last, config.train.evaluate_every)
-            await unless_lost(work, session.actors.fleet.failure(), asyncio.shield(head))
+            training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
+            await unless_lost(training, session.actors.fleet.failure())
+
+    with _said_at_once(console), PeakMemory() as memory:
+        async with _head_watched(console) as head:
+            await unless_lost(work(), asyncio.shield(head))
     used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
     console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}", markup=False)
     console.print(f"its page: draco report {shlex.quote(str(run.path))}", markup=False)
@@ -315,10 +320,7 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]:
-    """A future that fails once the cluster's head is gone, which is said at once.
-
-    Leaving waits for actors that no longer answer, and Ray ends this process before that is over.
-    """
+    """A future that fails once the cluster's head is gone, which is said at once: what it ends is left first."""
 
     async def watch() -> None:
         try:

@@ -46,6 +46,7 @@ from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.before_after import BeforeAfter
 from draco_ray.training.cluster import connect
 from draco_ray.training.engines import WeightSync, engines_asleep
+from draco_ray.training.head import unless_gone
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.order import TaskOrder
@@ -424,9 +425,9 @@ async def training_session(
         learner = find_learner(config.learner.use)(
             config.model, learner_config(config), run=run.path, seed=config.seed, resume_from=start.checkpoint
         )
-        parts.push_async_callback(learner.stop)
+        parts.push_async_callback(partial(unless_gone, learner.stop))
         actors = Actors(config, judge, run, name)
-        parts.push_async_callback(actors.stop)
+        parts.push_async_callback(partial(unless_gone, actors.stop))
         parts.push_async_exit(partial(_drain_within_budget, actors, judge))
         advantages = start_advantage_computer(config.algorithm, name)
         said = partial(console.print, markup=False)

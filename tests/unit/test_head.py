@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, EngineError
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training import head as head_module
+from draco_ray.training import run as run_module
 from draco_ray.training.engines import unless_lost
-from draco_ray.training.head import head_failure
+from draco_ray.training.head import head_failure, unless_gone
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.resume import StartPoint
 
 
 async def test_a_head_that_answers_is_there_and_one_that_does_not_is_gone() -> None:
@@ -88,3 +100,50 @@ async def test_work_that_ends_is_not_waited_for_by_what_watches_it() -> None:
 
     with pytest.raises(ValueError, match="its own"):
         await unless_lost(fails(), never())
+
+
+async def test_actors_of_a_head_that_is_gone_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    monkeypatch.setattr(head_module, "head_address", lambda: f"127.0.0.1:{port}")
+    stopped = []
+
+    async def stop() -> None:
+        stopped.append("stopped")
+
+    await unless_gone(stop)
+    server.close()
+    await server.wait_closed()
+    await unless_gone(stop)
+    assert stopped == ["stopped"]
+
+
+async def test_a_head_that_is_gone_while_a_run_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and learner would be waited for until watch.start_seconds."""
+    starting, ended, said = asyncio.Event(), [], io.StringIO()
+
+    @contextlib.asynccontextmanager
+    async def session(*given: Any) -> AsyncIterator[None]:
+        starting.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            ended.append("session")
+
+    async def gone() -> None:
+        await starting.wait()
+        raise ClusterError("the Ray cluster's head at 127.0.0.1:1 has not answered for 30 s")
+
+    monkeypatch.setattr(run_module, "training_session", session)
+    monkeypatch.setattr(run_module, "head_failure", gone)
+    config = load_config(None, ["train.steps=1"])
+    order = TaskOrder(["a_1"], 1, 0)
+    run = RunDirectory.create(tmp_path / "run", "")
+    with pytest.raises(ClusterError, match="has not answered for 30 s"):
+        await run_module._run(config, config.judge, {}, order, run, StartPoint(), Console(file=said))
+    assert ended == ["session"]
+    assert "has not answered" in said.getvalue()

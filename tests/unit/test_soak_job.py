@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -19,6 +19,8 @@ def soak() -> ModuleType:
     ("words", "kind"),
     [
         (["ray::RunStoreActor.finish_step"], "RunStore"),
+        (["ray::_AutoscalingCoordinatorActor"], "_AutoscalingCoordinator"),
+        (["ray::rollout step1/a_1/0"], None),
         (["ray::PolicyEngineActor"], "PolicyEngine"),
         (["ray::LearnerFeed"], "LearnerFeed"),
         (["ray::IDLE", "", ""], "Ray: idle workers"),
@@ -57,4 +59,13 @@ def test_what_a_process_has_for_itself_is_read(soak: ModuleType) -> None:
     assert soak.own_mib(os.getpid()) - before > 50
     del held
     assert soak.own_mib(2**22 + 1) == 0.0
-    assert soak.memory(os.getpid())["driver"] == pytest.approx(soak.own_mib(os.getpid()), rel=0.2)
+    assert soak.Run(os.getpid()).memory()["driver"] == pytest.approx(soak.own_mib(os.getpid()), rel=0.2)
+
+
+def test_an_actor_keeps_its_name_while_a_call_hides_it(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = iter(["ray::RolloutWorkerActor", "ray::rollout step1/a_1/0"])
+    child = SimpleNamespace(pid=7, cmdline=lambda: [next(called)])
+    monkeypatch.setattr(soak.psutil, "Process", lambda pid: SimpleNamespace(children=lambda recursive: [child]))
+    monkeypatch.setattr(soak, "own_mib", lambda pid: float(pid))
+    run = soak.Run(1)
+    assert run.memory() == run.memory() == {"driver": 1.0, "RolloutWorker": 7.0}
