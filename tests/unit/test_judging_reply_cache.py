@@ -8,6 +8,7 @@ import pickle
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,26 @@ def test_processes_write_side_by_side(tmp_path: Path) -> None:
     cache = ReplyCache(tmp_path)
     assert len(cache) == 160
     assert asyncio.run(cache.get("c-39")) == {"text": "c" * 500}
+
+
+def test_a_writer_that_is_killed_at_any_write_keeps_what_it_was_told_and_a_reply_with_its_cost(tmp_path: Path) -> None:
+    """Every write, sync, cut and removal of SQLite's is a place to die at: before it, and with half of the bytes."""
+    preloaded = tmp_path / "killed_writes.so"
+    source = REPOSITORY / "tests" / "support" / "killed_writes.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(preloaded), str(source), "-ldl"], check=True)
+    # In memory: thousands of syncs would wait for the disk.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.killed_replies", folder],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "LD_PRELOAD": str(preloaded)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    points, _, problems, _ = done.stdout.splitlines()[-1].replace(",", "").split()
+    assert int(points) > 200
+    assert int(problems) == 0, done.stdout
 
 
 async def test_a_pickle_in_a_received_folder_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
