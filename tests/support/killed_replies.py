@@ -20,7 +20,7 @@ from pathlib import Path
 from draco_ray.judging.reply_cache import FILE, ReplyCache, read_book
 
 LIBC = ctypes.CDLL(None)
-ANSWER = {"text": "x" * 9000}
+ANSWER: dict[str, object] = {"text": "x" * 9000}
 """Longer than a page of the database."""
 
 
