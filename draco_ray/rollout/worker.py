@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import resource
 import shutil
 import tempfile
@@ -155,7 +156,10 @@ def _open_as_many_files_as_may_be() -> None:
 async def _opened(slot: Environment, task_id: str) -> World:
     try:
         return await slot.open(task_id)
-    except (WorldError, ConfigError):
+    except WorldError as error:
+        # It ends the run: one node of many may lack the data.
+        raise WorldError(f"on host {platform.node()}: {error}") from None
+    except ConfigError:
         raise
     except Exception as error:
         raise crash(slot.name, task_id, error) from error

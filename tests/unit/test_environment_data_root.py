@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from draco_ray.environments.appworld.data_root import check_data_root, check_rea
 from draco_ray.environments.appworld.interpreter import VARIABLE, appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import WorldError
+from draco_ray.rollout.worker import _opened
 
 SPECS = {
     "instruction": "Like all songs.",
@@ -55,6 +58,14 @@ def test_roots_that_cannot(root: Path, tmp_path: Path) -> None:
     (root / "data" / "tasks" / "abc_1" / "specs.json").unlink()
     with pytest.raises(WorldError, match="has no tasks"):
         AppWorldSlot(EnvironmentConfig(appworld_python=sys.executable), root, load_ground_truth=False, name="x")
+
+
+async def test_data_that_are_gone_when_a_rollout_begins_end_the_run_with_the_host_that_lacks_them(root: Path) -> None:
+    slot = AppWorldSlot(EnvironmentConfig(appworld_python=sys.executable), root, load_ground_truth=False, name="x")
+    (root / "data").rename(root / "unmounted")
+    environment = SimpleNamespace(name="x", open=slot.open)
+    with pytest.raises(WorldError, match=rf"^on host {platform.node()}: data root .* has no task 'abc_1'$"):
+        await _opened(environment, "abc_1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("closed", ["data", "data/tasks/abc_1", "data/tasks/abc_1/specs.json"])
