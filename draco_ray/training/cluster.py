@@ -18,7 +18,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
-from draco_ray.training.preflight import check_resources, has_autoscaler
+from draco_ray.training.preflight import SUBMITTED, check_resources, has_autoscaler
 from draco_ray.training.room import wait_for_room
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
@@ -147,6 +147,6 @@ def _forwarded() -> dict[str, Any]:
 
     Ray refuses a variable that both name.
     """
-    submitted = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    submitted = json.loads(os.environ.get(SUBMITTED, "{}")).get("runtime_env") or {}
     already = submitted.get("env_vars") or {}
     return {"env_vars": {name: os.environ[name] for name in FORWARDED if name in os.environ and name not in already}}

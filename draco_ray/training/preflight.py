@@ -30,6 +30,8 @@ from draco_ray.judging.local.server import served_model
 
 ANONYMOUS_TYPE = "node_"
 """Begins the node type that Ray reports for a node which is of no autoscaler's making; its own id follows."""
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable that Ray sets for a submitted job."""
 PROBE_SECONDS = 120.0
 """Time a node has to start a process and look at the run directory."""
 
@@ -276,7 +278,8 @@ def check_outlives_job(root: Path | str) -> None:
     """Check that run directories outlive the job that makes them.
 
     Raises:
-        ConfigError: they would lie where Ray unpacks a submitted job's files, which it deletes.
+        ConfigError: they would lie where Ray unpacks a submitted job's files, which it deletes, or wherever the cluster
+            was started, in a container's own file system say.
     """
     if isinstance(root, str):
         return  # An object store.
@@ -285,6 +288,11 @@ def check_outlives_job(root: Path | str) -> None:
         raise ConfigError(
             f"run.root={root} lies among the files that were submitted with this job ({folder}), which Ray deletes: "
             "set run.root to a folder that outlives the job"
+        )
+    if SUBMITTED in os.environ and not root.is_absolute():
+        raise ConfigError(
+            f"run.root={root} is no absolute path, and a submitted job runs wherever its cluster was started ({folder} "
+            "here, which may go with a container): set run.root to a folder that outlives the job"
         )
 
 

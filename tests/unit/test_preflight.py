@@ -20,6 +20,7 @@ from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.training import run
 from draco_ray.training.preflight import (
+    SUBMITTED,
     adapter_bytes,
     check_disk,
     check_object_store,
@@ -80,6 +81,20 @@ def test_run_directories_among_a_jobs_files_are_refused(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match=r"^run.root=runs lies among the files .* set run.root to a folder that outl"):
         check_outlives_job(Path("runs"))
     check_outlives_job(tmp_path / "runs")
+
+
+def test_a_submitted_job_is_told_where_its_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs where the cluster was started, which nobody chose."""
+    monkeypatch.delenv(SUBMITTED, raising=False)
+    monkeypatch.chdir(tmp_path)
+    check_outlives_job(Path("runs"))
+    monkeypatch.setenv(SUBMITTED, "{}")
+    with pytest.raises(
+        ConfigError, match=rf"^run.root=runs is no absolute path, .*{tmp_path}/runs here.* set run.root"
+    ):
+        check_outlives_job(Path("runs"))
+    check_outlives_job(tmp_path / "runs")
+    check_outlives_job("s3://bucket/runs")
 
 
 def test_too_few_gpus(paper: DracoConfig) -> None:
