@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -10,18 +11,28 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs
+from rich.console import Console
 
+from draco_ray.cli import main
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
+from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import Place, readable, working
 from draco_ray.runs.remote.store import ArrowStore
+from draco_ray.runs.store import RunStore
+from draco_ray.training import run as run_module
+from draco_ray.training.order import TaskOrder
 from tests.support.object_store import Faults, faulty_proxy
 from tests.support.small_run import TASKS
 from tests.unit.test_remote_runs import CALLS, LARGE, SmallRun, consistent
+from tests.unit.test_training_resume import write_step
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +123,67 @@ def test_a_store_that_is_gone_at_the_end_loses_nothing_here(
         assert RunDirectory.open(path).table("judge_calls").num_rows == CALLS
     assert here.url is not None
     assert RunDirectory.open(readable(here.url)).table("judge_calls").num_rows == CALLS
+
+
+def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
+    s3: tuple[str, Faults], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `draco train` works with it, but for what trains: the steps are written, not played."""
+    steps: list[int] = []
+
+    def checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
+        return config, dict.fromkeys(TASKS, ()), run_module.task_order(config, TASKS)
+
+    def played(
+        config: DracoConfig, prompts: object, order: object, run: RunDirectory, start: Any, console: Any
+    ) -> Path:
+        step = start.step + 1
+        steps.append(step)
+        asyncio.run(ReplyCache(run.judge_cache).put(f"step {step}", {"text": "a reply"}))
+        write_step(run, step, finished=False)
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "counters.json").write_text("{}")
+        RunStore(run).finish_step(step, {"step": step})
+        if step == 1:
+            # In the midst of the next one.
+            write_step(run, 2, finished=False)
+            raise KeyboardInterrupt
+        return run.path
+
+    monkeypatch.setattr(run_module, "_checked", checked)
+    monkeypatch.setattr(run_module, "_train", played)
+    root, url = f"s3://bucket/team?{s3[0]}", f"s3://bucket/team/trained?{s3[0]}"
+    words = [f"run.root={root}", "run.name=trained", "train.steps=2", "train.prompts_per_step=2"]
+    words.append("train.evaluate_before_after=false")
+
+    def draco(*words: str) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        return ended.value.code
+
+    def command(machine: str, *more: str) -> object:
+        return draco("train", "sandbox", *words, f"run.local={tmp_path / machine}", *more)
+
+    assert command("one") == 130
+    assert command("two", "--resume-or-start") == 0
+    assert command("three", "--resume-or-start") == 0
+    assert steps == [1, 2]
+    said = capsys.readouterr().out
+    assert "trained: continues after step 1" in said
+    assert "trained: finished with step 2; nothing is left to do" in said
+    (second,) = (tmp_path / "three").glob("*/trained")
+    assert RunDirectory.open(second).checkpoint_steps() == [1, 2]
+    assert len(ReplyCache(second / "judge_cache")) == 2
+
+    assert draco("runs", "show", url) == 0
+    assert "2 adapters" in " ".join(capsys.readouterr().out.split())
+    page, events = tmp_path / "page.html", tmp_path / "events.json"
+    assert draco("runs", "cost", url) == 0
+    assert draco("runs", "timeline", url, "--step", "1", "--out", str(events)) == 0
+    assert draco("replay", url) == 0
+    assert draco("report", url, "--out", str(page)) == 0
+    assert page.stat().st_size > 10_000
+    assert events.exists()
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3: tuple[str, Faults], tmp_path: Path) -> None:
