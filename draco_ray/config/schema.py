@@ -6,6 +6,7 @@ the configuration is known to be good. A part of the program receives its subtre
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -777,6 +778,16 @@ class RunConfig(Tree):
     """null: <setting>-<date>-<time>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where each step's scalars go besides metrics.jsonl; wandb and mlflow are extras of the package."""
+
+    @field_validator("root")
+    @classmethod
+    def _root(cls, root: str | Path) -> str | Path:
+        # As a path it would be a folder of that name, here.
+        if isinstance(root, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(root)):
+            raise ValueError(
+                f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX, in this case"
+            )
+        return root
 
 
 class RayConfig(Tree):

@@ -64,6 +64,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
             else:
                 # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
+                # What the dashboard lists; of 100,000 tasks, which Ray keeps, the head would grow for a thousand steps.
+                os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
                 _start(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import stat
@@ -345,7 +346,7 @@ def test_an_outage_is_said_once_and_waited_out() -> None:
     said: list[str] = []
     # What is in a name says nothing of the answer.
     store = Flaky(5, OSError("AWS Error SLOW_DOWN:\n 503 of objects/a403"))
-    patient = Patient(store, "s3://b/r", said.append, seconds=60, first_wait=0.001)
+    patient = Patient(store, "s3://b/r", said.append, seconds=60, stopped=threading.Event(), first_wait=0.001)
     patient.write("a", b"1")
     assert store.objects == {"a": b"1"}
     assert said == [
@@ -356,6 +357,35 @@ def test_an_outage_is_said_once_and_waited_out() -> None:
         Patient(Flaky(10**9, OSError("ACCESS_DENIED")), "s3://b/r", said.append, seconds=60).write("a", b"1")
     with pytest.raises(StoreError, match="s3://b/r: cannot be used: gone"):
         Patient(Flaky(10**9, OSError("gone")), "s3://b/r", said.append, seconds=0).write("a", b"1")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "When listing objects: AWS Error INVALID_ACCESS_KEY_ID during ListObjectsV2 operation: The key does not exist",
+        "When listing objects: AWS Error SIGNATURE_DOES_NOT_MATCH during ListObjectsV2 operation: It is wrong",
+        "AWS Error UNKNOWN (HTTP status 403) during PutObject operation: Unable to parse ExceptionName: ExpiredToken",
+        "AWS Error UNKNOWN (HTTP status 301) during PutObject operation: ExceptionName: PermanentRedirect",
+    ],
+)
+def test_a_store_that_does_not_know_the_key_is_not_asked_for_minutes(answer: str) -> None:
+    said: list[str] = []
+    store = Flaky(10**9, OSError(answer))
+    with pytest.raises(StoreError, match=re.escape(answer)):
+        Patient(store, "s3://b/r", said.append, seconds=3600).write("a", b"1")
+    assert said == []
+
+
+def test_before_a_run_goes_on_nothing_is_said_of_it() -> None:
+    said: list[str] = []
+    Patient(Flaky(1, OSError("503")), "s3://b/r", said.append, seconds=60, first_wait=0.001).write("a", b"1")
+    assert said == ["s3://b/r: 503; trying again", "s3://b/r: answers again"]
+
+
+@pytest.mark.parametrize("root", ["S3://bucket/runs", "s3:/bucket/runs", "file:/runs", "GS://b"])
+def test_what_is_nearly_a_url_is_no_folder(root: str) -> None:
+    with pytest.raises(ConfigError, match=r"run.root: .*neither a folder nor a URL; expected .* s3://BUCKET/PREFIX"):
+        load_config(None, [f"run.root={root}"])
 
 
 @pytest.fixture

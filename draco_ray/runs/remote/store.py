@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
-from pyarrow import ArrowException, fs
+from pyarrow import ArrowException, ArrowInvalid, fs
 
 from draco_ray.config.origin import private
 from draco_ray.errors import ConfigError, StoreError
@@ -25,6 +25,13 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds between two tries."""
 OPTIONS = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
 """What may follow a URL; any other question mark is part of a name."""
+
+REFUSED = re.compile(
+    r"ACCESS_DENIED|PERMISSION_DENIED|NO_SUCH_BUCKET"
+    r"|AWS Error (?:INVALID_|MISSING_|SIGNATURE_DOES_NOT_MATCH|REQUEST_TIME_TOO_SKEWED)"
+    r"|AWS Error UNKNOWN \(HTTP status (?:301|400|401|403)\)"
+)
+"""In what a store's client says: another try gets the same answer; the key, the right or the bucket is missing."""
 
 ResultT = TypeVar("ResultT")
 
@@ -177,11 +184,12 @@ class Patient:
             place: its name in messages.
             say: takes a line when an outage begins, and one when it is over.
             seconds: for which one thing is tried.
-            stopped: nothing is tried again once it is set.
+            stopped: nothing is tried again once it is set. Of a run that goes on meanwhile, which is said.
             first_wait: seconds before the second try; each wait is twice the one before.
         """
         self._store, self._place, self._say = store, place, say
         self._seconds, self._first, self._stopped = seconds, first_wait, stopped or threading.Event()
+        self._meanwhile = "" if stopped is None else ", the run goes on in its local folder"
         self._away = False
 
     def names(self, folder: str) -> list[str]:
@@ -221,7 +229,7 @@ class Patient:
                     raise StoreError(f"{self._place}: cannot be used: {one_line(error)}") from None
                 if not self._away:
                     self._away = True
-                    self._say(f"{self._place}: {one_line(error)}; trying again, the run goes on in its local folder")
+                    self._say(f"{self._place}: {one_line(error)}; trying again{self._meanwhile}")
                 self._stopped.wait(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT)
             else:
@@ -232,8 +240,8 @@ class Patient:
 
 
 def _refused(error: BaseException) -> bool:
-    """Whether another try gets the same answer: the bucket or the right to use it is missing."""
-    return any(word in str(error) for word in ("ACCESS_DENIED", "PERMISSION_DENIED", "NO_SUCH_BUCKET"))
+    """Whether another try gets the same answer."""
+    return isinstance(error, ArrowInvalid) or REFUSED.search(str(error)) is not None
 
 
 def one_line(error: BaseException) -> str:
