@@ -30,7 +30,7 @@ import torch
 import typer
 
 from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
-from draco_ray.engine.canary import run_canary
+from draco_ray.engine.canary import Probe, run_canary
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import DracoError
@@ -264,11 +264,11 @@ async def check_model(name: str, layers: int, folder: Path, *, device: Literal["
 
         tokens = np.random.default_rng(0)
         probe = tokens.integers(2, vocabulary, size.probe).tolist()
-        expected = learner.token_logprobs(probe)[1:]
+        on_T, off_T = (learner.token_logprobs(probe, adapter=adapter)[1:] for adapter in (True, False))
+        compared = Probe(probe, np.ones(len(on_T), dtype=bool), on_T, off_T)
 
         async def canary() -> Any:
-            tolerance = config.canary_tolerance
-            return await run_canary(engine, [probe], [expected], version=1, moved=True, tolerance=tolerance)
+            return await run_canary(engine, [compared], version=1, moved=True, tolerance=config.canary_tolerance)
 
         reading = await canary()
         prompts = [tokens.integers(2, vocabulary, size.prompt).tolist() for _ in range(size.rollouts)]

@@ -201,7 +201,9 @@ class EngineConfig(Tree):
     top_k: int = Field(-1, ge=-1)
     """-1: unrestricted."""
     canary_tolerance: float = Field(0.05, gt=0)
-    """Largest mean |engine - learner| log-prob gap after a sync, nats; above it the run stops."""
+    """Mean |engine - learner| log-prob gap after a sync, nats, that is never held against a run. A larger one stops it
+    where it is more than twice that of the first step and twice that without the adapter, or four times this without
+    the adapter; an engine that serves the base model is found by its answers, at any gap."""
     max_failures: int = Field(3, ge=0)
     """Times the process of one engine is replaced before the run stops; one whose node is gone does not count."""
     stall_seconds: float = Field(600.0, gt=0)

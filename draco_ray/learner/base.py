@@ -60,8 +60,11 @@ class Learner(GroupLearner, Protocol):
         """
         ...
 
-    async def token_logprobs(self, token_ids: list[int]) -> FloatArray:
-        """Return each token's log-prob given those before it, 0.0 for the first: the learner's side of the canary."""
+    async def token_logprobs(self, token_ids: list[int], *, adapter: bool = True) -> FloatArray:
+        """Return each token's log-prob given those before it, 0.0 for the first: the learner's side of the canary.
+
+        Without `adapter` those of the frozen base model.
+        """
         ...
 
     async def checkpoint(self, directory: Path) -> None:

@@ -17,8 +17,10 @@ from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
     Attribution,
+    BoolArray,
     FloatArray,
     GroupAdvantages,
+    IntArray,
     Judged,
     ScoredCriterion,
     TrainingSample,
@@ -108,9 +110,21 @@ class AdvantageComputerActor:
         """The ``random`` setting: vanilla GRPO on coin flips; ``key`` is this group's alone."""
         return await self._from_rewards(group, rollouts, trajectories, random_rewards(key, len(rollouts)))
 
-    def probe(self, samples: Sequence[TrainingSample], most: int) -> list[int]:
-        """The first tokens of a sample, for the canary."""
-        return [int(token) for token in samples[0].token_ids_T[:most]] if samples else []
+    def probe(self, samples: Sequence[TrainingSample], sampled: int, most: int) -> tuple[list[int], BoolArray] | None:
+        """What the canary compares of a group: the beginning of the sample that comes to its sampled tokens first.
+
+        Args:
+            sampled: so many sampled tokens are enough.
+            most: tokens of the beginning, the last of a sample never among them: an engine generates one more.
+        Returns: token ids, at least 2, and which of those behind the first the policy sampled; all of them where it
+            sampled none so early. None if no sample has as many tokens.
+        """
+        begun = [_beginning(sample, sampled, most) for sample in samples if len(sample.token_ids_T) > 2]
+        if not begun:
+            return None
+        token_ids_T, sampled_T = max(begun, key=lambda one: (int(one[1].sum()), -len(one[0])))
+        compared_T = sampled_T[1:] if sampled_T[1:].any() else np.ones(len(token_ids_T) - 1, dtype=bool)
+        return token_ids_T.tolist(), compared_T
 
     async def _from_rewards(
         self,
@@ -163,6 +177,14 @@ def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
         max_restarts=-1,
         max_task_retries=3,
     ).remote(config)
+
+
+def _beginning(sample: TrainingSample, sampled: int, most: int) -> tuple[IntArray, BoolArray]:
+    """A sample up to so many sampled tokens, and which of its tokens were sampled."""
+    found = np.flatnonzero(sample.loss_mask_T)[:sampled]
+    end = int(found[-1]) + 1 if len(found) else sampled
+    end = min(end, most, len(sample.token_ids_T) - 1)
+    return sample.token_ids_T[:end], sample.loss_mask_T[:end].astype(bool)
 
 
 def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:

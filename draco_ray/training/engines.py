@@ -5,28 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
-from draco_ray.engine.canary import CanaryReading, Scorer, run_canary
+from draco_ray.engine.canary import CanaryReading, Probe, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError
 from draco_ray.learner.base import Learner
-from draco_ray.records import FloatArray
 
-PROBE_TOKENS = 512
-"""Tokens of one of the step's rollouts on which engine and learner are compared after a sync."""
+PROBE_TOKENS, PROBE_LENGTH = 512, 8192
+"""Sampled tokens of one of the step's rollouts on which engine and learner are compared after a sync, and all tokens up
+to the last of them, at most."""
 PUBLISH_ATTEMPTS = 3
 """Times the weights are asked for, should the learner's worker die between handing them out and their being copied."""
-
-
-class Probe(NamedTuple):
-    """What engine and learner are compared on after a sync."""
-
-    token_ids: list[int]
-    logprobs: FloatArray
-    """The learner's, of all tokens but the first, nats."""
 
 
 class WeightSync:
@@ -40,6 +32,7 @@ class WeightSync:
         *,
         tolerance: float,
         moved: bool,
+        first_gap: float | None = None,
         canary: Callable[..., Awaitable[CanaryReading]] = run_canary,
     ) -> None:
         """
@@ -49,6 +42,7 @@ class WeightSync:
             advantages: the advantage actor, which knows how samples begin.
             tolerance: of the canary's mean gap, nats.
             moved: whether the weights differ from the base model's already.
+            first_gap: the mean gap of the run's first step, nats; None: it is still to come.
             canary: `draco_ray.engine.canary.run_canary`.
         """
         self._learner = learner
@@ -56,16 +50,20 @@ class WeightSync:
         self._advantages = advantages
         self._tolerance = tolerance
         self._moved = moved
+        self._first_gap = first_gap
         self._canary = canary
         self.proven = False
-        """Whether the canary has seen, on quiet engines, that an update has an effect."""
+        """Whether the canary has seen, on quiet engines, that an update has an effect that is not rounding."""
 
     async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
         """Let the learner score the beginning of one of these groups' rollouts; None if there is none."""
         for samples in fed:
-            token_ids = await self._advantages.probe.remote(samples, PROBE_TOKENS)
-            if len(token_ids) >= 2:
-                return Probe(token_ids, (await self._learner.token_logprobs(token_ids))[1:])
+            begun = await self._advantages.probe.remote(samples, PROBE_TOKENS, PROBE_LENGTH)
+            if begun is not None:
+                token_ids, compared_T = begun
+                on_T = (await self._learner.token_logprobs(token_ids))[1:]
+                off_T = (await self._learner.token_logprobs(token_ids, adapter=False))[1:]
+                return Probe(token_ids, compared_T, on_T, off_T)
         return None
 
     async def sync(self, version: int, probe: Probe | None, *, updated: bool, quiet: bool) -> float | None:
@@ -76,7 +74,8 @@ class WeightSync:
             probe: what is compared; None: nothing, and nothing is proven.
             updated: whether the last step changed the weights.
             quiet: whether no rollouts run. Beside rollouts an engine's passes differ by rounding, which the effect of a
-                small update may not exceed. So an effect is asked of quiet engines only; the gap is bounded always.
+                small update may not exceed. So any effect at all is asked of quiet engines only; the gap is bounded and
+                the base model looked for always.
 
         Raises:
             CanaryFailed: an engine serves other weights.
@@ -86,16 +85,18 @@ class WeightSync:
         await self.publish(version)
         if probe is None:
             return None
-        moved = self._moved and quiet
+        moved, first = self._moved and quiet, self._first_gap
 
         async def proof(scorer: Scorer) -> CanaryReading:
             return await self._canary(
-                scorer, [probe.token_ids], [probe.logprobs], version=version, moved=moved, tolerance=self._tolerance
+                scorer, [probe], version=version, moved=moved, tolerance=self._tolerance, first=first
             )
 
         readings = await self._fleet.prove(proof)
-        self.proven = self.proven or moved
-        return max(reading.gap_mean for reading in readings)
+        self.proven = self.proven or (moved and all(reading.live for reading in readings))
+        gap = max(reading.gap_mean for reading in readings)
+        self._first_gap = gap if first is None else first
+        return gap
 
     async def publish(self, version: int) -> None:
         """Bring the learner's weights to every engine.

@@ -62,6 +62,8 @@ class StartPoint:
     """Steps after it of which finished rollouts may be taken from the run directory."""
     dropped: tuple[Path, ...] = ()
     """Files of rows of steps after it that could not be read: the machine was lost before they were on its disk."""
+    first_gap: float | None = None
+    """The canary's mean gap in the first step that has one, nats."""
 
 
 def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
@@ -167,6 +169,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         moved=any((line.get("updates") or 0) > 0 and (line.get("grad_norm") or 0) > 0 for line in done),
         recorded=frozenset(later) if reuse else frozenset(),
         dropped=dropped,
+        first_gap=next((gap for line in done if (gap := line.get("canary_gap")) is not None), None),
     )
 
 

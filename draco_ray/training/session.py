@@ -447,6 +447,7 @@ async def training_session(
             advantages,
             tolerance=config.engine.canary_tolerance,
             moved=start.moved,
+            first_gap=start.first_gap,
         )
         if start.step:
             await weights.publish(start.step)

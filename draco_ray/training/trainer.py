@@ -13,13 +13,14 @@ from typing import Any
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.canary import Probe
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import RunStopped
 from draco_ray.learner.base import Learner
 from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.batches import Batch, Batches
-from draco_ray.training.engines import Probe, WeightSync, engines_asleep
+from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.overlap import busy_seconds, merged

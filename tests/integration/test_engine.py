@@ -24,6 +24,7 @@ from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import CanaryFailed, EngineError
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Adapter, FloatArray
+from tests.support.probes import probe_of
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -86,8 +87,7 @@ def versions_on_disk(adapters: Path) -> set[str]:
 
 
 async def canary(engine: VllmEngine, learner: LoraLearner, version: int) -> CanaryReading:
-    expected = learner.token_logprobs(PROBE)[1:]
-    return await run_canary(engine, [PROBE], [expected], version=version, moved=True, tolerance=0.02)
+    return await run_canary(engine, [probe_of(learner, PROBE)], version=version, moved=True, tolerance=0.02)
 
 
 async def test_untrained_policy_samples_tokens_with_their_logprobs(engine: VllmEngine, learner: LoraLearner) -> None:

@@ -26,6 +26,7 @@ from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.learner.lora_learner import LoraLearner
+from tests.support.probes import probe_of
 from tests.support.tiny_model import VOCABULARY, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -115,7 +116,7 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
     try:
         await engine.load_adapter(learner.adapter(1))
         expected = learner.token_logprobs(PROBE)[1:]
-        reading = await run_canary(engine, [PROBE], [expected], version=1, moved=True, tolerance=0.02)
+        reading = await run_canary(engine, [probe_of(learner, PROBE)], version=1, moved=True, tolerance=0.02)
         assert reading.shift_mean > 0.1
         prompts = [PROBE[: 100 + rollout] for rollout in range(4)]
         samples = await asyncio.gather(*(engine.sample(prompt, max_tokens=60, seed=1) for prompt in prompts))

@@ -18,6 +18,7 @@ from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.canary import CanaryReading, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.learner.lora_learner import LoraLearner
+from tests.support.probes import probe_of
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -60,10 +61,10 @@ async def test_an_engine_joins_with_the_current_adapter_and_takes_over_what_anot
         for name, values in learner.adapter(0).tensors.items()
     }
     learner.policy.load_adapter(moved, "version 1")
-    scores = learner.token_logprobs(PROBE)[1:]
+    probe = probe_of(learner, PROBE)
 
     async def canary(scorer: Scorer) -> CanaryReading:
-        return await run_canary(scorer, [PROBE], [scores], version=1, moved=True, tolerance=0.01)
+        return await run_canary(scorer, [probe], version=1, moved=True, tolerance=0.01)
 
     node = nodes.add_node(**NODE)
     engines = start_policy_engines(config, model, max_model_len=1024, lora_rank=8, seed=0, run_name="joins")

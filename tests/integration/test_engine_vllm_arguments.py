@@ -18,6 +18,7 @@ from draco_ray.engine.canary import run_canary
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import EngineError
 from draco_ray.learner.lora_learner import LoraLearner
+from tests.support.probes import probe_of
 from tests.support.tiny_model import VOCABULARY, build_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -82,8 +83,7 @@ async def test_drafted_tokens_are_sampled_from_the_policy(model: ModelConfig, tm
         )
         learner = trained(model)
         await engine.load_adapter(learner.adapter(1))
-        expected = learner.token_logprobs(PROMPT)[1:]
-        await run_canary(engine, [PROMPT], [expected], version=1, moved=True, tolerance=1e-3)
+        await run_canary(engine, [probe_of(learner, PROMPT)], version=1, moved=True, tolerance=1e-3)
         sample = await engine.sample(PROMPT, max_tokens=60, seed=3)
     np.testing.assert_allclose(
         sample.logprobs, learner.token_logprobs(PROMPT + sample.token_ids)[len(PROMPT) :], atol=1e-3
@@ -104,8 +104,7 @@ async def test_a_kv_cache_of_eight_bits_is_bounded_by_the_canary(model: ModelCon
     learner = trained(model)
     async with engine_with(model, tmp_path, kv_cache_dtype="fp8") as engine:
         await engine.load_adapter(learner.adapter(1))
-        expected = learner.token_logprobs(PROMPT)[1:]
-        reading = await run_canary(engine, [PROMPT], [expected], version=1, moved=True, tolerance=0.5)
+        reading = await run_canary(engine, [probe_of(learner, PROMPT)], version=1, moved=True, tolerance=0.5)
         sample = await engine.sample(PROMPT, max_tokens=40, seed=3)
     gaps = np.abs(np.asarray(sample.logprobs) - learner.token_logprobs(PROMPT + sample.token_ids)[len(PROMPT) :])
     # A cache of 32 bits agrees to 0.001 nats.

@@ -172,13 +172,38 @@ async def test_every_group_draws_noise_of_its_own() -> None:
     assert drawn[0] == drawn[-1]
 
 
-async def test_the_probe_is_the_beginning_of_a_sample() -> None:
+@pytest.mark.parametrize(
+    ("prompts", "sampled", "most", "tokens", "compared"),
+    [
+        # Up to the second sampled token of the rollout that comes to it first.
+        ((9, 5), 2, 99, 7, 2),
+        # The last of its 12 tokens stays out: an engine has room for one token behind what it scores.
+        ((9, 5), 99, 99, 11, 6),
+        # The prompts leave no room for two sampled tokens.
+        ((9, 5), 2, 6, 6, 1),
+        # Or for any: then what there is of them is compared.
+        ((9, 8), 2, 6, 6, 5),
+    ],
+)
+async def test_the_canary_compares_sampled_tokens(
+    prompts: tuple[int, int], sampled: int, most: int, tokens: int, compared: int
+) -> None:
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     samples, *_ = await actor.from_noise("step1/example_1", range(2), trajectories(2), (0, 1, 0))
-    later = [replace(samples[1], token_ids_T=samples[1].token_ids_T + 100), samples[0]]
-    assert actor.probe(samples, 3) == samples[0].token_ids_T[:3].tolist()
-    assert actor.probe(later, 3) == later[0].token_ids_T[:3].tolist() != actor.probe(samples, 3)
-    assert actor.probe([], 3) == []
+    cut = [
+        replace(sample, token_ids_T=np.arange(12) + 100 * index, loss_mask_T=np.arange(12) >= prompt)
+        for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+    ]
+    token_ids, compared_T = actor.probe(cut, sampled, most)
+    start = 100 * int(prompts[1] == 5)
+    assert token_ids == list(range(start, start + tokens))
+    assert len(compared_T) == tokens - 1
+    assert compared_T.sum() == compared
+
+
+def test_of_no_sample_nothing_is_compared() -> None:
+    actor: Any = AdvantageComputerActor(AlgorithmConfig())
+    assert actor.probe([], 2, 99) is None
 
 
 async def test_without_a_rubric_a_closing_turn_takes_the_advantage_as_well() -> None:

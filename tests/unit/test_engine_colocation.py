@@ -100,12 +100,12 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
     async def update() -> UpdateMetrics:
         return an_update(100, kl=0.0, grad_norm=1.0)
 
-    async def probe(samples: str, most: int) -> list[int]:
-        return [1, 2, 3]
+    async def probe(samples: str, sampled: int, most: int) -> tuple[list[int], list[bool]]:
+        return [1, 2, 3], [False, True]
 
-    async def logprobs(token_ids: list[int]) -> list[float]:
-        events.append("score")
-        return [0.0, -1.0, -2.0]
+    async def logprobs(token_ids: list[int], *, adapter: bool = True) -> list[float]:
+        events.append("score" if adapter else "score the base")
+        return [0.0, -1.0, -2.0] if adapter else [0.0, -1.5, -2.5]
 
     async def nothing(*ignored: object) -> None:
         return None
@@ -113,9 +113,9 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
     async def weights(version: int) -> Awaitable[None]:
         return nothing()
 
-    async def canary(scorer: str, token_ids: Any, learned: Any, **ignored: object) -> Any:
-        seen.extend((token_ids, learned))
-        return SimpleNamespace(gap_mean=0.0)
+    async def canary(scorer: str, probes: Any, **ignored: object) -> Any:
+        seen.extend(probes)
+        return SimpleNamespace(gap_mean=0.0, live=True)
 
     async def run(group: Group) -> str:
         group.state = GroupState.CREDITED
@@ -151,8 +151,8 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
         console=console,
     )
     await trainer.train(1, 1)
-    assert events == ["sleep", "learn", "score", "wake", "load"]
-    assert seen == [[[1, 2, 3]], [[-1.0, -2.0]]]
+    assert events == ["sleep", "learn", "score", "score the base", "wake", "load"]
+    assert seen == [([1, 2, 3], [False, True], [-1.0, -2.0], [-1.5, -2.5])]
 
 
 class Fleet:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, ModelConfig
-from draco_ray.engine.canary import CanaryReading
+from draco_ray.engine.canary import CanaryReading, Probe
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.errors import CanaryFailed, ConfigError, EngineError
 from draco_ray.learner.base import LEARNERS, find_learner
@@ -30,6 +30,7 @@ from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import Adapter, TrainingSample
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
+from draco_ray.training.advantage_computer import AdvantageComputerActor
 from draco_ray.training.batches import Batches, RecordedRollouts
 from draco_ray.training.engines import WeightSync
 from draco_ray.training.observer import StepWatch
@@ -53,6 +54,8 @@ class Engine:
         self._model = LoraLearner(config.model, config.learner, seed=9)
         self.loaded: list[int] = []
         self.deaf = False
+        self.rounding = 0.0
+        """Of its log-probs, nats: other for each token, and with and without the adapter."""
 
     async def load(self, update: Awaitable[Adapter]) -> None:
         """A fleet of one."""
@@ -68,7 +71,8 @@ class Engine:
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
         """Of all tokens but the first."""
-        return [float(value) for value in self._model.token_logprobs(token_ids, adapter=adapter)[1:]]
+        exact = self._model.token_logprobs(token_ids, adapter=adapter)[1:]
+        return list(exact + self.rounding * np.random.default_rng([*token_ids, adapter]).standard_normal(len(exact)))
 
 
 def samples(task: int) -> list[TrainingSample]:
@@ -143,7 +147,8 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
     await learner.start()
     store = RunStoreActor(run.path)
     handle = actor(spans=store.spans, metrics=store.metrics, finish_step=store.finish_step)
-    advantages = actor(probe=lambda group, most: [int(token) for token in group.value[0].token_ids_T[:most]])
+    computer: Any = AdvantageComputerActor(config.algorithm)
+    advantages = actor(probe=lambda group, sampled, most: computer.probe(group.value, sampled, most))
 
     async def play(group: Group) -> Reference:
         group.state = GroupState.CREDITED
@@ -225,9 +230,48 @@ async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_tau
         assert {"learning", "sync", "checkpoint"} <= set(run.table("spans", step).column("stage").to_pylist())
 
 
-async def test_an_engine_that_ignores_the_update_is_found_out(config: DracoConfig, tmp_path: Path) -> None:
+async def test_an_engine_that_rounds_by_more_than_the_tolerance_is_no_reason_to_stop(
+    config: DracoConfig, tmp_path: Path
+) -> None:
     engine = Engine(config)
-    engine.deaf = True
+    engine.rounding = 0.1
+    run = RunDirectory.create(tmp_path / "run", "")
+    await (await trainer_of(config, engine, run)).train(1, 2)
+    assert engine.loaded == [1, 2]
+    assert min(line["canary_gap"] for line in run.metrics()) > config.engine.canary_tolerance
+
+
+async def test_the_first_steps_gap_is_what_later_ones_are_held_against(tmp_path: Path) -> None:
+    held: list[float | None] = []
+    gaps = iter([0.06, 0.1, 0.07])
+
+    async def canary(*ignored: Any, first: float | None, **also: Any) -> Any:
+        held.append(first)
+        return SimpleNamespace(gap_mean=next(gaps), live=True)
+
+    async def weights(version: int) -> Any:
+        return Reference(Reference(None))
+
+    engine: Any = SimpleNamespace(load=weights, prove=lambda proof: _one(proof))
+    learner: Any = SimpleNamespace(weights=weights)
+    for first in (None, 0.04):
+        sync = WeightSync(learner, engine, None, tolerance=0.05, moved=True, first_gap=first, canary=canary)
+        probe = Probe([1, 2], np.ones(1, dtype=bool), np.zeros(1), np.zeros(1))
+        for version in (1, 2) if first is None else (3,):
+            await sync.sync(version, probe, updated=True, quiet=True)
+    assert held == [None, 0.06, 0.04]
+
+
+async def _one(proof: Any) -> list[Any]:
+    return [await proof("engine")]
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.01])
+async def test_an_engine_that_ignores_the_update_is_found_out(
+    config: DracoConfig, tmp_path: Path, rounding: float
+) -> None:
+    engine = Engine(config)
+    engine.deaf, engine.rounding = True, rounding
     trainer = await trainer_of(config, engine, RunDirectory.create(tmp_path / "run", ""))
     with pytest.raises(CanaryFailed):
         await trainer.train(1, 2)

@@ -52,7 +52,10 @@ class Run:
         start: StartPoint | None = None,
         grad_norm: float = 0.5,
         slots: int = 1,
+        live_adapter: bool = True,
     ) -> None:
+        self.live_adapter = live_adapter
+        """Whether the canary finds an effect that is not rounding."""
         config = load_config(
             "sandbox",
             [
@@ -130,9 +133,10 @@ class Run:
             console=console,
         )
 
-    async def canary(self, client: str, *sequences: Any, version: int, moved: bool, tolerance: float) -> CanaryReading:
+    async def canary(self, client: str, *probes: Any, version: int, moved: bool, **limits: Any) -> CanaryReading:
         self.asked_for_effect[version] = moved
         values: dict[str, Any] = dict.fromkeys((field.name for field in fields(CanaryReading)), 0.0)
+        values["shift_max"] = float(self.live_adapter)
         return CanaryReading(**values)
 
     async def _pipeline(self, group: Group) -> str:
@@ -162,10 +166,10 @@ class Run:
         await self._ticks(JUDGE_TICKS)
         return an_update(100, kl=0.0, grad_norm=self._grad_norm)
 
-    async def _probe(self, *ignored: Any) -> list[int]:
-        return [1, 2, 3]
+    async def _probe(self, *ignored: Any) -> tuple[list[int], Any]:
+        return [1, 2, 3], None
 
-    async def _logprobs(self, tokens: list[int]) -> list[float]:
+    async def _logprobs(self, tokens: list[int], *, adapter: bool = True) -> list[float]:
         return [0.0] * len(tokens)
 
     async def _recorded(self, step: int, version: int) -> list[tuple[str, int]]:
@@ -290,6 +294,12 @@ async def test_nothing_runs_ahead_while_no_adapter_has_an_effect(
     run = await trained(Run(tmp_path, "train.staleness=1", grad_norm=0.0), monkeypatch)
     assert run.sampled == {step: {step - 1} for step in range(1, STEPS + 1)}
     assert not any(run.asked_for_effect.values())
+
+
+async def test_nor_while_rounding_hides_the_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await trained(Run(tmp_path, "train.staleness=1", live_adapter=False), monkeypatch)
+    assert run.sampled == {step: {step - 1} for step in range(1, STEPS + 1)}
+    assert all(run.asked_for_effect.values())
 
 
 @pytest.mark.parametrize(
