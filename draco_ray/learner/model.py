@@ -22,6 +22,7 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_shape import check_heads
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.context import Context
+from draco_ray.learner.delta import use_kernels
 from draco_ray.learner.frozen import round_base
 from draco_ray.learner.logprobs import token_logprobs
 from draco_ray.learner.lora import FusedLora
@@ -89,6 +90,7 @@ class AdaptedModel:
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
         fuse(self._decoder, kernels(compiled=config.compile))
+        use_kernels(self._decoder, device)
         round_base(self._decoder, config.base_precision)
         if mesh is None:
             base.to(device)

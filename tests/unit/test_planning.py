@@ -73,7 +73,7 @@ def test_a_preset_fits_into_80_gib_because_the_base_is_sharded(preset: str, caps
 
 
 def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu = ("--gpu-memory-gib", "40")
+    gpu = ("--gpu-memory-gib", "36")
     error = refused(capsys, "qwen3.6-27b", *gpu)
     tokens = int(error.split("micro-batch and ")[1].split(" would fit")[0].replace(",", ""))
     response = f"agent.max_response_length={tokens - 4096}"
@@ -90,9 +90,9 @@ def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -
         (["model.dtype=float32"], "80", "set model.dtype=bfloat16"),
         (["learner.sharding=none"], "80", "set learner.sharding=full"),
         (["learner.workers=1"], "80", "set learner.sharding=full and learner.workers to 2 or more"),
-        ([], "55", "set learner.context_parallel=2, or learner.workers to "),
+        ([], "40", "set learner.context_parallel=2, or learner.workers to "),
         (
-            ["agent.max_response_length=60000"],
+            ["agent.max_response_length=100000"],
             "80",
             "set learner.context_parallel=2, or lower learner.micro_batch_tokens",
         ),

@@ -16,7 +16,7 @@ GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32 = 4
 DELTA_CHUNK = 64
-"""Tokens of a chunk in transformers' own gated delta rule, which runs where flash-linear-attention is not installed."""
+"""Tokens of a chunk in the gated delta rule, transformers' own and flash-linear-attention's."""
 UNFUSED_MLPS = ("gemma2", "gemma3_text", "phi3")
 """Architectures whose MLPs are not gated by a SiLU in three layers."""
 UPDATE_COPIES = 3
@@ -134,7 +134,8 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     )
     spread = spread_over(shape, learner.context_parallel)
     kept = {
-        kind: part * saved_bytes(spread, kind, width, learner.lora_rank) + shared_prompt_bytes(config, spread, kind)
+        kind: part * saved_bytes(spread, kind, width, learner.lora_rank, kernels=learner.gpus_per_worker > 0)
+        + shared_prompt_bytes(config, spread, kind)
         for kind in set(shape.layers)
     }
     layers, recomputed = _activations(config, shape, part, kept)
@@ -300,12 +301,13 @@ def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
     return Item(name="activations: inputs of all layers", bytes=inputs, keys=LENGTH_KEYS)
 
 
-def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> int:
+def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int, *, kernels: bool) -> int:
     """What one decoder layer with an adapter on every linear layer keeps for its backward; bytes a token.
 
     Args:
         width: bytes of a number of the base model.
         rank: of the adapter.
+        kernels: whether flash-linear-attention computes delta nets; otherwise transformers' own code.
     """
     linears = shape.linears(kind)
     # What an adapter reads, once for all layers that read the same, and its inner numbers.
@@ -315,7 +317,8 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int) -> in
     norms = 2 * (width * shape.hidden + FLOAT32)
     # Gate and up projection; where they are not one operation, the gate's activation as well.
     mlp = (3 if shape.architecture in UNFUSED_MLPS else 2) * width * shape.intermediate
-    mixer = _attention_bytes(shape, width) if kind == "full_attention" else _delta_bytes(shape, width)
+    delta = _delta_kernel_bytes if kernels else _delta_bytes
+    mixer = _attention_bytes(shape, width) if kind == "full_attention" else delta(shape, width)
     return adapters + norms + mlp + mixer
 
 
@@ -438,6 +441,21 @@ def _delta_bytes(shape: ModelShape, width: int) -> int:
     # What is float32 already is not copied into order by a cast; four matrix products copy it for themselves.
     rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0
     gates = (8 * FLOAT32 + width) * heads
+    gated_norm = (3 * FLOAT32 + width) * values
+    return convolution + rule + gates + gated_norm
+
+
+def _delta_kernel_bytes(shape: ModelShape, width: int) -> int:
+    """The same of flash-linear-attention's kernels, which compute again what a chunk makes of its tokens."""
+    delta = shape.delta
+    if delta is None:
+        return 0
+    keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
+    # What the convolution reads.
+    convolution = width * delta.channels
+    # Normalised queries and keys with their scales, values, decays, and each chunk's triangular matrix.
+    rule = width * (2 * keys + values + DELTA_CHUNK * heads) + FLOAT32 * 3 * heads
+    gates = (FLOAT32 + width) * heads
     gated_norm = (3 * FLOAT32 + width) * values
     return convolution + rule + gates + gated_norm
 
