@@ -7,6 +7,8 @@ APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
 VERIFIERS_VENV := .venv-verifiers
 GPU_VENV := .venv-gpu
+# A Python of a GPU machine that has what it has: `make gpu-check GPU_PYTHON=python3` then installs nothing.
+GPU_PYTHON ?=
 MUTATE_VENV := .venv-mutate
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
@@ -50,6 +52,11 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/gpu.lock
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
+	touch $@
+
+# TRL and Liger kernels beside the GPU environment, for one part of `make gpu-check`.
+$(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/gpu-bench.lock
 	touch $@
 
 # TRL, mutmut or mkdocs, and of what they require only what the main environment lacks; the rest they see there.
@@ -105,7 +112,11 @@ lock-gpu: .venv-tools/bin/uv
 	grep '^torch==' requirements/gpu.lock | cut -d' ' -f1 > requirements/.torch.in
 	env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.torch.in --constraints requirements/.cpu.txt --generate-hashes \
 		--python-platform x86_64-manylinux_2_35 $$(sed 's/==.*//; s/^/--no-emit-package /' requirements/.cpu.txt) -o requirements/torch-default.lock
-	rm requirements/.cpu.txt requirements/.torch.in
+	sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/gpu.lock > requirements/.gpu.txt
+	(grep '^trl==' requirements/bench.lock | cut -d' ' -f1; echo 'liger-kernel>=0.8,<0.9') > requirements/.bench.in
+	env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.bench.in --constraints requirements/.gpu.txt --generate-hashes --only-binary :all: \
+		--python-platform x86_64-manylinux_2_35 $$(sed 's/==.*//; s/^/--no-emit-package /' requirements/.gpu.txt) -o requirements/gpu-bench.lock
+	rm requirements/.cpu.txt requirements/.torch.in requirements/.gpu.txt requirements/.bench.in
 
 # Ask a resolver whether requirements/gpu.lock, which nothing here installs, still resolves (seconds; no download).
 .PHONY: lock-check
@@ -208,10 +219,11 @@ bench-limiter: setup
 image-check: setup
 	$(VENV)/bin/python jobs/image_check.py $(ARGS)
 
-# Layers of the paper's models at real size on one GPU: agreement, speed, memory; says so where there is none.
+# Layers of the paper's models at real size on one GPU: agreement, speed, memory, e.g. make gpu-check ARGS="--parts learner"; says so where there is none.
 gpu-check:
 	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
-		$(MAKE) setup-gpu && $(GPU_VENV)/bin/python jobs/gpu_check.py $(ARGS); \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \
+		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 
 # Train every setting of the ablation, five seeds, with learning curves on held-out tasks, e.g. make ablation ARGS="--steps 6 --seeds 1" (nights).

