@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,7 +36,7 @@ class Completion:
     text: str
     finish_reason: str
     """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` where nothing followed it,
-    or ``error`` where no answer came."""
+    ``error`` where no answer came, or the provider's own name for what broke the reply off (``abort``)."""
     model: str
     input_tokens: int
     cached_tokens: int
@@ -65,6 +66,11 @@ class Completion:
     usage_known: bool = True
     """Whether the reply said its usage; the tokens are the most that there can be where it did not."""
 
+    @property
+    def cut(self) -> bool:
+        """Whether the text stops before its end: at a limit, or broken off."""
+        return self.finish_reason not in _ENDED
+
 
 class Complete(Protocol):
     """Answers requests; `draco_ray.judging.client.LiteLLMClient` in production, a script in tests."""
@@ -90,6 +96,16 @@ class Complete(Protocol):
         ...
 
 
+_ENDED = ("stop", "content_filter", "refusal", "tool_calls", "reasoning")
+_BROKEN_OFF = re.compile(
+    r"error|abort|cancel|fail|length|limit|malformed|unexpected|too_many|missing|timeout|repetition|incomplete"
+)
+"""In the name of a way to end that LiteLLM calls ``stop``, as it does with every one that it does not know."""
+
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking_blocks")
+"""Where a message holds what was thought."""
+
+
 def reply_of(choice: Any) -> tuple[str, str]:
     """Text and finish reason of a chat completion's choice (None: there is none).
 
@@ -98,9 +114,16 @@ def reply_of(choice: Any) -> tuple[str, str]:
     """
     if choice is None:
         return "", "stop"
-    text, reason = _said(choice.message, str(choice.finish_reason or "stop"))
+    text, reason = _said(choice.message, _ended(choice))
     # JSON may hold halves of surrogate pairs; no file and no further request can.
     return text.encode("utf-8", "replace").decode("utf-8"), reason
+
+
+def _ended(choice: Any) -> str:
+    """LiteLLM's finish reason, or the provider's where that one is no end of a whole reply."""
+    reason = str(choice.finish_reason or "stop")
+    native = str((getattr(choice, "provider_specific_fields", None) or {}).get("native_finish_reason") or "").lower()
+    return native if reason == "stop" and _BROKEN_OFF.search(native) else reason
 
 
 def _said(message: Any, reason: str) -> tuple[str, str]:
@@ -113,7 +136,7 @@ def _said(message: Any, reason: str) -> tuple[str, str]:
     tools = [_called(call) for call in calls]
     if tools and not text.strip():
         return "\n".join(tools), "tool_calls"
-    if not text.strip() and reason == "stop" and getattr(message, "reasoning_content", None):
+    if not text.strip() and reason == "stop" and any(getattr(message, name, None) for name in _THOUGHTS):
         return "", "reasoning"
     return text, "stop" if reason in ("tool_calls", "function_call") and text.strip() else reason
 

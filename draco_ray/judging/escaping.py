@@ -97,18 +97,20 @@ _OURS = r"\s*+(?:begin|evidence|rollout|step|reasoning|action|output|closing)[\w
 _SECTION = r"(?:reasoning|action|output)[ \t]*+(?:\[\w{0,20}+\][ \t]*+)?+:[^\S\n\r]*+(?:[\n\r]|\Z)"
 _LINE_START = r"(?:(?<=[\n\r])|\A)(?:[^\S\n\r]|&\#x[0-9A-F]{1,6}+;)*+"
 _STRUCTURE = rf"(?=\[{_ROLES}|\[{_OURS}|\#\#|{_SECTION})"
-# Special tokens: every <|...|> and <...|>; what looks like a tag and is none of HTML, since it holds "_", ":" or "="
-# (<fim_prefix>, <minimax:tool_call>, <function=f>), or is a word that some family of models uses; in capitals only,
-# Mistral's and BERT's in square brackets.
+# Special tokens: every <|...|>, <...|> and <...|...>; bytes (<0x0A>); what looks like a tag and is none of HTML, as it
+# holds "_", ":" or "=" (<fim_prefix>, <minimax:tool_call>, <function=f>), or is a word that some family of models uses.
+# In square brackets EXAONE's [|user|] and, in capitals only, Mistral's, BERT's and Apriel's.
 _SPECIAL = (
-    r"\||/?\w{1,40}+\|>|</?SYS>>|/?(?=\w{0,40}?[_:=])[\w:=.-]{2,80}+\s*+/?>"
-    r"|/?(?:s|bos|eos|pad|unk|mask|gmask|sop|eop|eod|cls|sep|think|tools|invoke|role|system|user|assistant|human|bot"
-    r"|image|ipython|filename|reponame|fim-\w{1,20}+|(?-i:PRE|SUF|MID|EOT)|(?:unused|reserved|special)\d{1,6}+)\s*+/?>"
+    r"\||/?\w{1,40}+\|(?:\w{1,40}+)?+>|</?SYS>>|/?(?=\w{0,40}?[_:=])[\w:=.-]{2,80}+\s*+/?>|\]\w{1,20}+\[>|##\w{1,20}+##>"
+    r"|/?(?:s|bos|eos|pad|unk|mask|gmask|sop|eop|eod|eoh|eoa|cls|sep|think|thinking|thoughts?|reasoning|answer|response"
+    r"|solution|observation|result|tools?|functions?|param(?:eter)?s?|invoke|call|escape|instruct|query|passage|role|system|user"
+    r"|assistant|human|bot|image|ipython|filename|reponame|fim-\w{1,20}+|0x[0-9a-f]{2}|(?-i:PRE|SUF|MID|EOT)"
+    r"|(?:unused|reserved|special)\d{1,6}+)\s*+/?>"
 )
 _BRACKETED = (
     r"/?(?-i:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID|IMG(?:_\w{1,9}+)?"
     r"|PREFIX|MIDDLE|SUFFIX|MODEL_SETTINGS|[gs]?MASK|CLS|SEP|PAD|UNK|BOS|EOS|REF|TTS|(?:BEGIN_)?AUDIO|TRANSCRIBE"
-    r"|(?:UNUSED_TOKEN_|unused|control_)\d{1,6}+)\]|e~\["
+    r"|(?:UNUSED_TOKEN_|unused|control_)\d{1,6}+|(?:BEGIN|END) FINAL RESPONSE)\]|e~\[|\|/?\w{1,40}+\|\]"
 )
 _TOKEN = rf"(?:<(?=\s*+(?:(?:/\s*+)?+(?:{'|'.join(TAGS)})\b|{_SPECIAL}))|\[(?={_BRACKETED})|\](?=~!?b[\[\]]))"
 _FORGERY = re.compile(rf"{_LINE_START}\\*+{_STRUCTURE}|({_TOKEN})", re.IGNORECASE)

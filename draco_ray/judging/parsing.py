@@ -59,13 +59,16 @@ def check_finish(text: str, finish_reason: str) -> None:
     """Refuse a reply by how it ended, before looking for JSON in it.
 
     Raises:
-        ReplyError: cut off, filtered, refused, no answer but a tool call or reasoning, empty or absurdly long.
+        ReplyError: cut off, broken off, filtered, refused, no answer but a tool call or reasoning, empty or absurdly
+            long.
     """
     if finish_reason == "length":
         raise ReplyError("the reply was cut off at the token limit; answer with shorter texts")
     if finish_reason in _NO_ANSWER:
         said = f": {' '.join(text.split())[:200]!r}" if text.strip() else ""
         raise ReplyError(f"{_NO_ANSWER[finish_reason]}{said}")
+    if finish_reason != "stop":
+        raise ReplyError(f"the provider broke the reply off ({finish_reason[:60]!r}); answer again")
     if not text.strip():
         raise ReplyError("the reply is empty")
     if len(text) > MAX_REPLY_CHARACTERS:
@@ -159,7 +162,8 @@ def _optional_text(value: object) -> object:
     return "" if value is None else _text(value)
 
 
-def _verdict(value: object) -> object:
+def verdict_name(value: object) -> object:
+    """A verdict's name, whatever case and spelling of it a judge uses; everything else as it is."""
     if not isinstance(value, str):
         return value
     name = re.sub(r"[\s_/-]+", "_", value.strip().upper())
@@ -169,7 +173,7 @@ def _verdict(value: object) -> object:
 Title = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TITLE_CHARACTERS)]
 Body = Annotated[str, BeforeValidator(_text), Field(min_length=1, max_length=MAX_TEXT_CHARACTERS)]
 Remark = Annotated[str, BeforeValidator(_optional_text), Field(max_length=MAX_TEXT_CHARACTERS)]
-VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict)]
+VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(verdict_name)]
 Integer = Annotated[int, BeforeValidator(integer), Field(strict=True)]
 
 

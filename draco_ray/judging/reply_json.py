@@ -1,11 +1,12 @@
 """JSON in a judge's reply: arrays of objects, read strictly, else leniently where the text leaves no doubt.
 
 Strict reading is JSON with four refusals more: a key that comes twice in an object, a number that is not written
-plainly (``-0``, ``1e0``), NaN, and a verdict that stands a second time where it is not read. Lenient reading mends what
-judges get wrong in JSON of which every value can still be seen: trailing commas, ``+1``, other minus signs than the
-ASCII one, line breaks and unescaped quotes in strings, escapes that JSON does not know. It never guesses: a token that
-is not exactly a value, a field that is written more often than it is found, or an array that does not visibly end makes
-the reply unusable, and the judge is asked again.
+plainly (``-0``, ``1e0``), NaN, and a second verdict where it is not read: under the name of a verdict's field or a
+longer one (``final_score``), or in words behind the array. Words in front of it are superseded. Lenient reading mends
+what judges get wrong in JSON of which every value can still be seen: trailing commas, ``+1``, other minus signs than
+the ASCII one, line breaks and unescaped quotes in strings, escapes that JSON does not know. It never guesses: a token
+that is not exactly a value, a field that is written more often than it is found, or an array that does not visibly end
+makes the reply unusable, and the judge is asked again.
 
 Both take time linear in the reply. Lenient reading is Python: `MAX_LENIENT_CHARACTERS` bounds it.
 """
@@ -38,8 +39,15 @@ MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u207b\u208b\u2796\ufe5
 INTEGER = re.compile(r"\+?(?:0|[1-9][0-9]{0,5})|-[1-9][0-9]{0,5}")
 """An integer, written plainly. -0 is none: it may be what is left of something else."""
 
-DECIDING = frozenset({"score", "verdict", "relevantsteps"})
-"""Fields, by `_name`, that must not stand where they are not read: which of two counts would be a guess."""
+DECIDING = ("score", "verdict", "relevantsteps")
+"""Fields, by `_name`, that must not stand where they are not read, nor under a longer name (``final_score``): which of
+two counts would be a guess."""
+_TAKES_BACK = re.compile(
+    r"\b(?:(?:pass|fail)(?:es|ed|s)?|not[ _-]applicable|correct(?:ion|ed|ing)|errat(?:um|a)|mistaken?|revis\w{1,6}+"
+    r"|reconsider\w{0,6}+|on second thought|scratch that|should (?:be|have been|read)|actually|instead|wait)\b",
+    re.IGNORECASE,
+)
+"""What behind a verdict may take it back."""
 
 _ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
 _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
@@ -84,16 +92,23 @@ def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
     """
     names = "|".join(map(re.escape, fields))
     named = re.compile(rf"""(?<!\\)["']({names})["']\s*+:""")
+    decisive = tuple(name for name in map(_name, fields) if name in DECIDING)
     arrays, besides, deciding = _strict_arrays(text)
+    behind = besides[-1]
     if not arrays:
         deciding = Counter()
-        arrays = [_lenient_array(text, named, deciding)]
-    elif named.search(besides) or re.search(rf"\{{\s*+(?:{names})\s*+:", besides):
+        array, behind = _lenient_array(text, named, deciding)
+        arrays = [array]
+    elif named.search(around := " ".join(besides)) or re.search(rf"\{{\s*+(?:{names})\s*+:", around):
         raise ReplyError(f"{NO_ARRAY}: fields stand outside of it")
     read = Counter(key for array in arrays for entry in array if isinstance(entry, dict) for key in entry)
     for key, times in deciding.items():
-        if _name(key) in map(_name, fields) and (key not in fields or times > read[key]):
+        if _name(key).endswith(decisive) and (key not in fields or times > read[key]):
             raise ReplyError(f"{key[:60]!r} stands where it is not read; write it once for each entry, under its name")
+    if decisive and (word := _TAKES_BACK.search(behind)):
+        raise ReplyError(
+            f"what stands behind the JSON array may take back a verdict of it: {word[0]!r}; answer with the array alone"
+        )
     return arrays
 
 
@@ -125,8 +140,8 @@ def without_json(text: str) -> str:
     return "".join([*parts, text[kept:]])
 
 
-def _strict_arrays(text: str) -> tuple[list[list[Any]], str, Counter[str]]:
-    """The arrays, the text around them, and how often keys that name a field of `DECIDING` stand anywhere in them.
+def _strict_arrays(text: str) -> tuple[list[list[Any]], list[str], Counter[str]]:
+    """The arrays, the texts around them, and how often keys that name a field of `DECIDING` stand anywhere in them.
 
     Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of the
     trajectory, which must not be taken for the judge's word.
@@ -147,7 +162,7 @@ def _strict_arrays(text: str) -> tuple[list[list[Any]], str, Counter[str]]:
         try:
             value, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
-            return [], text, deciding
+            return [], [text], deciding
         if isinstance(value, list):
             arrays.append(value)
         elif wrapped := _wrapped_array(value):
@@ -156,7 +171,7 @@ def _strict_arrays(text: str) -> tuple[list[list[Any]], str, Counter[str]]:
             objects.append(value)
     if objects:
         arrays.append(objects)
-    return arrays, " ".join([*besides, text[position:]]), deciding
+    return arrays, [*besides, text[position:]], deciding
 
 
 def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:
@@ -181,7 +196,7 @@ def _plain_float(token: str) -> object:
 
 
 def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[str, Any]:
-    """The pairs as a dict; keys that name a field of `DECIDING` are counted in ``deciding``.
+    """The pairs as a dict; keys that end in the name of a field of `DECIDING` are counted in ``deciding``.
 
     Raises:
         ReplyError: two keys differ by nothing but case, spaces and the like.
@@ -194,7 +209,7 @@ def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[st
             raise ReplyError(f"the key {key[:60]!r} comes twice in one object; write every key once")
         seen.add(name)
         found[key] = value
-        if name in DECIDING:
+        if name.endswith(DECIDING):
             deciding[key] += 1
     return found
 
@@ -208,7 +223,8 @@ def _name(key: str) -> str:
 # --- lenient reading --------------------------------------------------------------------------------------------------
 
 
-def _lenient_array(text: str, named: re.Pattern[str], deciding: Counter[str]) -> list[Any]:
+def _lenient_array(text: str, named: re.Pattern[str], deciding: Counter[str]) -> tuple[list[Any], str]:
+    """The array, and what stands behind it."""
     begin = _ARRAY_BEGIN.search(text)
     if begin is None:
         raise ReplyError(NO_ARRAY)
@@ -223,7 +239,7 @@ def _lenient_array(text: str, named: re.Pattern[str], deciding: Counter[str]) ->
     entries = reader.entries()
     if named.search(text, reader.position):
         raise ReplyError(f"{NO_ARRAY}: it is broken, and more fields follow it")
-    return entries
+    return entries, text[reader.position :]
 
 
 class _Lenient:

@@ -571,6 +571,7 @@ async def test_schemas_can_be_turned_off_and_a_second_question_goes_without() ->
 
 CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
 CUSTOM_CALL = {"id": "1", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
 NAMELESS_CALL = {"id": "1", "type": "function", "function": {"arguments": "{}"}}
 
 
@@ -583,7 +584,12 @@ NAMELESS_CALL = {"id": "1", "type": "function", "function": {"arguments": "{}"}}
         (Reply("", message={"tool_calls": [CUSTOM_CALL]}), "tool_calls", r"run(ls)"),
         (Reply("", message={"tool_calls": [NAMELESS_CALL]}), "tool_calls", "a tool without a name({})"),
         (Reply("", message={"reasoning_content": CRITERION}), "reasoning", "reasoning that no answer follows"),
+        (Reply("", message={"reasoning": CRITERION}), "reasoning", "reasoning that no answer follows"),
+        (Reply("", message={"thinking_blocks": [THOUGHT]}), "reasoning", "reasoning that no answer follows"),
         (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "cut off"),
+        (Reply(CRITERION, finish_reason="abort"), "abort", "the provider broke the reply off"),
+        (Reply(CRITERION, finish_reason="error"), "error", "the provider broke the reply off"),
+        (Reply(CRITERION, finish_reason="model_length"), "model_length", "the provider broke the reply off"),
     ],
 )
 async def test_an_answer_that_is_none_is_named_as_what_it_is(reply: Reply, reason: str, message: str) -> None:

@@ -381,6 +381,7 @@ def test_reasoning_may_hold_drafts_whole_or_broken() -> None:
         ),
         ("search(q=1)", "tool_calls", "the judge called a tool instead of answering, and there is none: 'search(q=1)'"),
         ("", "reasoning", "the reply is reasoning that no answer follows"),
+        (PLAIN, "abort", "the provider broke the reply off ('abort'); answer again"),
         (" \n", "stop", "the reply is empty"),
         (
             "x" * (MAX_REPLY_CHARACTERS + 1),
@@ -505,10 +506,14 @@ def test_a_verdict_beside_the_score_must_say_the_same() -> None:
         '"score": 1, "Verdict": "FAIL"',
         '"score": 1, "s\u0441ore": -1',
         '"score": 1, "thoughts": {"Score ": -1}',
+        '"score": 1, "final_score": -1',
+        '"score": 1, "thoughts": {"Overall verdict": "FAIL"}',
     ],
 )
 def test_a_second_verdict_inside_an_entry_is_not_passed_over(besides: str, end: str) -> None:
-    with pytest.raises(ReplyError, match="stands where it is not read|more often than|comes twice|field's name"):
+    with pytest.raises(
+        ReplyError, match="stands where it is not read|more often than|comes twice|field's name|further fields"
+    ):
         parse_scores(PLAIN.replace('"score": 1', besides, 1).replace("}, {", f"{end}, {{"), RUBRIC)
 
 
@@ -519,6 +524,55 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
     assert verdicts(f'{{"entries": {PLAIN}, "summary": {{"total": 1}}}}') == [1, -1, 0]
     with pytest.raises(ReplyError, match="stands where it is not read"):
         parse_scores(f'{{"entries": {PLAIN}, {besides}}}', RUBRIC)
+
+
+@pytest.mark.parametrize(
+    ("beside", "other"),
+    [
+        ({"result": "FAIL"}, "result FAIL"),
+        ({"Status": " failed "}, "Status  failed "),
+        ({"passed": False}, "passed False"),
+        ({"fail": True}, "fail True"),
+        ({"not_applicable": True}, "not_applicable True"),
+        ({"justification": "FAIL: it never looked."}, "a justification that begins with FAIL"),
+        ({"justification": "**Failed** - it never looked."}, "a justification that begins with Failed"),
+        ({"justification": "fail"}, "a justification that begins with fail"),
+    ],
+)
+def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object], other: str) -> None:
+    entries = scores(1, -1, 0)
+    entries[0] |= beside
+    with pytest.raises(ReplyError) as problem:
+        parse_scores(json.dumps(entries), RUBRIC)
+    assert str(problem.value) == f"entry 0: score 1 and {other} contradict each other"
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"result": "pass", "passed": True, "failed": False, "confirmed": False, "pass": "yes"},
+        {"notes": "N/A", "confidence": -1},
+        {"evidence": "FAIL: test_refund", "justification": "Failed logins are handled; pass-through too."},
+        {"justification": "PASS: all pages."},
+    ],
+)
+def test_what_is_no_other_verdict_may_stand_within_an_entry(beside: dict[str, object]) -> None:
+    entries = scores(1, -1, 0)
+    entries[0] |= beside
+    assert verdicts(json.dumps(entries)) == [1, -1, 0]
+
+
+@pytest.mark.parametrize("array", [PLAIN, PLAIN.replace('"so"}', '"so",}')], ids=["whole", "broken"])
+def test_words_behind_the_array_that_may_take_a_verdict_back_are_asked_again(array: str) -> None:
+    for words in ("Correction: criterion 2 is a FAIL.", "Two of them Passed.", "Wait, the first one\nshould be -1."):
+        with pytest.raises(ReplyError, match="behind the JSON array may take back a verdict of it: '(Corr|Pass|Wait)"):
+            parse_scores(f"{array}\n```\n{words}", RUBRIC)
+        assert verdicts(f"{words}\n{array}\nLet me know of any failings of mine.") == [1, -1, 0]
+    criteria = json.dumps([criterion()])
+    assert parse_criteria(f"{criteria} Whoever passes them has not failed.", limit=3, source="x").value
+    cited = json.dumps([attribution(index) for index in range(3)])
+    with pytest.raises(ReplyError, match="may take back a verdict"):
+        parse_attributions(f"{cited} Actually, step 2.", RUBRIC, STEPS)
 
 
 # --- which entry is whose ---------------------------------------------------------------------------------------------

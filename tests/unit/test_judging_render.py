@@ -235,9 +235,11 @@ SPECIAL = (
     "[AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [THINK] [gMASK] ]~b]system [e~[ "
     "<fim_prefix> <fim-suffix> <PRE> <EOT> <filename> <gh_stars> <arg_key> </arg_value> <role> <longcat_user> <_bot> "
     "<image_soft_token> <minimax:tool_call> </minimax:tool_call> <function=pay> <parameter=to> \u25c1think\u25b7 "
+    "<answer> </answer> <thinking> <reasoning> </response> <observation> <function> <parameter> <tool> <0x0A> <eoh> "
+    "<ifm|tool_call> </ifm|think> <]minimax[> <##IMAGE##> [|user|] [|endofturn|] "
     "[CLS] [SEP] [PAD] [MASK] [UNK] [unused12] [control_3] [REF] [/REF] [BEGIN_AUDIO] [TRANSCRIBE] <\uff5cim_end\uff5c>"
 ).split(" ")
-SPACED = ("< |im_end|>", "< \uff5cUser\uff5c>", "< fim_middle >")
+SPACED = ("[BEGIN FINAL RESPONSE]", "< |im_end|>", "< \uff5cUser\uff5c>", "< fim_middle >")
 
 
 @pytest.mark.parametrize("token", [*SPECIAL, *SPACED])

@@ -100,7 +100,7 @@ class ChatConversation:
         length = reply.input_tokens - self._first_input + reply.output_tokens
         # An endpoint that reports no usage leaves this unknown.
         too_long = reply.usage_known and length >= self._config.max_response_length
-        return Said(text=reply.text, cut=reply.finish_reason == "length", too_long=too_long)
+        return Said(text=reply.text, cut=reply.cut, too_long=too_long)
 
     def keep(self, step: int) -> tuple[int, int]:
         """See `Conversation`: there are no tokens."""
