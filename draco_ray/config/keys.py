@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic.fields import FieldInfo
 
+from draco_ray.config import plain_yaml
 from draco_ray.config.schema import DracoConfig, Tree
 
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path", type(None): "null"}
@@ -95,7 +95,7 @@ def _words(annotation: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    text = plain_yaml.dump(_plain(value), default_flow_style=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from draco_ray.config import plain_yaml
 from draco_ray.config.keys import dotted_keys, subtree
 from draco_ray.config.origin import changed, is_ours, is_run_directory
 from draco_ray.config.schema import DracoConfig, Tree
@@ -96,7 +97,7 @@ def setting_names() -> list[str]:
 
 def dump_config(config: DracoConfig) -> str:
     """The resolved configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return plain_yaml.dump(config.model_dump(mode="json"))
 
 
 def project_file(path: Path) -> Path:
@@ -234,7 +235,7 @@ def _read_text(path: Path) -> str:
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text) or {}
+        tree = plain_yaml.load(text) or {}
         _check_values(tree, str(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
@@ -280,14 +281,12 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not separator or not key.strip():
         raise ConfigError(f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4")
     try:
-        leaf = yaml.safe_load(value)
+        leaf = plain_yaml.load(value)
         _check_values(leaf, f"key {key}")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"override {key}: value is not YAML: {' '.join(str(error).split())}") from None
-    if isinstance(leaf, str) and (number := _as_number(leaf)) is not None:
-        leaf = number
     return _nested(key.strip(), leaf)
 
 
@@ -298,15 +297,6 @@ def _nested(key: str, leaf: Any) -> dict[str, Any]:
         tree = {part: tree}
     nested: dict[str, Any] = tree
     return nested
-
-
-def _as_number(text: str) -> float | None:
-    """YAML 1.1 reads 5e-5 as a string; people mean the number."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from draco_ray.config.file_names import FileName
 from draco_ray.config.vllm_arguments import argument_problem
@@ -38,6 +39,18 @@ class Tree(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic takes true for 1."""
+        if isinstance(value, bool) and not _takes_truth(cls.model_fields[str(info.field_name)].annotation):
+            raise PydanticCustomError("no_truth", "neither true nor false can stand here")
+        return value
+
+
+def _takes_truth(annotation: Any) -> bool:
+    return annotation in (bool, Any, object) or any(map(_takes_truth, get_args(annotation)))
 
 
 class DataConfig(Tree):

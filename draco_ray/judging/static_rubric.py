@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from draco_ray.config import plain_yaml
 from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError
 from draco_ray.records import Criterion
@@ -28,7 +29,7 @@ def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
     """
     path = project_file(path)
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = plain_yaml.load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"static rubric {path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(entries, list) or not entries:

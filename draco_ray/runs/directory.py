@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from draco_ray.config import origin
+from draco_ray.config import origin, plain_yaml
 from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
@@ -361,7 +361,7 @@ class RunDirectory:
     def _config(self) -> Mapping[str, Any]:
         path = self.path / "config.yaml"
         try:
-            tree = yaml.safe_load(self.config_text())
+            tree = plain_yaml.load(self.config_text())
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise damaged(path, error) from None
         if not isinstance(tree, Mapping):

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from draco_ray.config import plain_yaml
 from draco_ray.errors import ConfigError
 from draco_ray.traces.formats import Format, Reading, build, number, path_value
 from draco_ray.traces.messages import BadTrace, Entry, entries, kind
@@ -52,7 +53,7 @@ def load_mapping(path: Path) -> Mapped:
         ConfigError: it cannot be read, or has an unknown key or none for the messages.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = plain_yaml.load(path.read_text(encoding="utf-8"))
         if not isinstance(tree, Mapping):
             raise ConfigError(f"mapping {path}: expected keys such as `messages: run.messages`, found {kind(tree)}")
         mapped = Mapped.model_validate(dict(tree))

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from draco_ray.config import plain_yaml
 from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import Measure
@@ -84,7 +83,7 @@ def gain_of(run: RunDirectory) -> str | None:
     if {(each.task_id, each.run) for each in before} != {(each.task_id, each.run) for each in after}:
         # The run was continued with other tasks or numbers of runs: nothing can be paired.
         return None
-    root = Path(yaml.safe_load(run.config_text())["data"]["root"])
+    root = Path(plain_yaml.load(run.config_text())["data"]["root"])
     world = " of a generated world" if (root / MANIFEST).is_file() else ""
     return f"on {split}{world}, {before_and_after(before, after, max(each.run for each in before) + 1)}"
 

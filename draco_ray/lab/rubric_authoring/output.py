@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 
+from draco_ray.config import plain_yaml
 from draco_ray.lab.files import whole_file
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion
 
@@ -27,7 +27,7 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
             f"failed {each.failure_rate:.1%} of {each.passed + each.failed} applicable rollouts of {each.rollouts}"
             f" ({each.applicability:.1%}), told apart the rollouts of {each.discriminated} of {each.tasks} tasks"
         )
-        parts.append(f"# {figures}\n{yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=110)}")
+        parts.append(f"# {figures}\n{plain_yaml.dump([entry], width=110)}")
     with whole_file(path) as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
 

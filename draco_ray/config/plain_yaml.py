@@ -1,0 +1,71 @@
+"""YAML in which a value is what it looks like: a number in digits, true or false, null, else text.
+
+PyYAML reads YAML 1.1, where ``12:30:45`` is 45045, ``010`` is 8, ``on`` is true and ``5e-5`` is text; of a key that
+comes twice it takes the last. What is written here reads the same in both versions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "merge": ("<<", ["<"]),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As PyYAML's, but for keys that come twice."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (name := (key.tag, key.value)) in seen:
+                    problem = f"the key {key.value!r} comes twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(name)
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """In decimal digits, whatever they begin with."""
+        return int(self.construct_scalar(node))
+
+
+class _Dumper(yaml.SafeDumper):
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """In quotation marks where PyYAML would fold what it takes for a line break."""
+        style = '"' if re.search("[\x85\u2028\u2029]", data) else None
+        return self.represent_scalar(f"{_TAG}str", data, style=style)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _kind, (_pattern, _first) in _PLAIN.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def load(text: str) -> Any:
+    """The document's value.
+
+    Raises:
+        yaml.YAMLError, ValueError, RecursionError: it is none, a key comes twice, or it is nested too deeply.
+    """
+    return yaml.load(text, _Loader)
+
+
+def dump(value: Any, **style: Any) -> str:
+    """``value`` as text that `load`, and any reader of YAML 1.1, reads back; ``style`` as of ``yaml.dump``."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
