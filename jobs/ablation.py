@@ -55,7 +55,14 @@ def percent(interval: Interval, sign: str = "") -> str:
 def row(name: str, summary: Summary, cost: str) -> str:
     """One line of the table of results."""
     lost = f"{summary.lost} of {summary.rollouts}"
-    cells = [name, *map(percent, summary.tgc), *map(percent, summary.sgc), f"{summary.turns:.1f}", lost, cost]
+    cells = [
+        name,
+        *map(percent, summary.tgc),
+        *map(percent, summary.sgc),
+        "-" if summary.turns is None else f"{summary.turns:.1f}",
+        lost,
+        cost,
+    ]
     return f"| {' | '.join(cells)} |"
 
 

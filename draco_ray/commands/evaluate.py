@@ -98,7 +98,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     settings = {result.label: {split_title(result.plan): result}}
     for table in (main_table, difficulty_table, termination_table, cost_table):
         typer.echo(render(table(settings), TableFormat.TEXT, Shown.INTERVAL))
-    typer.echo(f"turns: {result.turns.mean:.1f}; more with: draco tables {out}")
+    typer.echo(f"turns: {'-' if result.turns is None else f'{result.turns.mean:.1f}'}; more with: draco tables {out}")
 
 
 def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool:
@@ -180,7 +180,7 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     for measurement, results in directory.complete_results().items():
         one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [results])
         step = measurement.removeprefix("step").lstrip("0") or "0"
-        turns = Cell(one.turns.mean, one.turns.std, one.turns.low, one.turns.high)
+        turns = None if one.turns is None else Cell(one.turns.mean, one.turns.std, one.turns.low, one.turns.high)
         rows.append((step, (_percent(one.tgc), _percent(one.sgc), turns, Cell(float(one.lost)))))
     return Table(
         name="train-curve",

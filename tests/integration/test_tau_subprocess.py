@@ -88,6 +88,7 @@ def test_the_full_split_with_what_tau2_lost(machine: Path) -> None:
     assert (result.label, len(result.plan.tasks), result.plan.split) == ("DRACO", 97, "full")
     assert [rate.mean for rate in result.tgc] == pytest.approx([(94 + share) / 97 for share in (2 / 3, 1 / 3, 0)])
     assert [rate.mean for rate in result.tgc_at] == pytest.approx([(94 + share) / 97 for share in (2 / 3, 1, 1)])
+    assert result.turns is not None
     assert result.turns.mean == 2.0
     assert failures(out) == {"DB": 4, "infrastructure_error (RuntimeError)": 3}
     assert starts(machine) == 1

@@ -96,6 +96,9 @@ def test_a_damaged_file_of_an_evaluation(
         {"evaluation": {"task_id": "nobody_1"}},
         {"evaluation": {"run": 7}},
         {"evaluation": {"run": -1}},
+        {"evaluation": {"turns": -5}},
+        {"evaluation": {"turns": 10**400}},
+        {"evaluation": {"passed_tests": -1}},
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,11 @@ def test_every_measurement_has_a_file(tmp_path: Path) -> None:
     write_evaluation(tmp_path, plan)
     found = EvaluationDirectory.open(tmp_path).complete_results()
     assert {name: len(results) for name, results in found.items()} == {"step00002": 72, "step00004": 72}
+
+
+def test_a_line_with_an_error_is_a_lost_rollout_whoever_wrote_it(tmp_path: Path) -> None:
+    directory = EvaluationDirectory.begin(tmp_path, a_plan(runs=1, tasks={"a_1": 1, "a_2": 1}))
+    directory.add("starter", replace(a_result("a_1", 0, True), error="the world crashed"))
+    directory.add("starter", a_result("a_2", 0, True))
+    lost, played = (result.evaluation for result in directory.results("starter"))
+    assert (lost.lost, lost.success, played.lost, played.success) == (True, False, False, True)

@@ -66,6 +66,7 @@ def test_one_checkpoint_has_its_spread_across_runs_where_a_run_has_a_value() -> 
     turns = [
         [r.evaluation.turns for r in results if r.evaluation.run == run and r.evaluation.turns] for run in range(3)
     ]
+    assert result.turns is not None
     assert result.turns.std == pytest.approx(stdev([mean(of_one) for of_one in turns]))
     once = aggregate(a_plan(runs=1), [[r for r in results if r.evaluation.run == 0]])
     assert once.tgc[0].std is None
@@ -95,6 +96,7 @@ def test_turns_leave_out_what_never_began_and_costs_are_of_one_pass() -> None:
         a_result("a_2", 1, False, turns=6),
     ]
     result = aggregate(plan, [results])
+    assert result.turns is not None
     assert result.turns.mean == pytest.approx(6.0)
     assert result.usage.dollars == pytest.approx(0.4)
     assert result.dollars_per_task == pytest.approx(0.2)

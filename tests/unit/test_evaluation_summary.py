@@ -71,6 +71,8 @@ def test_a_difference_is_paired_by_task_in_every_measure() -> None:
         # Six scenarios out of six cannot promise the next one.
         assert 0 < interval.low < 0.8
         assert p_value == pytest.approx(2 / 2**6)
+    assert better.turns is not None
+    assert worse.turns is not None
     assert found["turns"][0].mean == pytest.approx(better.turns - worse.turns)
     same, p_value = differences(*[summarise([[measurement(2, 0.5)]], RUNS)] * 2)["TGC p^1"]
     assert same.low < 0 == same.mean < same.high

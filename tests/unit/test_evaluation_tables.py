@@ -440,6 +440,8 @@ def test_a_setting_is_compared_with_the_baseline_in_every_measure(directories: l
             for k in (0, 2)
         ]
     )
+    assert draco.turns is not None
+    assert base.turns is not None
     assert found[4].difference.mean == pytest.approx(draco.turns.mean - base.turns.mean, abs=0.3)
     assert (found[0].tasks, found[0].clusters) == (24, 8)
     table = comparison_table(found)

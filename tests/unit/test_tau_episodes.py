@@ -225,6 +225,7 @@ def test_rates_are_those_of_brute_force(tmp_path: Path, trials: int) -> None:
         assert result.tgc[k - 1].mean == pytest.approx(sum(every) / len(tasks))
         assert result.tgc_at[k - 1].mean == pytest.approx(sum(some) / len(tasks))
     assert result.sgc == ()
+    assert result.turns is not None
     assert result.turns.mean == 2.0  # of the episodes that were played
 
 

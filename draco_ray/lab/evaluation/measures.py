@@ -128,6 +128,11 @@ def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
     return _of_common_tasks(by_seed, _scenario(seeds) if scenarios else str)
 
 
+def turns_played(seeds: Seeds) -> list[int]:
+    """Turns of every rollout that was played."""
+    return [each.turns for seed in seeds for measurement in seed for each in measurement if each.turns]
+
+
 def lost_rollouts(seeds: Seeds) -> int:
     """How many were lost."""
     return sum(each.lost for seed in seeds for measurement in seed for each in measurement)

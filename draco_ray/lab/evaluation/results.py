@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 from draco_ray.config.file_names import FileName
 from draco_ray.errors import ConfigError, TooManyLost
 from draco_ray.lab.evaluation.consistency import scenario_of
-from draco_ray.records import Evaluation, Usage
+from draco_ray.records import LOST, Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_bytes, read_text
 
 MOST = 1e15
@@ -53,11 +53,19 @@ def _plausible(usage: Usage) -> Usage:
     return usage
 
 
+def _counted(evaluation: Evaluation) -> Evaluation:
+    """``evaluation`` if its counts can be any. Raises ValueError."""
+    for name in ("turns", "passed_tests", "total_tests"):
+        if not 0 <= (count := getattr(evaluation, name)) <= MOST:
+            raise ValueError(f"{name} is {count}")
+    return evaluation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
     """One finished (task, run): the benchmark's verdict, and what it took, attempts that were replaced included."""
 
-    evaluation: Evaluation
+    evaluation: Annotated[Evaluation, AfterValidator(_counted)]
     usage: Annotated[Usage, AfterValidator(_plausible)]
     seconds: Amount
     attempts: NonNegativeInt = 1
@@ -233,15 +241,17 @@ class EvaluationDirectory:
                 what = "is there twice" if rollout in seen else "is none of the plan's"
                 raise damaged(self._file(measurement), f"line {number}: {rollout[0]!r}, run {rollout[1]} {what}")
             seen.add(rollout)
-            results.append(self._with_scenario(result))
+            results.append(replace(result, evaluation=self._whole(result)))
         return results
 
-    def _with_scenario(self, result: RolloutResult) -> RolloutResult:
-        """Older lines do not name it."""
+    def _whole(self, result: RolloutResult) -> Evaluation:
+        """The verdict with what older lines do not say of it: its scenario, and that the rollout was lost."""
         evaluation = result.evaluation
-        if not self.plan.scenarios or evaluation.scenario:
-            return result
-        return replace(result, evaluation=replace(evaluation, scenario=scenario_of(evaluation.task_id)))
+        if self.plan.scenarios and not evaluation.scenario:
+            evaluation = replace(evaluation, scenario=scenario_of(evaluation.task_id))
+        if result.error is not None and not evaluation.lost:
+            evaluation = replace(evaluation, success=False, failures=(*evaluation.failures, LOST))
+        return evaluation
 
     def drop_lost(self) -> int:
         """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import stdev
+from statistics import fmean, stdev
 
 from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.consistency import Estimator, pass_at_k, pass_hat_k
@@ -58,13 +58,13 @@ class SplitResult:
     tgc_at: tuple[Estimate, ...]
     """pass@k of tasks."""
     sgc_at: tuple[Estimate, ...]
-    turns: Estimate
-    """Of the rollouts that were played; one that never began has none."""
+    turns: Estimate | None
+    """Of the rollouts that were played; one that never began has none. None where none was."""
     difficulty: Mapping[int, Stratum]
     terminations: Mapping[Termination, float] | None
     """Share of rollouts by termination mode; None where the mode of some was not recorded."""
     usage: Usage
-    """Per pass: one run over the split."""
+    """Per pass: one run over the split. Its dollars are known where those of every rollout are."""
     measures: Mapping[str, Measure]
     """What settings are compared in, by name: ``TGC p^1``, ``TGC p^3``, ``SGC p^1``, ``SGC p^3``, ``turns``."""
     rollouts: int
@@ -157,7 +157,7 @@ def aggregate_seeds(
         turns=_turns(plan, evaluations),
         difficulty=strata,
         terminations=None if modes[None] else {mode: modes[mode] / len(results) for mode in Termination},
-        usage=_per_pass(sum((result.usage for result in results), start=Usage()), passes),
+        usage=_per_pass([result.usage for result in results], passes),
         measures=compared_measures(evaluations, plan.runs, scenarios=plan.scenarios),
         rollouts=len(results),
         lost=measures.lost_rollouts(evaluations),
@@ -191,11 +191,14 @@ def _rate(
     return _estimate(measure, spread)
 
 
-def _turns(plan: Plan, seeds: measures.Seeds) -> Estimate:
+def _turns(plan: Plan, seeds: measures.Seeds) -> Estimate | None:
     """Mean over the rollouts that began; the interval around it is as wide as that of the mean over tasks."""
+    if not (played := measures.turns_played(seeds)):
+        return None
     parts = _parts(seeds) if len(_parts(seeds)) > 1 else [[each] for each in _single_runs(seeds[0][0], plan.runs)]
-    spread = [_mean([each.turns for measurement in part for each in measurement if each.turns]) for part in parts]
-    mean = _mean([each.turns for seed in seeds for part in seed for each in part if each.turns])
+    # A run or seed of which nothing was played has no mean.
+    spread = [fmean(found) for part in parts if (found := measures.turns_played([part]))]
+    mean = fmean(played)
     measure = measures.turns(seeds, scenarios=plan.scenarios)
     if measure is None or not math.isfinite((interval := measure.interval()).high):
         return Estimate(mean=mean, std=_std(spread))
@@ -238,19 +241,17 @@ def _role_dollars(directories: Sequence[EvaluationDirectory]) -> dict[str, float
     return dollars
 
 
-def _per_pass(usage: Usage, passes: int) -> Usage:
+def _per_pass(usages: Sequence[Usage], passes: int) -> Usage:
+    usage = sum(usages, start=Usage())
+    unknown = any(each.dollars is None and each != Usage() for each in usages)
     return Usage(
         calls=round(usage.calls / passes),
         requests=round(usage.requests / passes),
         input_tokens=round(usage.input_tokens / passes),
         cached_tokens=round(usage.cached_tokens / passes),
         output_tokens=round(usage.output_tokens / passes),
-        dollars=None if usage.dollars is None else usage.dollars / passes,
+        dollars=None if usage.dollars is None or unknown else usage.dollars / passes,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _std(values: Sequence[float]) -> float | None:

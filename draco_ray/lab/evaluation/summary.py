@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from draco_ray.config import plain_yaml
 from draco_ray.lab.evaluation import measures
@@ -24,8 +25,8 @@ class Summary:
 
     tgc: tuple[Interval, ...]
     sgc: tuple[Interval, ...]
-    turns: float
-    """Mean agent turns per rollout."""
+    turns: float | None
+    """Mean agent turns per rollout that was played; None where none was."""
     tasks: int
     rollouts: int
     """All seeds together, lost ones included."""
@@ -52,7 +53,7 @@ def summarise(seeds: measures.Seeds, runs: int, most: int = 3) -> Summary:
     return Summary(
         tgc=tgc,
         sgc=tuple(measures.rate(seeds, runs, k, whole=True).interval() for k in ks),
-        turns=sum(evaluation.turns for evaluation in everything) / len(everything),
+        turns=fmean(played) if (played := measures.turns_played(seeds)) else None,
         tasks=len({evaluation.task_id for evaluation in everything}),
         rollouts=len(everything),
         lost=measures.lost_rollouts(seeds),
