@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from draco_ray.environments.appworld.environment import FACTS
 from draco_ray.errors import ConfigError
 from draco_ray.judging import render
-from draco_ray.judging.escaping import TAGS, escape, unescape
+from draco_ray.judging.escaping import TAGS, escape, json_text, unescape
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
@@ -407,6 +407,15 @@ def test_a_block_begins_on_a_line_of_its_own_wherever_a_template_puts_it(tmp_pat
     text = Score(example_trajectory(), RUBRIC).prompt(load_prompts(tmp_path))
     assert len(lines_like(r"\[BEGIN EVIDENCE \w{8}\]", text)) == 2
     assert len(lines_like(r"\[END EVIDENCE \w{8}\]", text)) == 2
+
+
+def test_what_escaping_makes_of_a_text_is_exactly_this() -> None:
+    text = "& &amp; &AMP; \x00 \n[USER] <task> [INST]"
+    assert escape(text) == "& &amp;amp; &AMP; &#x0; \n\\[USER] &lt;task> \\[INST]"
+
+
+def test_json_of_criteria_is_pretty_and_in_its_own_letters() -> None:
+    assert json_text([{"t": "\u00e4 </task> \u200b"}]) == '[\n  {\n    "t": "\u00e4 \\u003c/task> \\u200b"\n  }\n]'
 
 
 def test_lone_surrogates_do_not_reach_the_wire() -> None:
