@@ -15,7 +15,7 @@ BARE = SimpleNamespace(name=None, arguments=None)
 
 
 def choice(content: str | None, reason: str | None = "stop", native: object = None, **message: Any) -> Any:
-    fields = {"finish_reason": reason, "message": SimpleNamespace(content=content, **message)}
+    fields: dict[str, Any] = {"finish_reason": reason, "message": SimpleNamespace(content=content, **message)}
     if native is not None:
         fields["provider_specific_fields"] = {"native_finish_reason": native}
     return SimpleNamespace(**fields)

@@ -1,0 +1,442 @@
+"""What the client makes of an endpoint's answers: completions, bills and what the pool is told, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
+from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging import client as client_module
+from draco_ray.judging import pricing
+from draco_ray.judging.client import LiteLLMClient
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.endpoint import Server
+from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
+from draco_ray.judging.outage import Next, Trouble
+from draco_ray.judging.phases import urgency
+from draco_ray.judging.pricing import most_of
+from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.records import Message, Paid
+
+PRICE = Price(input=2.0, output=10.0)
+TEXT = "a question of forty characters, or nearly"
+NOW = 1000.0
+TOKENS = 300
+
+
+class Clock:
+    """Moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return NOW + self.now
+
+
+class Pool(WaitingLine):
+    """Leases without limits that take a second to get; remembers what it was asked and told."""
+
+    def __init__(self, clock: Clock, verdict: Next | None = None) -> None:
+        super().__init__(Limiter(JudgeLimits()))
+        self.clock, self.verdict = clock, verdict
+        self.asked: list[Asked] = []
+        self.ended: list[Ended] = []
+        self.numbers: list[str] = []
+        self.abandoned: list[str] = []
+        self.given_back: list[str] = []
+        self.questions = 0
+        """Of the next leases, those for the small question only."""
+
+    async def lease(self, asked: Asked) -> Grant:
+        self.asked.append(asked)
+        self.clock.now += 1.0
+        grant = await super().lease(asked)
+        if self.questions:
+            self.questions -= 1
+            grant = Grant(number=grant.number, answers=grant.answers, question=True)
+        self.numbers.append(grant.number)
+        return grant
+
+    async def settle(self, number: str, ended: Ended) -> Next:
+        assert number in self.numbers
+        self.ended.append(ended)
+        found = await super().settle(number, ended)
+        return found if self.verdict is None else self.verdict
+
+    async def give_back(self, number: str) -> None:
+        self.given_back.append(number)
+        await super().give_back(number)
+
+    def abandon(self, number: str) -> None:
+        self.abandoned.append(number)
+        super().abandon(number)
+
+
+def said(text: Any = "fine", **usage: int) -> Any:
+    """A response of LiteLLM's."""
+    counts = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110} | usage
+    details = SimpleNamespace(cached_tokens=counts.pop("cached", 0), cache_creation_tokens=counts.pop("written", 0))
+    thought = SimpleNamespace(reasoning_tokens=counts.pop("reasoning", 0))
+    told = SimpleNamespace(**counts, prompt_tokens_details=details, completion_tokens_details=thought)
+    choice = SimpleNamespace(message=SimpleNamespace(content=text), finish_reason="stop")
+    return SimpleNamespace(choices=[choice], usage=told if usage != {"none": 1} else None)
+
+
+def trouble(status: int, text: str = "trouble") -> openai.APIStatusError:
+    import httpx
+
+    response = httpx.Response(status, request=httpx.Request("POST", "http://judge"))
+    return openai.APIStatusError(text, response=response, body=None)
+
+
+class Scripted:
+    """A client whose endpoint answers by script; every request takes ten seconds."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *script: Any,
+        folder: Path | None = None,
+        pooled: bool = True,
+        verdict: Next | None = None,
+        **config: Any,
+    ) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(client_module, "time", self.clock)
+        monkeypatch.setattr(pricing, "_litellm_price", lambda *_: None)
+        values = {
+            "model": "openai/m", "api_base": "http://judge", "api_key_env": "NO_SUCH_KEY", "prices": {"m": PRICE},
+            "max_attempts": 3, "max_tokens": TOKENS,
+        }  # fmt: skip
+        self.config = JudgeConfig.model_validate(values | config)
+        self.pool = Pool(self.clock, verdict)
+        self.cache = None if folder is None else ReplyCache(folder)
+        self.naps: list[float] = []
+        self.sent: list[tuple[Request, Server, int, float]] = []
+        self.script = list(script)
+        leases = self.pool if pooled else None
+        self.client = LiteLLMClient(self.config, self.cache, self._sleep, leases)
+        self.client._endpoint.complete = self._complete  # type: ignore[method-assign]
+
+    async def _sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.clock.now += 100.0
+
+    async def _complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
+        self.sent.append((request, server, max_tokens, timeout))
+        self.clock.now += 10.0
+        answer = self.script.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def __call__(self, **changes: Any) -> Completion:
+        return await self.client(a_request(**changes))
+
+
+def a_request(text: str = TEXT, **changes: Any) -> Request:
+    return Request(messages=(Message(role="user", content=text),), **changes)
+
+
+def most(tokens: int = TOKENS, text: str = TEXT, **sent: Any) -> pricing.Most:
+    return most_of(PRICE, a_request(text).messages, tokens, sent)
+
+
+async def test_a_reply_is_told_with_all_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, said(cached=40, reasoning=4), request_timeout_seconds=7.0)
+    request = a_request(phase="score", group="g")
+    completion = await scripted.client(request)
+    assert completion == Completion(
+        text="fine", finish_reason="stop", model="openai/m", input_tokens=100, cached_tokens=40, output_tokens=10,
+        dollars=completion.dollars, started_at=NOW, seconds=11.0, requests=1, reasoning_tokens=4,
+        call_id=scripted.pool.numbers[0], waited_seconds=1.0,
+    )  # fmt: skip
+    assert completion.dollars == pytest.approx(pricing.price_of(PRICE, 100, 40, 10))
+    assert scripted.sent == [(request, Server("http://judge", "none"), TOKENS, 7.0)]
+    (asked,) = scripted.pool.asked
+    bound = most()
+    assert (asked.input_tokens, asked.output_tokens, asked.dollars) == (bound.input_tokens, TOKENS, bound.dollars)
+    assert (asked.kind, asked.group) == ("score", "g")
+    assert asked.rank == urgency("score")
+    assert scripted.pool.ended == [Ended(tokens=110, output_tokens=10, dollars=completion.dollars)]
+    assert scripted.naps == []
+
+
+async def test_what_is_written_to_a_cache_is_paid_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    price = Price(input=2.0, output=10.0, cached_input=0.5, cache_write=4.0)
+    scripted = Scripted(monkeypatch, said(cached=40, written=20), prices={"m": price})
+    assert (await scripted()).dollars == pytest.approx((40 * 2 + 40 * 0.5 + 20 * 4 + 10 * 10) / 1e6)
+
+
+async def test_a_request_without_a_phase_is_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, said())
+    await scripted()
+    assert (scripted.pool.asked[0].kind, scripted.pool.asked[0].group) == ("", "")
+
+
+async def test_a_schema_and_further_arguments_count_towards_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, said(), said(), extra_body={"a": "b" * 100})
+    await scripted()
+    await scripted(schema={"type": "x" * 100})
+    plain, held = scripted.pool.asked
+    assert plain.input_tokens == most(a="b" * 100).input_tokens
+    assert held.input_tokens == most(a="b" * 100, schema={"type": "x" * 100}).input_tokens > plain.input_tokens
+
+
+@pytest.mark.parametrize("usage", [{"none": 1}, {"prompt_tokens": 0}, {"prompt_tokens": 10**9}])
+async def test_a_reply_that_does_not_say_its_usage_is_booked_at_the_most_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, usage: dict[str, int]
+) -> None:
+    scripted = Scripted(monkeypatch, said(**usage), said(**usage))
+    bound = most()
+    for _ in range(2):
+        completion = await scripted()
+        assert (completion.input_tokens, completion.output_tokens) == (bound.input_tokens, bound.output_tokens)
+        assert (completion.cached_tokens, completion.reasoning_tokens, completion.usage_known) == (0, 0, False)
+        assert completion.dollars == completion.estimated_dollars == bound.dollars > 0
+    told = Ended(
+        tokens=bound.input_tokens + bound.output_tokens, output_tokens=bound.output_tokens, dollars=bound.dollars,
+        estimated=True,
+    )  # fmt: skip
+    assert scripted.pool.ended == [told, told]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("judge openai/m at http://judge: a reply says no usage that could be true (")
+    assert line.endswith("): such replies are booked at the most that they may cost")
+    assert ("None" if usage == {"none": 1} else "namespace(prompt_tokens=") in line
+
+
+async def test_without_a_price_a_reply_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    completion = await Scripted(monkeypatch, said(), prices={})()
+    assert (completion.dollars, completion.estimated_dollars) == (0.0, 0.0)
+
+
+async def test_a_configured_price_goes_before_what_the_endpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "reported_cost", lambda response, price, bound: 0.5)
+    assert (await Scripted(monkeypatch, said())()).dollars == pytest.approx((100 * 2 + 10 * 10) / 1e6)
+    assert (await Scripted(monkeypatch, said(), prices={})()).dollars == 0.5
+
+
+async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "draco_ray.judging.client")
+    scripted = Scripted(
+        monkeypatch, TimeoutError(), trouble(429, "slow down"), said(), folder=tmp_path, max_outage_seconds=0,
+        request_timeout_seconds=20.0,
+    )  # fmt: skip
+    completion = await scripted()
+    bound = most()
+    paid = pricing.price_of(PRICE, 100, 0, 10)
+    assert (completion.dollars, completion.estimated_dollars) == (pytest.approx(bound.dollars + paid), bound.dollars)
+    assert (completion.requests, completion.waited_seconds, completion.seconds) == (3, 3.0, 233.0)
+    late, refused, fine = scripted.pool.ended
+    assert late == Ended(
+        tokens=bound.input_tokens + bound.output_tokens, output_tokens=bound.output_tokens, dollars=bound.dollars,
+        estimated=True, trouble=Trouble.TIMED_OUT, reason="no answer within 20 s",
+    )  # fmt: skip
+    assert refused == Ended(estimated=True, trouble=Trouble.RATE_LIMITED, reason="slow down")
+    assert fine == Ended(tokens=110, output_tokens=10, dollars=paid)
+    assert read_book(tmp_path).settled == dict(
+        zip(scripted.pool.numbers, [bound.dollars, 0.0, pytest.approx(paid)], strict=True)
+    )
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("judge openai/m at http://judge: request 1: no answer within 20 s; again in ")
+    assert second.startswith("judge openai/m at http://judge: request 2: slow down; again in ")
+    assert [f"{nap:.1f} s" for nap in scripted.naps] == [line.rpartition("again in ")[2] for line in (first, second)]
+
+
+async def test_a_call_that_failed_says_why_and_what_it_may_have_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (trouble(500, "broken"), trouble(500, "broken"), trouble(500, "broken inside"))
+    scripted = Scripted(monkeypatch, *script, max_outage_seconds=0)
+    completion = await scripted()
+    assert completion == Completion(
+        text="", finish_reason="error", model="openai/m", input_tokens=0, cached_tokens=0, output_tokens=0,
+        dollars=completion.dollars, started_at=NOW, seconds=233.0, requests=3, error="broken inside",
+        estimated_dollars=completion.dollars, call_id=scripted.pool.numbers[2], waited_seconds=3.0,
+    )  # fmt: skip
+    assert completion.dollars == pytest.approx(sum(ended.dollars for ended in scripted.pool.ended))
+
+
+async def test_the_wait_is_bounded_by_the_configuration_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, trouble(500), trouble(500), said(), max_outage_seconds=0, max_backoff_seconds=0.1)
+    await scripted()
+    assert all(0.05 <= nap <= 0.1 for nap in scripted.naps)
+    scripted = Scripted(monkeypatch, trouble(429), said(), max_outage_seconds=0, max_backoff_seconds=0.1)
+    monkeypatch.setattr(scripted.client._endpoint, "hint", lambda error: 5.0)
+    await scripted()
+    assert 5.0 <= scripted.naps[0] <= 5.5
+    assert scripted.pool.ended[0].hint == 5.0
+
+
+async def test_a_request_whose_end_nobody_saw_stays_in_the_book(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripted = Scripted(monkeypatch, asyncio.CancelledError(), folder=tmp_path)
+    with pytest.raises(asyncio.CancelledError):
+        await scripted()
+    assert scripted.pool.abandoned == scripted.pool.numbers
+    assert read_book(tmp_path).under_way == {scripted.pool.numbers[0]: most().dollars}
+
+
+async def test_a_reply_that_cannot_be_kept_is_abandoned_and_one_that_cannot_be_booked_not_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    scripted = Scripted(monkeypatch, said(), folder=tmp_path)
+    monkeypatch.setattr(scripted.cache, "settle", full)
+    with pytest.raises(OSError, match="full"):
+        await scripted()
+    assert scripted.pool.abandoned == scripted.pool.numbers
+    scripted = Scripted(monkeypatch, said(), folder=tmp_path)
+    monkeypatch.setattr(scripted.cache, "begin", full)
+    with pytest.raises(OSError, match="full"):
+        await scripted()
+    assert (scripted.sent, scripted.pool.given_back) == ([], scripted.pool.numbers)
+
+
+async def test_an_answer_is_replayed_at_no_cost_until_it_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripted = Scripted(monkeypatch, said(cached=40, reasoning=4), said("other"), folder=tmp_path)
+    first = await scripted()
+    scripted.clock.now = 500.0
+    again = await scripted()
+    paid = Paid(
+        call_id=first.call_id, requests=1, dollars=first.dollars, estimated_dollars=0.0, seconds=11.0, started_at=NOW,
+        waited_seconds=1.0,
+    )  # fmt: skip
+    assert again == Completion(
+        text="fine", finish_reason="stop", model="openai/m", input_tokens=100, cached_tokens=40, output_tokens=10,
+        dollars=0.0, started_at=NOW + 500, seconds=0.0, requests=0, reasoning_tokens=4, paid=paid,
+    )  # fmt: skip
+    await scripted.client.forget(a_request())
+    assert (await scripted()).text == "other"
+    await Scripted(monkeypatch).client.forget(a_request())
+
+
+async def test_the_same_question_at_the_same_time_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripted = Scripted(monkeypatch, said("one"), said("two"), said("three"), folder=tmp_path)
+    answers = await asyncio.gather(scripted(), scripted(), scripted(vote=1), scripted(scope="mine"))
+    assert sorted(answer.text for answer in answers) == ["one", "one", "three", "two"]
+    assert len(scripted.sent) == 3
+
+
+KEYS: dict[str, Callable[[pytest.MonkeyPatch], Scripted]] = {
+    "plain": lambda patch: Scripted(patch),
+    "warm": lambda patch: Scripted(patch, temperature=0.7),
+    "thinking": lambda patch: Scripted(patch, reasoning_effort="low"),
+    "cold": lambda patch: Scripted(patch, temperature=None),
+    "elsewhere": lambda patch: Scripted(patch, api_base="http://other"),
+    "longer": lambda patch: Scripted(patch, max_tokens=TOKENS + 1),
+}
+
+
+async def test_an_answer_is_kept_for_whoever_asks_the_same_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {name: make(monkeypatch).client._key(a_request()) for name, make in KEYS.items()}
+    assert len(set(keys.values())) == len(KEYS)
+    plain = Scripted(monkeypatch).client
+    assert plain._key(a_request()) == keys["plain"]
+    assert len({plain._key(a_request(**each)) for each in ({}, {"vote": 1}, {"scope": "s"}, {"text": "other"})}) == 4
+    assert plain._key(a_request(phase="score", group="g", schema={"a": 1})) == keys["plain"]
+    servers = [Scripted(monkeypatch, api_base=base, rule_judge={"start": True}) for base in ("http://a", "http://b")]
+    assert len({each.client._key(a_request()) for each in servers}) == 1
+
+
+async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, said("OK"), max_attempts=9)
+    await scripted.client.check()
+    ((request, _, tokens, _),) = scripted.sent
+    assert (request, tokens) == (client_module.QUESTION, client_module.QUESTION_TOKENS)
+    for attempts, requests in ((9, client_module.CHECK_ATTEMPTS), (2, 2)):
+        scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 9, max_attempts=attempts)
+        with pytest.raises(JudgeUnavailable, match="^judge openai/m at http://judge: gone"):
+            await scripted.client.check()
+        assert len(scripted.sent) == requests
+
+
+async def test_under_a_budget_a_check_wants_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    await Scripted(monkeypatch, said(none=1)).client.check()
+    await Scripted(monkeypatch, said(), limits={"dollars": 2.5}).client.check()
+    with pytest.raises(JudgeUnavailable) as problem:
+        await Scripted(monkeypatch, said(none=1), limits={"dollars": 2.5}).client.check()
+    assert str(problem.value) == (
+        "judge openai/m at http://judge: its replies do not say their usage (prompt_tokens, completion_tokens), so "
+        "what is left of judge.limits.dollars=2.5 would be a guess; let the endpoint report it, or set "
+        "judge.limits.dollars=null"
+    )
+
+
+async def test_a_lease_for_the_small_question_is_spent_on_it_and_the_call_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripted = Scripted(monkeypatch, said("OK"), said(), folder=tmp_path, request_timeout_seconds=500.0)
+    scripted.pool.questions = 1
+    completion = await scripted()
+    question, call = scripted.sent
+    assert question[0] is client_module.QUESTION
+    assert question[2:] == (client_module.QUESTION_TOKENS, client_module.QUESTION_SECONDS)
+    assert call[2:] == (TOKENS, 500.0)
+    assert (completion.text, completion.requests, completion.call_id) == ("fine", 1, scripted.pool.numbers[1])
+    assert scripted.cache is not None
+    assert len(scripted.cache) == 1
+    short = Scripted(monkeypatch, said("OK"), said(), request_timeout_seconds=5.0)
+    short.pool.questions = 1
+    await short()
+    assert short.sent[0][3] == 5.0
+
+
+async def test_a_small_question_that_is_refused_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, trouble(401, "no such key"), verdict=Next.STOP)
+    scripted.pool.questions = 1
+    with pytest.raises(JudgeUnavailable, match="refused: no such key"):
+        await scripted()
+
+
+@pytest.mark.parametrize(("verdict", "requests"), [(Next.FAIL, 1), (Next.AGAIN, 3)])
+async def test_what_the_pool_says_becomes_of_an_error(
+    monkeypatch: pytest.MonkeyPatch, verdict: Next, requests: int
+) -> None:
+    scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 3, verdict=verdict, max_outage_seconds=0)
+    completion = await scripted()
+    assert (completion.error, completion.requests) == ("gone", requests)
+
+
+async def test_no_more_requests_are_under_way_than_a_worker_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, *[said()] * 4, concurrency_per_worker=2)
+    under_way = peak = 0
+
+    async def complete(*_: Any) -> Any:
+        nonlocal under_way, peak
+        under_way += 1
+        peak = max(peak, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return said()
+
+    monkeypatch.setattr(scripted.client._endpoint, "complete", complete)
+    await asyncio.gather(*(scripted() for _ in range(4)))
+    assert peak == 2
+
+
+async def test_without_a_pool_nothing_is_limited_and_no_outage_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 3, pooled=False)
+    assert (await scripted()).error == "gone"
+    assert math.isfinite(sum(scripted.naps))
+    assert len(scripted.sent) == 3
