@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Literal
 
@@ -14,6 +15,26 @@ def quiet_litellm() -> Any:
     litellm.suppress_debug_info = True
     litellm.telemetry = False
     return litellm
+
+
+@functools.cache
+def refuses_temperature(model: str, api_base: str | None, temperature: float) -> bool:
+    """Whether LiteLLM knows a model to take no such temperature; told to, it leaves it out without a word.
+
+    Args:
+        model: LiteLLM's name of it, provider prefix included.
+        api_base: endpoint; None: the provider's own.
+        temperature: that would be sent.
+    """
+    litellm = quiet_litellm()
+    try:
+        name, provider, _, _ = litellm.get_llm_provider(model, api_base=api_base)
+        litellm.utils.get_optional_params(model=name, custom_llm_provider=provider, temperature=temperature)
+    except litellm.UnsupportedParamsError:
+        return True
+    except litellm.BadRequestError:
+        return False  # It does not know the provider; the request will say so.
+    return False
 
 
 def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens"]) -> int | None:

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from draco_ray.benchmarks.tau import job as jobs
+from draco_ray.benchmarks.tau.evaluate import carried_temperatures
 from draco_ray.benchmarks.tau.installation import Tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy, find_policy, write_served_adapter
 from draco_ray.benchmarks.tau.server import ServedPolicy, free_port, serve_command, serve_environment
@@ -69,6 +70,34 @@ def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path)
     assert job["user"]["model"] == job["judge"]["model"] == "openai/gpt-5.4"
     text = json.dumps(job)
     assert not [key for key in (*KEYS.values(), SERVED.key) if key in text]
+
+
+@pytest.mark.parametrize(
+    ("model", "temperature", "told"),
+    [
+        ("openai/gpt-4o", 0.0, {"temperature": 0.0}),
+        ("hosted_vllm/policy", 0.0, {"temperature": 0.0}),
+        ("nobody/knows", 0.0, {"temperature": 0.0}),
+        ("openai/gpt-4o", None, {}),
+        ("openai/gpt-5", 0.0, {}),
+        ("openai/gpt-5", 1.0, {"temperature": 1.0}),
+    ],
+)
+def test_no_temperature_is_said_that_no_request_carries(
+    model: str, temperature: float | None, told: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    tau_bench = config().tau_bench
+    asked = tau_bench.user.model_copy(update={"model": model, "temperature": temperature})
+    assert jobs.sampling(asked) == jobs.sampling(tau_bench.user.model_copy(update={"temperature": temperature}), model)
+    assert jobs.sampling(asked) == told
+    carried = carried_temperatures(tau_bench.model_copy(update={"user": asked}), [POLICY])
+    assert carried == {"agent": 0.0, "user": told.get("temperature"), "judge": 0.0}
+    left_out = temperature is not None and not told
+    assert (
+        caplog.messages
+        == ["tau_bench.user.temperature=0 is not sent, and the evaluation says null: openai/gpt-5 takes none"]
+        * left_out
+    )
 
 
 def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

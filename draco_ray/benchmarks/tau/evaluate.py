@@ -35,11 +35,12 @@ from draco_ray.benchmarks.tau.episodes import (
     read_judge_tokens,
 )
 from draco_ray.benchmarks.tau.installation import Tau2, find_tau2
+from draco_ray.benchmarks.tau.job import sampling
 from draco_ray.benchmarks.tau.policy import TauPolicy
 from draco_ray.benchmarks.tau.report import rollout_result, summary
 from draco_ray.benchmarks.tau.server import SERVED, free_port, serve_command, served
 from draco_ray.benchmarks.tau.supervise import run_job
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import DracoConfig, TauBenchConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price
@@ -148,10 +149,32 @@ def _stopped_plainly(directory: EvaluationDirectory) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+def carried_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> dict[str, float | None]:
+    """The temperature that the requests of each role carry; None, with a line, where they carry none."""
+    models = {
+        "agent": [policy.model for policy in policies if policy.api],
+        "user": [config.user.model],
+        "judge": [config.judge.model],
+    }
+    found: dict[str, float | None] = {}
+    for role, names in models.items():
+        told = getattr(config, role)
+        refused = [name for name in names if told.temperature is not None and not sampling(told, name)]
+        if refused:
+            log.warning(
+                "tau_bench.%s.temperature=%g is not sent, and the evaluation says null: %s takes none",
+                *(role, told.temperature, ", ".join(refused)),
+            )
+        found[role] = None if refused else told.temperature
+    return found
+
+
 def _plan(config: DracoConfig, policies: Sequence[TauPolicy], tau2: Tau2, tasks: Sequence[str], label: str) -> Plan:
     settings = config.tau_bench.model_dump(mode="json", exclude=VOLATILE)
     for role in ("agent", "user", "judge", "embedder"):
         del settings[role]["api_key_env"]
+    for role, temperature in carried_temperatures(config.tau_bench, policies).items():
+        settings[role]["temperature"] = temperature
     del settings["server"]["port"], settings["server"]["start_timeout_seconds"]
     settings |= {f"weights.{policy.name}": policy.digest for policy in policies}
     settings |= {f"model.{policy.name}": policy.model for policy in policies}

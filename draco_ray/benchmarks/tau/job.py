@@ -13,6 +13,7 @@ from draco_ray.benchmarks.tau.policy import TauPolicy
 from draco_ray.benchmarks.tau.server import ServedPolicy
 from draco_ray.config.schema import TauBenchConfig, TauModelConfig
 from draco_ray.errors import ConfigError
+from draco_ray.judging.model_limits import refuses_temperature
 
 STEPS_PER_TURN = 2
 """tau2's max_steps counts messages of both sides."""
@@ -123,6 +124,7 @@ def tau2_job(
         folder: where tau2's results go.
         unreadable: files and folders the agent's shell must not read.
     """
+    agent = endpoint.model if endpoint else policy.model
     return {
         "domain": DOMAIN,
         "retrieval": config.retrieval,
@@ -133,7 +135,7 @@ def tau2_job(
         "concurrency": config.concurrency,
         "episode_retries": config.episode_retries,
         "episode_timeout_seconds": config.episode_timeout_seconds,
-        "agent": {"model": endpoint.model if endpoint else policy.model, "args": sampling(config.agent)},
+        "agent": {"model": agent, "args": sampling(config.agent, agent)},
         "user": {"model": config.user.model, "args": sampling(config.user)},
         "judge": {
             "model": config.judge.model,
@@ -162,9 +164,18 @@ def task_ids(config: TauBenchConfig, tau2: Tau2) -> tuple[str, ...]:
     return tuple(task for task in tau2.tasks if task in config.tasks)
 
 
-def sampling(model: TauModelConfig) -> dict[str, Any]:
-    """What tau2 is told of how a model samples."""
-    return {} if model.temperature is None else {"temperature": model.temperature}
+def sampling(config: TauModelConfig, model: str | None = None) -> dict[str, Any]:
+    """What tau2 is told of how a model samples.
+
+    A temperature that LiteLLM knows the model to refuse is none of it: tau2 has LiteLLM leave such out unsaid.
+
+    Args:
+        config: endpoint and temperature.
+        model: LiteLLM's name of it; None: the configured one.
+    """
+    if config.temperature is None or refuses_temperature(model or config.model, config.api_base, config.temperature):
+        return {}
+    return {"temperature": config.temperature}
 
 
 def _provider_variables(key: str, config: TauModelConfig, model: str, value: str) -> dict[str, str]:
