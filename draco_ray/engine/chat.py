@@ -9,6 +9,7 @@ it is spelled out in ordinary tokens, and only the template's own are control to
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -49,8 +50,9 @@ class ChatTokens:
         self._thinking = thinking
         backend: Tokenizer = tokenizer.backend_tokenizer
         self._control = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
-        longest_first = sorted(self._control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._control_pattern = _any_of(self._control)
+        special = (token.content for token in backend.get_added_tokens_decoder().values() if token.special)
+        self._special_pattern = _any_of(special)
         # The same tokenizer without any control token: the encoder of all text.
         description = json.loads(backend.to_str())
         description["added_tokens"] = []
@@ -121,7 +123,7 @@ class ChatTokens:
         hidden: list[str] = []
         if tools:
             self.written_call()
-        told = self._hide_all(list(chat), hidden)
+        told = self._hide_all(_numbered(chat), hidden)
         return self._encode(self._render_checked(told, self._hide_all(list(tools), hidden)), hidden)
 
     def after_messages(self, sampled: list[int], called: bool, chat: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -178,26 +180,33 @@ class ChatTokens:
                     "and role `tool`): use a model that was trained to call tools, or give its tokenizer such a one"
                 )
             turn = self._render([*ask, {"role": "assistant", "content": content}]).partition(content)[0]
-            self._call = head.removeprefix(turn).rpartition("</think>")[2].strip().replace(name, "NAME")
+            self._call = _beyond(head, turn).rpartition("</think>")[2].strip().replace(name, "NAME")
         return self._call
 
     def turn(self, message: Mapping[str, Any]) -> list[int]:
         """An assistant's message as the policy would have sampled it, its end included.
 
+        What it says may hold ``<think>`` and its like, but no special token: those only begin and end turns.
+
         Args:
-            message: in OpenAI's form: ``content``, and where there are any ``tool_calls`` and ``reasoning_content``.
+            message: in OpenAI's form: ``content``, and where there are any ``reasoning_content`` and ``tool_calls``,
+                their arguments objects.
         Raises: ConfigError where the template has no place for its calls.
         """
-        content, reasoning = str(message.get("content") or ""), str(message.get("reasoning_content") or "")
+        hidden: list[str] = []
+        content, reasoning = (
+            self._hide(str(message.get(part) or ""), hidden, self._special_pattern)
+            for part in ("content", "reasoning_content")
+        )
         if self.opens_thinking or reasoning:
             opened = "" if self.opens_thinking else "<think>\n"
             content = f"{opened}{reasoning}\n</think>\n\n{content}"
         calls, end = "", self.end_of_turn_id
         if message.get("tool_calls"):
-            calls, end = self._calls_as_text([_with_mapping(call) for call in message["tool_calls"]])
+            calls, end = self._calls_as_text(self._hide_all(_numbered([message])[0]["tool_calls"], hidden))
             # Most templates part what is said from what is called.
             calls = calls if content.strip() else calls.lstrip()
-        return [*self._encode(content + calls, []), end]
+        return [*self._encode(content + calls, hidden), end]
 
     def text(self, sampled: list[int]) -> str:
         """A sampled turn as text, without the token that ended it."""
@@ -220,7 +229,7 @@ class ChatTokens:
             after = rendered.partition(said)[2]
         else:
             # A template without a place for both.
-            after = rendered.removeprefix(self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
+            after = _beyond(rendered, self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
         end = self._ends_turn.search(after)
         assert end is not None, "written_call has seen it"
         return after[: end.start()], self._control[end[0]]
@@ -275,14 +284,14 @@ class ChatTokens:
             return {self._hide(key, hidden): self._hide_all(each, hidden) for key, each in value.items()}
         return value
 
-    def _hide(self, text: str, hidden: list[str]) -> str:
-        """Replace control tokens spelled in ``text`` by marks, remembering them in ``hidden``."""
+    def _hide(self, text: str, hidden: list[str], tokens: re.Pattern[str] | None = None) -> str:
+        """Replace ``tokens`` (unless told all control tokens) in ``text`` by marks, remembering them in ``hidden``."""
 
         def mark(match: re.Match[str]) -> str:
             hidden.append(match[0])
             return f"{self._nonce}:{len(hidden) - 1};"
 
-        return self._control_pattern.sub(mark, text)
+        return (tokens or self._control_pattern).sub(mark, text)
 
     def _encode(self, rendered: str, hidden: list[str]) -> list[int]:
         """Token ids of a rendered template: its control tokens are control tokens, marks are spelled out."""
@@ -299,15 +308,44 @@ class ChatTokens:
         return list(self._plain.encode(spelled, add_special_tokens=False).ids)
 
 
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of the tokens, the longer one where one begins another."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _beyond(text: str, other: str) -> str:
+    """``text`` from where it is another than ``other``: some templates put a blank before what is said alone.
+
+    >>> _beyond("[/INST][TOOL_CALLS]", "[/INST] ")
+    '[TOOL_CALLS]'
+    """
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
+    return text[sum(1 for _ in alike) :]
+
+
+def _numbered(chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with ids of calls of nine letters and digits, the only ones that Mistral's templates take.
+
+    >>> _numbered([{"tool_calls": [{"id": "a"}, {}]}, {"tool_call_id": "a"}])
+    [{'tool_calls': [{'id': 'call00001'}, {'id': 'call00002'}]}, {'tool_call_id': 'call00001'}]
+    """
+    count = itertools.count(1)
+    ids: dict[str | None, str] = {}
+    told = []
+    for message in chat:
+        message = dict(message)
+        if message.get("tool_calls"):
+            calls = [{**call, "id": f"call{next(count):05}"} for call in message["tool_calls"]]
+            ids |= {before.get("id"): call["id"] for before, call in zip(message["tool_calls"], calls, strict=True)}
+            message["tool_calls"] = calls
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(message["tool_call_id"], "call00000")
+        told.append(message)
+    return told
+
+
 def _function(name: str) -> dict[str, Any]:
     """The schema of a function without arguments."""
     parameters = {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": "-", "parameters": parameters}}
-
-
-def _with_mapping(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments, which OpenAI spells as a text, are a mapping, as templates expect them."""
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments") or {}
-    function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"type": "function", **call, "function": function}

@@ -15,7 +15,8 @@ from draco_ray.errors import ConfigError
 _FORMS = {
     "<tool_call><function=NAME>": "qwen3_xml",
     '<tool_call>{"name":"NAME"': "hermes",
-    '[TOOL_CALLS][{"name":"NAME"': "mistral",
+    # vLLM's own for Mistral reads the list of earlier models only with Mistral's tokenizer.
+    '[TOOL_CALLS][{"name":"NAME"': "xlam",
     "[TOOL_CALLS]NAME": "mistral",
     "<|tool_call>call:NAME": "gemma4",
     '<|python_tag|>{"name":"NAME"': "llama3_json",

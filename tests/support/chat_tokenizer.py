@@ -43,6 +43,23 @@ QWEN25 = (
 
 TEMPLATES = {"qwen3": QWEN3, "qwen3.5": QWEN35, "qwen2.5": QWEN25}
 
+GEMMA = (
+    "{{- bos_token }}"
+    "{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}"
+    "{{- message.content | trim + '<end_of_turn>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"
+)
+"""Gemma 2's form: no system message, users and model in turn, no tools."""
+PHI = (
+    "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor %}"
+    "{{- '<|assistant|>' if add_generation_prompt else eos_token }}"
+)
+"""Phi's form: a role is a token, and what ends a text is not what ends a turn."""
+
 _TEXTS = (
     "system\nuser\nassistant\nYou solve tasks by writing code. My name is Ann Lee. Your task is: like the songs.\n\n",
     "<code>\nprint(apis.supervisor.show_active_task())\n</code>\n<code>print(len(songs))</code> The task is done.\n",
@@ -50,7 +67,10 @@ _TEXTS = (
 
 
 def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen's control tokens; ``<think>`` is an added but not a special token, as in Qwen3."""
+    """A byte-level BPE with Qwen's control tokens, and those of Gemma and Phi for their templates.
+
+    ``<think>`` is an added but not a special token, as in Qwen3.
+    """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -62,4 +82,10 @@ def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
     backend.add_tokens([AddedToken(token, special=False) for token in ("<think>", "</think>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = template
+    if template == GEMMA:
+        tokens = ["<start_of_turn>", "<end_of_turn>"]
+        tokenizer.add_special_tokens({"bos_token": "<bos>", "eos_token": "<eos>", "additional_special_tokens": tokens})
+    if template == PHI:
+        tokens = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+        tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": tokens})
     return tokenizer

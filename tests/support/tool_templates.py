@@ -77,7 +77,48 @@ LLAMA = (
 )
 """A bare JSON object is a call; results come from ``ipython``; one call in a turn of the template. Llama 3's form."""
 
-TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "llama": LLAMA}
+_NINE = (
+    "{%- if IDENTITY is not defined or IDENTITY | length != 9 %}"
+    "{{- raise_exception('an id has nine characters') }}{%- endif %}"
+)
+_MISTRAL = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message.role == 'assistant' and message.tool_calls %}OPEN{%- for call in message.tool_calls %}"
+    + _NINE.replace("IDENTITY", "call.id")
+    + "CALL{%- endfor %}CLOSE{{- eos_token }}"
+    "{%- elif message.role == 'assistant' %}{{- ' ' + (message.content | trim) + eos_token }}"
+    "{%- elif message.role == 'tool' %}"
+    + _NINE.replace("IDENTITY", "message.tool_call_id")
+    + "{{- '[TOOL_RESULTS] {\"content\": ' + (message.content | tojson) + '}[/TOOL_RESULTS]' }}"
+    "{%- elif message.role == 'user' %}"
+    "{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' }}"
+    "{%- if loop.last and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}"
+    "{{- message.content + '[/INST]' }}{%- endif %}{%- endfor %}"
+)
+MISTRAL = (
+    _MISTRAL.replace("OPEN", "{{- '[TOOL_CALLS] [' }}")
+    .replace(
+        "CALL{%", _JSON_CALL.replace("+ '}'", "+ ', \"id\": \"' + call.id + '\"}'") + "{{- ', ' if not loop.last }}{%"
+    )
+    .replace("CLOSE", "{{- ']' }}")
+)
+"""A list of calls with ids of nine characters, a blank before what is said alone. The form of Mistral's 7B."""
+MISTRAL_ARGS = (
+    _MISTRAL.replace("OPEN", "")
+    .replace("CALL{%", "{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}{%")
+    .replace("CLOSE", "")
+)
+"""A mark before every call and one before its arguments. Mistral's later form."""
+
+TEMPLATES = {
+    "qwen2.5": QWEN25,
+    "qwen3": QWEN3,
+    "qwen3.5": QWEN35,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mistral args": MISTRAL_ARGS,
+}
 
 
 def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -85,6 +126,10 @@ def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     tokenizer = chat_tokenizer(template)
     tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
     tokenizer.add_tokens([AddedToken(token, special=False) for token in tags])
-    specials = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(specials)})
+    specials = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
+    specials += ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+    specials += ["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    if "[INST]" in template:
+        tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     return tokenizer

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.errors import ConfigError
-from draco_ray.records import Message
-from tests.support.chat_tokenizer import QWEN3, QWEN35, TEMPLATES, chat_tokenizer
+from draco_ray.records import TOOLS, Message
+from tests.support.chat_tokenizer import GEMMA, PHI, QWEN3, QWEN35, TEMPLATES, chat_tokenizer
 
 PROMPT = (Message(role="system", content="You solve tasks."), Message(role="user", content="Like the songs."))
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -78,6 +78,33 @@ def test_many_turns_stay_as_sampled_and_read_as_the_rendered_conversation(family
     head, *turns = rendered.split("<|im_start|>assistant\n")
     expected = [head, *(turn if turn == block else block + turn for turn in turns)]
     assert read == "<|im_start|>assistant\n".join(expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        (
+            GEMMA,
+            "<bos><start_of_turn>user\nLike it.<end_of_turn>\n<start_of_turn>model\nx<end_of_turn>\n"
+            "<start_of_turn>user\n1<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        (PHI, "<|user|>Like it.<|end|><|assistant|>x<|end|><|user|>1<|end|><|assistant|>"),
+    ],
+)
+def test_other_families_are_what_their_templates_make_of_them(template: str, rendered: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    chat = ChatTokens(tokenizer, thinking=True)
+    asked = Message(role="user", content="Like it.")
+    sampled = chat.turn({"content": "x"})
+    assert tokenizer.decode(chat.prompt([asked]) + sampled + chat.after_turn(sampled, "1")) == rendered
+    assert chat.text(sampled) == "x"
+    # Cut by a limit, it is ended by the glue.
+    assert sampled[:-1] + chat.after_turn(sampled[:-1], "1") == sampled + chat.after_turn(sampled, "1")
+    with pytest.raises(ConfigError, match="the chat template of .* (has no place for tools|refuses results of tools)"):
+        chat.prompt([Message(role=TOOLS, content='[{"type": "function"}]'), asked])
+    if template == GEMMA:
+        with pytest.raises(ConfigError, match="refuses these messages: System role not supported"):
+            chat.prompt([Message(role="system", content="Be kind."), asked])
 
 
 def test_reasoning_of_an_earlier_turn_stays_as_sampled() -> None:

@@ -50,6 +50,11 @@ def said_by(family: str, *calls: dict[str, object], before: str = "") -> str:
     made = [{"type": "function", "function": {"name": "refund", "arguments": call}} for call in calls]
     if family == "llama":
         return "; ".join(json.dumps({"name": "refund", "parameters": call}) for call in calls)
+    if family == "mistral":
+        listed = [{"name": "refund", "arguments": call, "id": "abcdefgh1"} for call in calls]
+        return f"{before}[TOOL_CALLS] {json.dumps(listed)}"
+    if family == "mistral args":
+        return before + "".join(f"[TOOL_CALLS]refund[ARGS]{json.dumps(call)}" for call in calls)
     ask = [{"role": "user", "content": "-"}]
     turn = {"role": "assistant", "content": before, "tool_calls": made}
     head = tokenizer.apply_chat_template(ask, tokenize=False) + "<|im_start|>assistant\n"
@@ -96,6 +101,10 @@ def test_calls_in_reasoning_are_none(family: str) -> None:
         ("qwen3.5", "<tool_call>\n<function=>\n</tool_call>"),
         ("llama", '{"name": "refund", "parameters": {"order": "7"'),
         ("llama", '{"name": "refund"}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "refund", "arguments": {"order": "7"}'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral args", '[TOOL_CALLS]refund[ARGS]{"order": "7"'),
+        ("mistral args", "[TOOL_CALLS]"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_told_from_a_turn_without_any(family: str, turn: str) -> None:
@@ -145,8 +154,8 @@ def test_what_cannot_be_used_is_one_line() -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(ConfigError, match="agent.tool_parser='hermos': unknown; vLLM has .*hermes"):
         ToolCallReader(chat_of("qwen3"), "hermos")
-    with pytest.raises(ConfigError, match="agent.tool_parser='mistral' does not work with this tokenizer"):
-        ToolCallReader(chat_of("qwen3"), "mistral")
+    with pytest.raises(ConfigError, match="agent.tool_parser='jamba' does not work with this tokenizer"):
+        ToolCallReader(chat_of("qwen3"), "jamba")
     strange = TEMPLATES["qwen2.5"].replace("<tool_call>", "<do>")
     with pytest.raises(ConfigError, match="name vLLM's parser for it"):
         ToolCallReader(ChatTokens(tool_tokenizer(strange), thinking=False), None)
@@ -210,7 +219,8 @@ async def play(
 
 
 async def test_an_episode_with_parallel_calls_and_a_call_that_is_mended(family: str) -> None:
-    broken = "<tool_call>{" if family != "llama" else '{"name": "refund", '
+    others = {"llama": '{"name": "refund", ', "mistral": "[TOOL_CALLS] [{", "mistral args": "[TOOL_CALLS]"}
+    broken = others.get(family, "<tool_call>{")
     both = said_by(family, {"order": "7"}, {"order": "8", "cents": 5})
     trajectory, desk, chat = await play(family, [broken, both, "Both are paid back."], ["paid", "no such order"])
     assert trajectory.ended is EpisodeEnd.FINISHED
