@@ -58,10 +58,12 @@ def _adapted(
 
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.training.demonstrations import best_rollouts
+    from draco_ray.training.preflight import check_trainable
     from draco_ray.training.session import checked_model
     from draco_ray.training.sft import fine_tune as train
 
     config = checked_model(config)
+    check_trainable(config.model.path)
     if source.is_dir():
         run = RunDirectory.open(source)
         if run.setting("model.path") != config.model.path:
@@ -74,6 +76,7 @@ def _adapted(
     else:
         chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)
+    samples = _fitting(config, samples, console)
     loss = train(config, samples, out, epochs=epochs, on_update=_progress(console))
     return len(samples), loss
 
@@ -96,7 +99,7 @@ def _new_model(
     samples = _samples(config, source, speller)
     texts = (speller.tokenizer.decode(sample.token_ids_T.tolist(), skip_special_tokens=True) for sample in samples)
     tokenizer = train_tokenizer(texts, settings.vocabulary, settings.positions)
-    samples = _samples(config, source, ChatTokens(tokenizer, thinking=agent.thinking))
+    samples = _fitting(config, _samples(config, source, ChatTokens(tokenizer, thinking=agent.thinking)), console)
     examples = [
         Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.loss_mask_T.tolist()))
         for each in samples
@@ -121,6 +124,16 @@ def _samples(config: DracoConfig, source: Path, chat: Any) -> list[Any]:
     policy = TokenPolicy(EngineClient(0, ""), chat, config.agent)
     agent = find_agent(config.agent.use)(policy, config.agent, template)
     return [as_sample(each, chat) for each in read_demonstrations(source, environment, agent)]
+
+
+def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> list[Any]:
+    """Those that are no longer than a rollout can be; says how many are."""
+    from draco_ray.training.demonstrations import fitting
+
+    kept, said = fitting(samples, config.agent)
+    if said is not None:
+        console.print(said, markup=False)
+    return kept
 
 
 def _progress(console: Console) -> Callable[[int, int, float], None]:

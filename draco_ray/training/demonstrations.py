@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import TOOLS, Message, TrainingSample
 from draco_ray.rollout.agent import Agent
+from draco_ray.rollout.endpoint.requests import by_call
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import step_trajectories
 
@@ -64,7 +66,9 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
         tools = row.get("tools") or []
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{name}: expected an object with messages, each with a role ({error!r})") from None
-    messages = [_in_texts(name, message) for message in messages]
+    if not isinstance(tools, list) or not all(_named(tool) for tool in tools):
+        raise ConfigError(f"{name}: tools: expected a list of schemas, each with a function that has a name")
+    messages = by_call([_with_calls(name, _in_texts(name, message)) for message in messages])
     if "assistant" not in roles:
         raise ConfigError(f"{name}: no turn of the assistant, so nothing to learn")
     first = roles.index("assistant")
@@ -99,26 +103,55 @@ def _in_texts(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system" if role == "developer" else role, "content": content}
 
 
+def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls can be made, their arguments as objects."""
+    if message["role"] != "assistant":
+        return message
+    if message.get("function_call"):
+        raise ConfigError(f"{name}: function_call: not read here; expected tool_calls")
+    asked, calls = message.get("tool_calls") or [], []
+    if not isinstance(asked, list) or not all(_named(call) for call in asked):
+        raise ConfigError(f"{name}: tool_calls: expected a list of calls, each with a function that has a name")
+    for call in asked:
+        arguments = call["function"].get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"{name}: the arguments of {call['function']['name']} are no JSON object")
+        calls.append({**call, "type": "function", "function": {**call["function"], "arguments": arguments}})
+    if not calls and not str(message["content"]).strip():
+        raise ConfigError(f"{name}: a turn of the assistant that says nothing and calls nothing")
+    return {**message, "tool_calls": calls}
+
+
+def _named(entry: Any) -> bool:
+    """Whether it is a call or a schema of a function with a name."""
+    function = entry.get("function") if isinstance(entry, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
 def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
     """The tokens that an agent records when a policy says exactly this. Every turn of the assistant is sampled.
 
     Raises: ConfigError where a conversation has no such form.
     """
-    ids = chat.prompt(demonstration.opening)
-    prompt_length, sampled = len(ids), [False] * len(ids)
     turns = _turns(demonstration)
-    for index, (message, answers) in enumerate(turns):
-        try:
+    try:
+        ids = chat.prompt(demonstration.opening)
+        prompt_length, sampled = len(ids), [False] * len(ids)
+        for index, (message, answers) in enumerate(turns):
             turn = chat.turn(message)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{demonstration.name}: {error}") from error
-        ids, sampled = ids + turn, sampled + [True] * len(turn)
-        if index == len(turns) - 1:
-            break
-        texts = [str(answer.get("content") or "") for answer in answers]
-        by_tools = answers[0]["role"] == "tool"
-        glue = chat.after_calls(turn, texts) if by_tools else chat.after_turn(turn, texts[0])
-        ids, sampled = ids + glue, sampled + [False] * len(glue)
+            ids, sampled = ids + turn, sampled + [True] * len(turn)
+            if index == len(turns) - 1:
+                break
+            texts = [str(answer.get("content") or "") for answer in answers]
+            by_tools = answers[0]["role"] == "tool"
+            glue = chat.after_calls(turn, texts) if by_tools else chat.after_turn(turn, texts[0])
+            ids, sampled = ids + glue, sampled + [False] * len(glue)
+    except ConfigError as error:
+        raise ConfigError(f"{demonstration.name}: {error}") from error
     return _sample(demonstration.name, 0, ids, sampled, prompt_length)
 
 
@@ -138,7 +171,33 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
                 "results of tools, or one message"
             )
         answers.append(message)
+    for message, answers in turns:
+        calls, results = len(message.get("tool_calls") or ()), sum(answer["role"] == "tool" for answer in answers)
+        # What nobody has answered is the end.
+        if answers and results != calls:
+            raise ConfigError(
+                f"{demonstration.name}: a turn with {calls} calls is answered by {results} results of tools; expected "
+                "one for each call"
+            )
     return turns
+
+
+def fitting(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list[TrainingSample], str | None]:
+    """The samples that are no longer than a rollout can be, and what is to be said of the others, where there are any.
+
+    Raises: ConfigError where none is left.
+    """
+    most = agent.max_prompt_length + agent.max_response_length
+    long = [sample for sample in samples if len(sample.token_ids_T) > most]
+    if not long:
+        return list(samples), None
+    said = (
+        f"{len(long)} of {len(samples)} demonstrations are longer than agent.max_prompt_length + "
+        f"agent.max_response_length = {most} tokens, the first with {len(long[0].token_ids_T)}: {long[0].group}"
+    )
+    if len(long) == len(samples):
+        raise ConfigError(f"{said}: raise them, or shorten the demonstrations")
+    return [sample for sample in samples if len(sample.token_ids_T) <= most], f"left out: {said}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def read_chat(body: Any) -> Ask:
     options = body.get("stream_options") or {}
     return Ask(
         messages=tuple(
-            _by_call([_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
+            by_call([_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
         ),
         tools=_tools([_chat_tool(each, f"tools[{index}]") for index, each in enumerate(_listed(body, "tools"))], body),
         max_tokens=_count(body, "max_completion_tokens") or _count(body, "max_tokens"),
@@ -98,7 +98,7 @@ def read_responses(body: Any, stored: Mapping[str, Sequence[Mapping[str, Any]]])
         before.insert(0, {"role": "system", "content": instructions})
     messages = [*before, *_merged([_item(item, f"input[{index}]") for index, item in enumerate(items)])]
     return Ask(
-        messages=tuple(_by_call(messages)),
+        messages=tuple(by_call(messages)),
         tools=_tools([_response_tool(each, f"tools[{i}]") for i, each in enumerate(_listed(body, "tools"))], body),
         max_tokens=_count(body, "max_output_tokens"),
         stream=_flag(body, "stream"),
@@ -252,7 +252,7 @@ def _merged(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with results of tools in the order of the calls that they name, by which templates tell them.
 
     Agents that make calls side by side send results in the order in which these came.
@@ -261,7 +261,7 @@ def _by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for answers, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         several = list(group)
         calls = found[-1].get("tool_calls", ()) if answers and found else ()
-        places = {call["id"]: place for place, call in enumerate(calls)}
+        places = {call.get("id"): place for place, call in enumerate(calls)}
         if all(message.get("tool_call_id") in places for message in several):
             several.sort(key=lambda message: places[message["tool_call_id"]])
         found += several
