@@ -162,6 +162,9 @@ def _words(config: AgentConfig) -> list[str]:
     if not config.folder.is_dir():
         raise ConfigError(f"agent.folder={str(config.folder)!r}: no such folder")
     if config.function is not None:
+        module = config.function.rpartition(":")[0]
+        if module.endswith(".py"):
+            _check_script("agent.function", module, config.folder)
         return [sys.executable, "-m", RUNNER, config.function]
     try:
         words = shlex.split(config.command or "")
@@ -176,7 +179,15 @@ def _words(config: AgentConfig) -> list[str]:
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
     if found is None:
         raise ConfigError(f"agent.command: no program {words[0]!r} that can be run (agent.folder is {config.folder})")
+    if len(words) > 1 and words[1].endswith((".py", ".sh")):
+        _check_script("agent.command", words[1], config.folder)
     return [str(Path(found).absolute()), *words[1:]]
+
+
+def _check_script(key: str, script: str, folder: Path) -> None:
+    """See whether a script is there, which else every rollout would find out. Raises: ConfigError."""
+    if not (folder / script).is_file():
+        raise ConfigError(f"{key}: no file {script!r} (agent.folder is {folder})")
 
 
 def _closing(ran: Ran, config: AgentConfig) -> str:

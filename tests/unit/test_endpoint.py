@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -407,6 +408,7 @@ async def test_a_turn_cut_at_its_limit_says_so() -> None:
         ("responses", {"input": [{"type": "item_reference"}]}, 'input[0]: an item of type "item_reference"'),
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]: only tools of type function"),
         ("responses", {"input": "a", "background": True}, "background=true: not supported"),
+        ("responses", {"input": "a", "include": ["message.output_text.logprobs"]}, "include: log-probs are not"),
         ("responses", {"input": "a", "tools": [{"parameters": {"most": float("nan")}}]}, "the request is no JSON: NaN"),
         ("responses", b'{"input": "a", "metadata": {"most": -1e999}}', "the request is no JSON: -1e999"),
         ("responses", {"input": "a", "odd\nname": 1}, "odd\\nname: not a parameter"),
@@ -504,6 +506,48 @@ async def test_an_agent_that_does_not_wait_stops_the_sampling() -> None:
         asking.cancel()
         await at.sampler.cancelled.wait()
         assert at.trajectory().turns == ()
+
+
+async def stream_of(at: Served, messages: list[dict[str, Any]]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which a stream has been asked for, as no client library does it."""
+    url = httpx.URL(at.base_url + "/chat/completions")
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    body = json.dumps({"messages": messages, "stream": True})
+    head = f"POST {url.path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {at.episode.key}\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    await writer.drain()
+    return reader, writer
+
+
+async def test_a_stream_that_is_cut_while_the_policy_speaks_is_no_turn() -> None:
+    async with served([f"Never.{END}", f"Done.{END}"]) as at:
+        at.sampler.hold = asyncio.Event()
+        _, writer = await stream_of(at, ASK)
+        await at.sampler.begun.wait()
+        writer.transport.abort()
+        await at.sampler.cancelled.wait()
+        at.sampler.hold = None
+        reply = await at.openai.chat.completions.create(model="m", messages=ASK)
+        assert reply.choices[0].message.content == "Done."
+        played = at.trajectory()
+    assert (played.branches, played.usage.calls) == ((0,), 1)
+
+
+async def test_a_stream_that_is_cut_after_the_policy_has_spoken_is_a_turn() -> None:
+    async with served([f"Look first.{END}", f"Look again.{END}", f"Done.{END}"]) as at:
+        reader, writer = await stream_of(at, ASK)
+        await reader.readuntil(b"data: {")
+        writer.transport.abort()
+        # The agent asks anew, as clients do; that is another turn behind the same prompt, and its own branch.
+        again = await at.openai.chat.completions.create(model="m", messages=ASK)
+        more = [{"role": "assistant", "content": again.choices[0].message.content}, {"role": "user", "content": "Go."}]
+        await at.openai.chat.completions.create(model="m", messages=[*ASK, *more])
+        played = at.trajectory()
+    assert [(turn.text, turn.branch) for turn in played.turns if turn.role == "assistant"] == [
+        ("Look first.", 0),
+        ("Look again.", 1),
+        ("Done.", 1),
+    ]
 
 
 async def test_a_policy_that_fails_fails_the_episode() -> None:

@@ -315,6 +315,8 @@ async def test_many_run_side_by_side_on_one_server(rollouts: Rollouts) -> None:
         ({"command": "no-such-program x"}, "no program 'no-such-program' that can be run"),
         ({"command": "./agent.sh"}, "no program './agent.sh' that can be run"),
         ({"command": "sh a", "folder": "/no/such"}, "agent.folder='/no/such': no such folder"),
+        ({"command": "python no/agent.py --fast"}, r"agent.command: no file 'no/agent.py' \(agent.folder is /"),
+        ({"function": "no/agent.py:play"}, r"agent.function: no file '.*/no/agent.py'"),
     ],
 )
 def test_a_program_that_cannot_be_is_a_configuration_error(

@@ -84,6 +84,8 @@ def read_responses(body: Any, stored: Mapping[str, Sequence[Mapping[str, Any]]])
     form = body.get("text") or {}
     if not isinstance(form, dict) or (form.get("format") or {"type": "text"}) != {"type": "text"}:
         raise Refused("text.format: only plain text can be had", code="unsupported_parameter")
+    if "message.output_text.logprobs" in _listed(body, "include"):
+        raise Refused("include: log-probs are not supported here", code="unsupported_parameter")
     said = body.get("input")
     items = [{"role": "user", "content": said}] if isinstance(said, str) else said
     if not isinstance(items, list) or not items:
