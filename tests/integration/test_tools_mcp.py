@@ -159,6 +159,20 @@ async def test_what_is_no_text_is_told_and_what_is_no_protocol_is_passed_over(
     assert "Traceback" not in caplog.text
 
 
+async def test_of_a_server_those_tools_are_offered_that_are_named(folder: Path) -> None:
+    desk = environment(folder, {**raw(folder), "tools": ["embedded", "structured"]})
+    offered = json.loads(desk.task("a").tools)
+    assert [tool["function"]["name"] for tool in offered] == ["embedded", "structured"]
+    assert "linked" not in desk.facts
+    async with opened(desk) as world:
+        assert await call(world, "embedded") == "inside"
+        assert await call(world, "linked") == "error: there is no tool 'linked'; there are embedded, structured"
+    await desk.stop()
+    lacking = environment(folder, {**raw(folder), "tools": ["embedded", "absent"]})
+    with pytest.raises(EnvironmentCrashed, match=r"^MCP server desk has no tool absent; it has embedded, linked, str"):
+        await asyncio.to_thread(lacking.task, "a")
+
+
 async def test_a_server_that_never_answers_is_one_line_and_leaves_nothing(folder: Path) -> None:
     unforeseen: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, told: unforeseen.append(told))

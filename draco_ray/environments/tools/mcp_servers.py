@@ -55,7 +55,11 @@ class McpSession:
         """What the last answer over HTTP was, where it was none of the protocol's."""
 
     async def start(self) -> list[dict[str, Any]]:
-        """Begin the session. Returns: the schemas of its tools, in OpenAI's form. Raises: EnvironmentCrashed."""
+        """Begin the session.
+
+        Returns: the schemas of those of its tools that are offered, in OpenAI's form.
+        Raises: EnvironmentCrashed, also where it lacks one that is to be offered.
+        """
         need("mcp")
         # What a server prints beside the protocol is no error; the client logs a traceback for each line.
         for client in ("stdio", "streamable_http"):
@@ -64,13 +68,21 @@ class McpSession:
         self._task = asyncio.ensure_future(self._live(ready))
         try:
             async with asyncio.timeout(self._config.start_timeout_seconds):
-                return await asyncio.shield(ready)
+                return self._offered(await asyncio.shield(ready))
         except TimeoutError:
             ready.cancel()
             self._task.cancel()
             await asyncio.wait({self._task})
             seconds = self._config.start_timeout_seconds
             raise EnvironmentCrashed(f"MCP server {self.name} was not ready within {seconds:g} s") from None
+
+    def _offered(self, schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        wanted, there = self._options.tools, [schema["function"]["name"] for schema in schemas]
+        if missing := [name for name in wanted if name not in there]:
+            raise EnvironmentCrashed(
+                f"MCP server {self.name} has no tool {', '.join(missing)}; it has {', '.join(there)}"
+            )
+        return [schema for schema in schemas if not wanted or schema["function"]["name"] in wanted]
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """What a tool returns, as the policy is told it, or what went wrong.
@@ -265,7 +277,10 @@ def merged(functions: list[dict[str, Any]], servers: Mapping[str, list[dict[str,
         for schema in schemas:
             name = schema["function"]["name"]
             if name in owner:
-                raise ConfigError(f"two tools {name}, of {owner[name]} and of MCP server {server}: leave one out")
+                raise ConfigError(
+                    f"two tools {name}, of {owner[name]} and of MCP server {server}: leave one out "
+                    f"(environment.options.mcp.{server}.tools names those that are offered)"
+                )
             owner[name] = f"MCP server {server}"
             together.append(schema)
     return together

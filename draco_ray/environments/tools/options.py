@@ -20,6 +20,8 @@ class McpServerOptions(Tree):
     """Files and folders that the command may read."""
     url: str | None = None
     """Streamable HTTP; every rollout has a session of its own."""
+    tools: tuple[str, ...] = ()
+    """Names of those of its tools that are offered; empty: all that it has."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Sent to the URL; ``{NAME}`` stands for the secret of that name."""
 
