@@ -54,9 +54,8 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
 def _adapted(
     config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
 ) -> tuple[int, float]:
-    from transformers import AutoTokenizer
-
     from draco_ray.engine.chat import ChatTokens
+    from draco_ray.engine.tokenizer import load_tokenizer
     from draco_ray.training.demonstrations import best_rollouts
     from draco_ray.training.preflight import check_trainable
     from draco_ray.training.session import checked_model
@@ -74,7 +73,7 @@ def _adapted(
         samples: Sequence[Any] = chosen.samples
         console.print(f"{len(samples)} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
     else:
-        chat = ChatTokens(AutoTokenizer.from_pretrained(config.model.path), thinking=config.agent.thinking)
+        chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)
     samples = _fitting(config, samples, console)
     loss = train(config, samples, out, epochs=epochs, on_update=_progress(console))

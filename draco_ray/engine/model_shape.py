@@ -264,8 +264,8 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
 def check_dense(config: Mapping[str, Any], source: str) -> None:
     """Refuse a mixture of experts, by the content of its ``config.json``.
 
-    Transformers keeps the experts of a layer in one tensor, which is no linear layer that an adapter could be put on,
-    and vLLM expects adapters of experts under names of its own.
+    PEFT adapts the experts of a layer as one tensor, partly with twice the rank, and vLLM takes no such adapter
+    (docs/decisions/0021-adapter-sync-colocation-checks-against-trl-and-on-a-gpu.md).
 
     Raises: ConfigError.
     """

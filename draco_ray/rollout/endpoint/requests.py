@@ -265,7 +265,7 @@ def by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         calls = found[-1].get("tool_calls", ()) if answers and found else ()
         places = {call.get("id"): place for place, call in enumerate(calls)}
         if all(message.get("tool_call_id") in places for message in several):
-            several.sort(key=lambda message: places[message["tool_call_id"]])
+            several.sort(key=lambda message: places[message.get("tool_call_id")])
         found += several
     return found
 
