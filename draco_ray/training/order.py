@@ -69,7 +69,8 @@ class TaskOrder:
     ) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
-                f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks"
+                f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks: lower "
+                "it, or add tasks"
             )
         self._tasks = tuple(sorted(tasks))
         self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind)

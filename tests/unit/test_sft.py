@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draco_ray.commands.sft import fine_tune as command
@@ -145,10 +146,9 @@ def test_results_are_told_in_the_order_of_the_calls_that_they_name(tmp_path: Pat
 
 def test_calls_and_results_need_no_ids(tmp_path: Path) -> None:
     results = [{"role": "tool", "content": each} for each in ("first", "second")]
-    asked = {"role": "assistant", "tool_calls": [called({}), called({})]}
     for ids in ({}, {"id": "a"}):
-        calls = [{**each, **ids} for each in asked["tool_calls"]]
-        (shown,) = read(tmp_path, {"id": "t1", "messages": [{**asked, "tool_calls": calls}, *results, CLOSING]})
+        asked = {"role": "assistant", "tool_calls": [{**called({}), **ids}, {**called({}), **ids}]}
+        (shown,) = read(tmp_path, {"id": "t1", "messages": [asked, *results, CLOSING]})
         assert [message.get("content") for message in shown.rest] == ["", "first", "second", "Done."]
 
 
@@ -329,6 +329,25 @@ def test_the_best_rollouts_of_a_run_are_its_own_tokens(tmp_path: Path) -> None:
         key = (int(step), task, sample.rollout)
         assert rewards[key] == best[task] > 0
         assert sample.token_ids_T.tolist() == kept[key]
+
+
+def test_the_command_imitates_a_runs_best_rollouts_in_its_own_models_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model = small_run(tmp_path / "run"), build_tiny_model(tmp_path / "base")
+    described = yaml.safe_load((run.path / "config.yaml").read_text())
+    (run.path / "config.yaml").write_text(yaml.safe_dump({**described, "model": {"path": str(model)}}))
+    # What says that nobody has changed it.
+    (run.path / "run.json").unlink()
+    config = load_config("sandbox", [f"model.path={model}"])
+    command(config, run.path, tmp_path / "out", epochs=1, best=1, new=False)
+    assert re.search(r"2 of 8 rollouts, of 2 tasks\n.*out: 2 demonstrations", capsys.readouterr().out, re.DOTALL)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    other = build_tiny_model(tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"its rollouts are in tokens of {model}; set model.path to it"):
+        command(load_config("sandbox", [f"model.path={other}"]), run.path, tmp_path / "x", epochs=1, best=1, new=False)
+    with pytest.raises(ConfigError, match="--new: .*run holds tokens of another model"):
+        command(config, run.path, tmp_path / "x", epochs=1, best=1, new=True)
 
 
 def test_the_starters_template_writes_calls_that_are_read() -> None:

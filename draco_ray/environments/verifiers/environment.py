@@ -21,7 +21,7 @@ other agents or the environment said stands under their role.
 
 
 class VerifiersEnvironment(Environment):
-    """``environment.use: verifiers``; see `VerifiersOptions`, and docs/any-agent.md for how it is used.
+    """``environment.use: verifiers``; see `VerifiersOptions`, and docs/verifiers.md for how it is used.
 
     Its one action plays a whole episode (`draco_ray.rollout.verifiers_agent`), within
     ``environment.cell_timeout_seconds``.
