@@ -66,7 +66,8 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
     with working(place_of(config.run, name), partial(console.print, markup=False), new=True) as path:
         run = _directory(path, config)
-        console.print(f"{name}: setting {config.setting}, model {config.model.path}, tasks {config.data.root}")
+        where = f"environment {config.environment.use}, {len(prompts)} training tasks"
+        console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}", markup=False)
         return _train_new(config, prompts, order, run, console)
 
 

@@ -41,6 +41,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "held-out TGC" in result.stdout
+    tasks = len((REPOSITORY / FOLDER / "tasks" / "train.jsonl").read_text().splitlines())
+    assert f"environment.py:OrderDesk, {tasks} training tasks" in result.stdout
     return RunDirectory.open(root / "desk")
 
 
