@@ -237,9 +237,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         tree = plain_yaml.load(text) or {}
         _check_values(tree, str(path))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except yaml.YAMLError as error:
         raise ConfigError(f"config {path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of keys, found {type(tree).__name__}")
@@ -283,9 +281,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     try:
         leaf = plain_yaml.load(value)
         _check_values(leaf, f"key {key}")
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except yaml.YAMLError as error:
         raise ConfigError(f"override {key}: value is not YAML: {' '.join(str(error).split())}") from None
     return _nested(key.strip(), leaf)
 

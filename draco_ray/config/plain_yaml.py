@@ -61,9 +61,14 @@ def load(text: str) -> Any:
     """The document's value.
 
     Raises:
-        yaml.YAMLError, ValueError, RecursionError: it is none, a key comes twice, or it is nested too deeply.
+        yaml.YAMLError: it is none, a key comes twice, it is nested too deeply, or a number is no number.
     """
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from None
 
 
 def dump(value: Any, **style: Any) -> str:

@@ -362,7 +362,7 @@ class RunDirectory:
         path = self.path / "config.yaml"
         try:
             tree = plain_yaml.load(self.config_text())
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+        except yaml.YAMLError as error:
             raise damaged(path, error) from None
         if not isinstance(tree, Mapping):
             raise damaged(path, f"it holds {type(tree).__name__}, expected a mapping of keys")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from draco_ray.config import plain_yaml
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
+from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.traces.mapping import load_mapping
 
 
 @pytest.mark.parametrize(
@@ -102,3 +105,19 @@ def test_text_stays_text_and_truth_has_its_usual_words() -> None:
     )
     assert (config.judge.model, config.run.name, config.train.steps) == ("on", "2026-11-24", 10)
     assert config.judge.structured_output is False
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "1" * 5000, "!!int 0x1", "!!float x", "a: 1\na: 2", "\0", "2026-13-99"], ids=len
+)
+def test_whatever_a_file_holds_its_reader_fails_in_one_line_that_names_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text, encoding="utf-8")
+    readers = (load_static_rubric, load_mapping, lambda path: load_config(str(path)))
+    for read in readers:
+        with pytest.raises(ConfigError) as problem:
+            read(path)
+        assert str(path) in str(problem.value)
+        assert "\n" not in str(problem.value)
+    with pytest.raises(ConfigError):
+        load_config(overrides=[f"judge={text}"])
