@@ -24,7 +24,7 @@ from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.reply_cache import ReplyCache, read_book, request_key
 from draco_ray.records import Message, Paid
 
 PRICE = Price(input=2.0, output=10.0)
@@ -37,13 +37,13 @@ class Clock:
     """Moves when it is told to."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 50.0
 
     def perf_counter(self) -> float:
         return self.now
 
     def time(self) -> float:
-        return NOW + self.now
+        return NOW + self.now - 50.0
 
 
 class Pool(WaitingLine):
@@ -196,6 +196,11 @@ async def test_a_schema_and_further_arguments_count_towards_the_most(monkeypatch
     assert held.input_tokens == most(a="b" * 100, schema={"type": "x" * 100}).input_tokens > plain.input_tokens
 
 
+async def test_a_reply_without_any_choice_or_usage_is_empty_and_costs_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    completion = await Scripted(monkeypatch, SimpleNamespace(choices=[]))()
+    assert (completion.text, completion.finish_reason, completion.dollars) == ("", "stop", most().dollars)
+
+
 @pytest.mark.parametrize("usage", [{"none": 1}, {"prompt_tokens": 0}, {"prompt_tokens": 10**9}])
 async def test_a_reply_that_does_not_say_its_usage_is_booked_at_the_most_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, usage: dict[str, int]
@@ -224,9 +229,19 @@ async def test_without_a_price_a_reply_costs_nothing(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_configured_price_goes_before_what_the_endpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "reported_cost", lambda response, price, bound: 0.5)
+    asked: list[tuple[object, ...]] = []
+
+    def reported(*about: object) -> float:
+        asked.append(about)
+        return 0.5
+
+    monkeypatch.setattr(client_module, "reported_cost", reported)
     assert (await Scripted(monkeypatch, said())()).dollars == pytest.approx((100 * 2 + 10 * 10) / 1e6)
-    assert (await Scripted(monkeypatch, said(), prices={})()).dollars == 0.5
+    response, scripted = said(), Scripted(monkeypatch, prices={})
+    monkeypatch.setattr(client_module, "known_price", lambda config, model: PRICE)
+    scripted.script.append(response)
+    assert (await scripted()).dollars == 0.5
+    assert asked == [(response, PRICE, most())]
 
 
 async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows(
@@ -270,12 +285,18 @@ async def test_a_call_that_failed_says_why_and_what_it_may_have_cost(monkeypatch
     assert completion.dollars == pytest.approx(sum(ended.dollars for ended in scripted.pool.ended))
 
 
+async def test_what_may_be_done_about_a_failure_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "advice", lambda error: f"; see {error}")
+    completion = await Scripted(monkeypatch, trouble(400, "no"), verdict=Next.FAIL)()
+    assert completion.error == "no; see no"
+
+
 async def test_the_wait_is_bounded_by_the_configuration_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Scripted(monkeypatch, trouble(500), trouble(500), said(), max_outage_seconds=0, max_backoff_seconds=0.1)
     await scripted()
     assert all(0.05 <= nap <= 0.1 for nap in scripted.naps)
     scripted = Scripted(monkeypatch, trouble(429), said(), max_outage_seconds=0, max_backoff_seconds=0.1)
-    monkeypatch.setattr(scripted.client._endpoint, "hint", lambda error: 5.0)
+    monkeypatch.setattr(scripted.client._endpoint, "hint", lambda error: float(error.status_code - 424))
     await scripted()
     assert 5.0 <= scripted.naps[0] <= 5.5
     assert scripted.pool.ended[0].hint == 5.0
@@ -314,7 +335,7 @@ async def test_an_answer_is_replayed_at_no_cost_until_it_is_forgotten(
 ) -> None:
     scripted = Scripted(monkeypatch, said(cached=40, reasoning=4), said("other"), folder=tmp_path)
     first = await scripted()
-    scripted.clock.now = 500.0
+    scripted.clock.now = 550.0
     again = await scripted()
     paid = Paid(
         call_id=first.call_id, requests=1, dollars=first.dollars, estimated_dollars=0.0, seconds=11.0, started_at=NOW,
@@ -338,6 +359,25 @@ async def test_the_same_question_at_the_same_time_is_asked_once(
     assert len(scripted.sent) == 3
 
 
+async def test_other_questions_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scripted = Scripted(monkeypatch, folder=tmp_path)
+    both = asyncio.Barrier(2)
+
+    async def complete(*_: Any) -> Any:
+        async with asyncio.timeout(60):
+            await both.wait()
+        return said()
+
+    monkeypatch.setattr(scripted.client._endpoint, "complete", complete)
+    assert [each.error for each in await asyncio.gather(scripted(), scripted(vote=1))] == [None, None]
+
+
+def test_a_reply_of_a_version_that_did_not_say_its_cost_is_replayed_without_one() -> None:
+    kept = {"text": "fine", "finish_reason": "stop", "model": "m", "input_tokens": 1, "cached_tokens": 0}
+    replayed = client_module._replay({**kept, "output_tokens": 2, "call_id": "x", "requests": 1})
+    assert (replayed.text, replayed.paid, replayed.requests) == ("fine", None, 0)
+
+
 KEYS: dict[str, Callable[[pytest.MonkeyPatch], Scripted]] = {
     "plain": lambda patch: Scripted(patch),
     "warm": lambda patch: Scripted(patch, temperature=0.7),
@@ -355,6 +395,18 @@ async def test_an_answer_is_kept_for_whoever_asks_the_same_in_the_same_way(monke
     assert plain._key(a_request()) == keys["plain"]
     assert len({plain._key(a_request(**each)) for each in ({}, {"vote": 1}, {"scope": "s"}, {"text": "other"})}) == 4
     assert plain._key(a_request(phase="score", group="g", schema={"a": 1})) == keys["plain"]
+    sent = {
+        "model": "openai/m",
+        "messages": [{"role": "user", "content": TEXT}],
+        "max_tokens": TOKENS,
+        "api_base": "http://judge",
+        "temperature": 0.1,
+    }
+    assert keys["plain"] == request_key({**sent, "vote": 0})
+    assert plain._key(a_request(vote=2, scope="s")) == request_key({**sent, "vote": 2, "scope": "s"})
+    started = Scripted(monkeypatch, api_base=None, rule_judge={"start": True})
+    del sent["api_base"]
+    assert started.client._key(a_request()) == request_key({**sent, "vote": 0})
     servers = [Scripted(monkeypatch, api_base=base, rule_judge={"start": True}) for base in ("http://a", "http://b")]
     assert len({each.client._key(a_request()) for each in servers}) == 1
 
@@ -390,6 +442,7 @@ async def test_a_lease_for_the_small_question_is_spent_on_it_and_the_call_goes_o
     scripted.pool.questions = 1
     completion = await scripted()
     question, call = scripted.sent
+    assert question[1] == Server("http://judge", "none")
     assert question[0] is client_module.QUESTION
     assert question[2:] == (client_module.QUESTION_TOKENS, client_module.QUESTION_SECONDS)
     assert call[2:] == (TOKENS, 500.0)
@@ -400,6 +453,13 @@ async def test_a_lease_for_the_small_question_is_spent_on_it_and_the_call_goes_o
     short.pool.questions = 1
     await short()
     assert short.sent[0][3] == 5.0
+
+
+async def test_a_small_question_that_nobody_answers_is_no_failure_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, trouble(500, "gone"), said(), max_outage_seconds=0)
+    scripted.pool.questions = 1
+    completion = await scripted()
+    assert (completion.text, completion.requests, completion.error) == ("fine", 1, None)
 
 
 async def test_a_small_question_that_is_refused_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
