@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draco_ray.config.schema import JudgeConfig, Price
+from draco_ray.judging import prompt_cache
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
@@ -65,6 +69,63 @@ def test_what_is_marked_is_what_others_share(folder: Path, phase: type) -> None:
     assert not shared_ends(prompts, "stage1", Stage1(example_trajectory().prompt).prompt(prompts), "c0de")
 
 
+def test_an_end_counts_from_the_least_length_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = load_prompts(FRIENDLY, b"key")
+    question = Score(long_trajectory(0), RUBRIC)
+    about = prompts, "score", question.prompt(prompts), prompts.code(question.identity)
+    first, *_ = ends = shared_ends(*about)
+    monkeypatch.setattr(prompt_cache, "LEAST_CHARACTERS", first)
+    assert shared_ends(*about) == ends
+    monkeypatch.setattr(prompt_cache, "LEAST_CHARACTERS", first + 1)
+    assert first not in shared_ends(*about)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("{{ task }}{{ agent_trajectory }}", "{{ task }}{{ agent_trajectory }}", 2),
+        ("{{ task }}{{ num_steps }}{{ agent_trajectory }}x", "{{ task }}{{ num_steps }}{{ agent_trajectory }}y", 2),
+        ("a {{ task }}", "b {{ task }}", 0),
+        ("{{ task }} {{ agent_trajectory }}", "{{ task }} {{ steps_summary }}", 1),
+    ],
+)
+def test_blocks_are_alike_up_to_where_two_templates_differ(one: str, other: str, alike: int) -> None:
+    prompts: Any = SimpleNamespace(templates={"one": one, "other": other})
+    assert prompt_cache._blocks_alike(prompts, "one") == alike
+
+
+def test_how_a_provider_is_told_is_what_litellm_knows_of_it() -> None:
+    asked: list[object] = []
+
+    class Refused(Exception):
+        pass
+
+    def provider(model: str, api_base: str | None) -> tuple[str, str, None, None]:
+        asked.append((model, api_base))
+        if model == "strange":
+            raise Refused
+        name, _, rest = model.partition("/")
+        return rest, name, None, None
+
+    def supported(model: str, custom_llm_provider: str) -> list[str] | None:
+        return {"openai": ["prompt_cache_key"], "other": ["temperature"]}.get(custom_llm_provider)
+
+    litellm = SimpleNamespace(get_llm_provider=provider, get_supported_openai_params=supported, BadRequestError=Refused)
+    found = {
+        model: told(litellm, model, "http://own", "on")
+        for model in ("anthropic/x", "bedrock/Claude-9", "openai/x", "other/x", "nobody/x", "strange")
+    }
+    assert list(found.values()) == ["marks", "marks", "key", "nothing", "nothing", "nothing"]
+    assert asked == [(model, "http://own") for model in found]
+    assert (told(litellm, "openai/x", "http://own", "auto"), told(litellm, "openai/x", None, "off")) == ("nothing",) * 2
+    assert told(litellm, "openai/x", None, "auto") == "key"
+
+
+def test_a_groups_key_is_short_and_takes_any_letters() -> None:
+    assert cache_key("g") == f"draco-{hashlib.sha256(b'g').hexdigest()[:32]}"
+    assert cache_key("\ud83d") == cache_key("?")
+
+
 def test_marked_messages_say_the_same() -> None:
     messages = [{"role": "user", "content": "abcdefgh"}, {"role": "assistant", "content": "x"}]
     cut = marked(messages, (3, 5))
@@ -72,6 +133,7 @@ def test_marked_messages_say_the_same() -> None:
     assert ["cache_control" in part for part in cut[0]["content"]] == [True, True, False]
     assert cut[1] == messages[1]
     assert marked(messages, ()) == messages
+    assert marked(messages, (3, 3, 5)) == cut
     assert [part["text"] for part in marked(messages, (8,))[0]["content"]] == ["abcdefgh"]
 
 

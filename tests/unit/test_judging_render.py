@@ -139,8 +139,41 @@ def test_an_empty_code_block_is_a_step_like_any_other(block: str, shown: str) ->
     assert summary == f"### Step 1\nReasoning:\nI give up.\nAction:\n{shown}\nOutput:\n"
 
 
+def test_turns_without_a_step_are_told_apart_and_need_no_text() -> None:
+    turn = replace(example_trajectory().turns[0], action=None, observation=None)
+    turns = (replace(turn, text=""), replace(turn, text="Go on.", role="user"), replace(turn, text=" bye "))
+    summary = inside(render.steps_summary(replace(example_trajectory(), turns=turns), CODE))
+    assert summary == (
+        f"### Turn (no action) [{CODE}]\n\n### USER [{CODE}]\nGo on.\n\n### Closing turn (no action) [{CODE}]\nbye"
+    )
+    of_nobody = replace(example_trajectory(), turns=turns[1:2])
+    assert inside(render.steps_summary(of_nobody, CODE)) == f"### USER [{CODE}]\nGo on."
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "reasoning"),
+    [
+        ("a <code>x</code> b", "x", "a  b"),
+        ("hello", "zzz", "hello"),
+        ("<code>\n  x = 1\n</code> then x = 1 again", "\n  x = 1\n", "then x = 1 again"),
+        ("why <code>\nX = 1\nX\n</code>", "\nX = 1\nX\n", "why"),
+        ("why <code></code>", "", "why"),
+        ("", "", ""),
+    ],
+)
+def test_what_a_turn_says_besides_its_code(text: str, code: str, reasoning: str) -> None:
+    assert render._outside_code(text, code) == reasoning
+
+
+def test_an_action_keeps_its_letters_and_its_indentation() -> None:
+    turn = replace(example_trajectory().turns[0], text="", action="\r\n  X = 1\nX\n", observation=None)
+    summary = inside(render.steps_summary(replace(example_trajectory(), turns=(turn,)), CODE))
+    assert summary == f"### Step 1 [{CODE}]\nAction [{CODE}]:\n  X = 1\nX"
+
+
 def test_the_group_shares_its_prompt_and_keeps_its_rollout_numbers() -> None:
     text = render.group_trajectories([example_trajectory(0), example_trajectory(4)], CODE)
+    assert text == f"{BEGIN}{inside(text)}{END}"
     assert lines_like("<.?rollout", text) == [
         '<rollout index="0" code="c0de1234">',
         '</rollout code="c0de1234">',
