@@ -122,7 +122,7 @@ def reply_of(choice: Any) -> tuple[str, str]:
 def _ended(choice: Any) -> str:
     """LiteLLM's finish reason, or the provider's where that one is no end of a whole reply."""
     reason = str(choice.finish_reason or "stop")
-    native = str((getattr(choice, "provider_specific_fields", None) or {}).get("native_finish_reason") or "").lower()
+    native = str((getattr(choice, "provider_specific_fields", None) or {}).get("native_finish_reason")).lower()
     return native if reason == "stop" and _BROKEN_OFF.search(native) else reason
 
 
