@@ -32,6 +32,7 @@ from draco_ray.records import Criterion, Message, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.catalogue import RULES
 from draco_ray.sandbox.rule_judge.demands import read_demands
+from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 
 fuzz = settings(max_examples=50, deadline=None)
 PASS, FAIL, NA = Verdict.PASS, Verdict.FAIL, Verdict.NOT_APPLICABLE
@@ -108,6 +109,16 @@ def test_the_rule_judge_merges_across_tasks_without_naming_one() -> None:
     assert len(titles) == min(24, sum(rule.draft is not None for rule in RULES))
     for each in merged:
         assert not any(word in each.evaluator_instruction for word in ("Focus", "Old", "The task reads"))
+
+
+def test_a_rule_judge_of_ones_own_merges_too() -> None:
+    rules = [
+        SimpleRule(title=f"a_1 {each}", instruction="Look.", check=lambda *_: (Verdict.PASS, ())) for each in (0, 1)
+    ]
+    batch = [criterion_set("a_1", 2, "Sell a pen."), criterion_set("b_1", 1, "Sell a hat.")]
+    _, reply = rule_judge(rules)(reduction_prompt(batch, reduction_template(), "- There is a shop."))
+    merged = parse_criteria(reply, limit=24, source="union").value
+    assert [each.title for each in merged] == ["a_1 0", "a_1 1"]
 
 
 async def test_the_judge_is_asked_what_the_merge_says_and_archives_it_as_a_union() -> None:

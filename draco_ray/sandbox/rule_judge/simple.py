@@ -59,7 +59,8 @@ def _entries(read: JudgePrompt, rules: dict[str, SimpleRule]) -> list[dict[str, 
         return [
             _criterion(rule)
             for rule in proposed.values()
-            if any(_judged(rule, read.task, run)[0] is Verdict.FAIL for run in read.runs)
+            # A merge across tasks shows no run: of each task some run has failed what is left.
+            if not read.runs or any(_judged(rule, read.task, run)[0] is Verdict.FAIL for run in read.runs)
         ]
     entries = []
     for rubric in read.rubrics:
