@@ -200,6 +200,26 @@ async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:
         merged([schema], {"desk": [schema]})
 
 
+async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = r"denied to \[secret DESK_KEY\]$"
+
+    async def lost(*given: object) -> None:
+        raise EnvironmentCrashed(f"MCP server desk is lost: denied to {os.environ['DESK_KEY']}")
+
+    absent = environment(folder, {"command": ["sh", "-c", "echo denied to $DESK_KEY >&2; exit 3"]})
+    with pytest.raises(EnvironmentCrashed, match=f"it said: {said}"):
+        await asyncio.to_thread(absent.task, "a")
+    desk = environment(folder, command(folder))
+    async with opened(desk) as world:
+        monkeypatch.setattr(McpSession, "call", lost)
+        with pytest.raises(EnvironmentCrashed, match=said):
+            await call(world, "note", text="hello")
+    monkeypatch.setattr(McpSession, "start", lost)
+    with pytest.raises(EnvironmentCrashed, match=said):
+        await desk.open("a")
+    await desk.stop()
+
+
 def session_at(url: str, seconds: float = 20) -> McpSession:
     config = EnvironmentConfig(use="tools", start_timeout_seconds=seconds, cell_timeout_seconds=seconds)
     return McpSession("desk", McpServerOptions.model_validate({"url": url}), config, {}, False)

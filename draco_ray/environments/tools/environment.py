@@ -90,9 +90,9 @@ class ToolsEnvironment(Environment):
                 for session, schemas in zip(sessions, await _started(sessions), strict=True)
                 for schema in schemas
             }
-        except EnvironmentCrashed:
+        except EnvironmentCrashed as error:
             await self.stop()
-            raise
+            raise self.without_secrets_in(error) from error
         self._open = ToolWorld(self, self._process, task, owners, sessions)
         return self._open
 
@@ -118,6 +118,10 @@ class ToolsEnvironment(Environment):
             text = text[: len(text) - next(begun, 0)]
         return text
 
+    def without_secrets_in(self, error: EnvironmentCrashed) -> EnvironmentCrashed:
+        """The same, whose message may quote what an MCP server said last."""
+        return type(error)(self.without_secrets(str(error)))
+
     def _own_facts(self) -> list[str]:
         return [line if line.startswith("- ") else f"- {line}" for line in self._options.facts.splitlines() if line]
 
@@ -127,7 +131,10 @@ class ToolsEnvironment(Environment):
 
     @functools.cached_property
     def _offer(self) -> Offer:
-        offer = _offers(self._options, self.config, self._secrets)
+        try:
+            offer = _offers(self._options, self.config, self._secrets)
+        except EnvironmentCrashed as error:
+            raise self.without_secrets_in(error) from error
         # The default of a parameter may be one.
         return replace(offer, tools=self.without_secrets(offer.tools))
 
@@ -179,7 +186,10 @@ class ToolWorld:
         if name not in self._names:
             return f"error: there is no tool {name!r}; there are {', '.join(sorted(self._names))}"
         if name in self._owners:
-            return self._told(await self._owners[name].call(name, call["arguments"]))
+            try:
+                return self._told(await self._owners[name].call(name, call["arguments"]))
+            except EnvironmentCrashed as error:
+                raise self._environment.without_secrets_in(error) from error
         limit = HARD_STOP * self._environment.config.cell_timeout_seconds
         answer = await self._ask({"do": "call", "name": name, "arguments": call["arguments"]}, f"tool {name}", limit)
         return self._told(answer["text"], answer["length"])

@@ -111,7 +111,9 @@ def author_rubric(
     name = config.run.name or f"rubric-{datetime.now():%Y%m%d-%H%M%S}"
     run = RunDirectory.create(place_of(config.run, name).local, dump_config(config))
     console.print(
-        f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, tasks {config.data.root}"
+        f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, environment "
+        f"{config.environment.use}",
+        markup=False,
     )
     with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config, console):
         author = RubricAuthor(config, judge, settings, prompts, run, name, console)
