@@ -201,6 +201,8 @@ class ChatTokens:
         if self.opens_thinking or reasoning:
             opened = "" if self.opens_thinking else "<think>\n"
             content = f"{opened}{reasoning}\n</think>\n\n{content}"
+        elif content:
+            content = self._lead() + content
         calls, end = "", self.end_of_turn_id
         if message.get("tool_calls"):
             calls, end = self._calls_as_text(self._hide_all(_numbered([message])[0]["tool_calls"], hidden))
@@ -212,6 +214,15 @@ class ChatTokens:
         """A sampled turn as text, without the token that ended it."""
         kept = sampled[:-1] if sampled and sampled[-1] in self._ends else sampled
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _lead(self) -> str:
+        """The white space that the template puts before what is said, and leaves to the policy to sample."""
+        said = f"content{self._nonce}"
+        ask = {"role": "user", "content": "-"}
+        opened = self._render([ask])
+        before = self._render([ask, {"role": "assistant", "content": said}]).partition(said)[0]
+        lead = before.removeprefix(opened)
+        return lead if lead.isspace() and before.startswith(opened) else ""
 
     def _calls_as_text(self, calls: list[Any]) -> tuple[str, int]:
         """How the template writes calls after something that was said, and the token that ends such a turn."""
