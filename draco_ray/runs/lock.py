@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.directory import RunDirectory, damaged
 
 
@@ -17,11 +18,16 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
 
     Raises:
         ConfigError: one does.
+        StoreError: it cannot be written.
     """
     lock = run.path / ".lock"
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
     except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(
+                f"run directory {run.path} cannot be written: {error.strerror}; make it writable, and continue the run"
+            ) from None
         raise damaged(lock, error.strerror) from None
     try:
         try:

@@ -23,6 +23,8 @@ LOOK_SECONDS = 5.0
 """Between a worker's answer and the next question whether it is there."""
 SILENT_SECONDS = 60.0
 """After which a worker that does not answer gets no more calls, and those it has are made elsewhere."""
+SILENT_PARTS = 6
+"""In which that time is waited for: a stop of this process itself, however long, takes away no more than one."""
 MOST_SENDS = 4
 """Times a call is given to a worker. A call under which so many workers fall silent is probably the cause: it fails,
 instead of silencing the rest of them."""
@@ -221,12 +223,19 @@ class WatchedWorkers(Generic[WorkerT]):
         # In the same turn of the loop: what the worker has made sure of to be up holds still.
         self.workers.came_up(place)
 
+    async def _answered(self, answer: asyncio.Future[Any]) -> bool:
+        """Whether it comes within `silent_seconds` of this process's own."""
+        for _ in range(SILENT_PARTS):
+            done, _ = await asyncio.wait({answer}, timeout=self.silent_seconds / SILENT_PARTS)
+            if done:
+                return True
+        return False
+
     async def _watch(self, place: Place[WorkerT]) -> None:
         while True:
             answer = asyncio.create_task(self._look(place))
             try:
-                done, _ = await asyncio.wait({answer}, timeout=self.silent_seconds)
-                if not done:
+                if not await self._answered(answer):
                     answered = place.up
                     self.workers.went_down(place)
                     if answered:

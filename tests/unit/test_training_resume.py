@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.lock import sole_driver
@@ -184,6 +185,19 @@ def test_a_damaged_list_of_tasks_is_named(run: RunDirectory, text: str) -> None:
     (run.path / "tasks.json").write_text(text)
     with pytest.raises(DamagedRun, match=r"tasks\.json: damaged"):
         adopt_tasks(run, ["a"], OrderRules(per_step=1, seed=0), 1, Console(quiet=True))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_is_no_damaged_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(*given: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refused)
+    problem = rf"run directory .*run cannot be written: {os.strerror(number)}; make it"
+    with pytest.raises(StoreError, match=problem), sole_driver(run):
+        pass
 
 
 def test_a_run_has_one_driver(run: RunDirectory) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draco_ray.workers.elastic import ElasticWorkers, Place
-from draco_ray.workers.silence import MOST_SENDS, Away, Gone, Sent, WatchedWorkers
+from draco_ray.workers.silence import MOST_SENDS, SILENT_PARTS, Away, Gone, Sent, WatchedWorkers
 
 
 class Worker:
@@ -105,6 +105,36 @@ async def test_a_call_of_a_silent_worker_is_made_at_one_that_answers(two: Pool) 
     silent.error = None
     await until(lambda: two.workers.up == 2)
     assert (silent.renewed, other.renewed) == (1, 0)
+
+
+async def test_a_stop_of_this_process_silences_nobody(two: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers that were on their way would be late at once, each worker started anew for the other's sake."""
+    two.watched.silent_seconds = 60.0
+    loop = asyncio.get_running_loop()
+    now, stopped = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: now() + stopped)
+
+    async def looked(more: int = 1) -> None:
+        begun = [worker.looks for worker in two.made]
+        await until(lambda: all(each.looks >= begun[i] + more for i, each in enumerate(two.made)))
+
+    await looked(2)
+    for worker in two.made:
+        worker.there.clear()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    stopped = 90.0
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert two.workers.up == 2
+    two.made[0].there.set()
+    # The other one is really silent, for a time in which this process runs.
+    for _ in range(SILENT_PARTS):
+        stopped += 60.0
+        for _ in range(50):
+            await asyncio.sleep(0)
+    await until(lambda: two.made[1].renewed)
+    assert two.made[0].renewed == 0
 
 
 async def test_one_that_has_not_come_up_yet_is_left_to_come(two: Pool) -> None:
