@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draco_ray.errors import ConfigError, RunStopped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run as run_module
 from draco_ray.training.run import resume_or_start
-from draco_ray.training.watchdog import Pending, Watchdog, watch_quiet
+from draco_ray.training.watchdog import Pending, Watchdog, in_time, watch_quiet
 
 NO_RUBRIC = "no rubric: stage1 and every stage2 call failed"
 
@@ -115,6 +116,34 @@ async def test_silence_is_broken_once_in_each_such_time() -> None:
         await asyncio.sleep(0)
     assert said.empty()
     watching.cancel()
+
+
+async def test_what_takes_too_long_is_ended_and_what_it_waited_for_was_asked_before() -> None:
+    pending, ended = Pending(), []
+
+    async def step() -> None:
+        try:
+            with pending.of("the learner's update"):
+                await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("step")
+
+    late = partial(_late_of, pending)
+    with pytest.raises(RunStopped, match="waiting for: the learner's update, for"):
+        await in_time(step(), 0.01, late)
+    assert ended == ["step"]
+    assert str(pending) == "nothing that is known of"
+
+    async def quick() -> int:
+        return 7
+
+    assert await in_time(quick(), 3600.0, late) == 7
+    assert await in_time(quick(), None, late) == 7
+
+
+def _late_of(pending: Pending) -> RunStopped:
+    return RunStopped(f"step 1 has not ended, waiting for: {pending}")
 
 
 def configured(root: Path, name: str | None = "nightly") -> DracoConfig:
