@@ -54,6 +54,9 @@ HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
 """Under which a ``config.json`` says how many heads a layer has that workers which share a row divide."""
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under which a ``config.json`` says how many experts a layer has."""
+REPEATED = "num_key_value_heads"
+SPLIT_KEYS = ("num_attention_heads", REPEATED, "linear_num_value_heads", "linear_num_key_heads", "intermediate_size")
+"""Under which a ``config.json`` says what tensor parallelism divides."""
 _TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
 """Wrapper without a text_config of its own -> what it is then."""
 LayerKind = Literal["full_attention", "linear_attention"]
@@ -292,6 +295,29 @@ def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
             raise ConfigError(
                 f"learner.context_parallel={workers} does not divide the {number} heads of model {source} ({key}); "
                 f"expected one of {fitting}"
+            )
+
+
+def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
+    """Refuse a model that does not divide by ``parallel`` GPUs of an engine; by its ``config.json``.
+
+    vLLM asks for the same once it loads the model, by assertions without words. Fewer key heads than GPUs are repeated
+    where these divide by them.
+
+    Raises: ConfigError.
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+
+    def splits(gpus: int) -> bool:
+        return all(number % gpus == 0 or (key == REPEATED and gpus % number == 0) for key, number in found.items())
+
+    found = {key: number for key in SPLIT_KEYS if isinstance(number := text.get(key), int) and number > 0}
+    for key, number in found.items():
+        if number % parallel and not (key == REPEATED and parallel % number == 0):
+            fitting = ", ".join(str(gpus) for gpus in range(1, min(found.values()) * 4 + 1) if splits(gpus))
+            raise ConfigError(
+                f"engine.tensor_parallel={parallel} does not divide model {source} ({key}={number}); expected one of "
+                f"{fitting}"
             )
 
 

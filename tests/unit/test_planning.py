@@ -110,7 +110,11 @@ def test_a_refusal_names_the_key_to_change(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["engine.tensor_parallel=5", "engine.gpus_per_engine=5"], "attention heads"),
+        (
+            ["engine.tensor_parallel=5", "engine.gpus_per_engine=5"],
+            "(num_attention_heads=24); expected one of 1, 2, 4, 8",
+        ),
+        (["engine.tensor_parallel=3", "engine.gpus_per_engine=3"], "(num_key_value_heads=4); expected one of"),
         (["engine.gpus_per_engine=1"], "engine.gpus_per_engine is 1"),
         (["model.path=somebody/unknown"], "--model-config FILE"),
         (["learner.lora_target=nothing"], "learner.lora_target"),

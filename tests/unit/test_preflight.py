@@ -248,6 +248,37 @@ def test_heads_that_workers_cannot_share_are_refused_in_one_line(
         assert line in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "key", "fitting"),
+    [
+        ("Qwen/Qwen3.6-27B", 3, "num_key_value_heads=4", "1, 2, 4, 8"),
+        ("Qwen/Qwen3.6-27B", 16, "num_attention_heads=24", "1, 2, 4, 8"),
+        ("Qwen/Qwen2.5-32B-Instruct", 5, "num_key_value_heads=8", "1, 2, 4, 8"),
+    ],
+)
+def test_gpus_that_do_not_divide_a_model_are_refused_before_an_engine_loads_it(
+    tmp_path: Path, model: str, gpus: int, key: str, fitting: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS[model]))
+    for good in (1, 2, 4, 8):
+        check_trainable(str(tmp_path), tensor_parallel=good)
+    line = f"engine.tensor_parallel={gpus} does not divide model {tmp_path} ({key}); expected one of {fitting}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        check_trainable(str(tmp_path), tensor_parallel=gpus)
+
+
+def test_training_on_gpus_that_do_not_divide_a_model_ends_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    monkeypatch.setattr(run, "with_environment", lambda config: config)
+    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True)
+    monkeypatch.setattr(run, "make_environment", lambda *given: environment)
+    paper = load_config("qwen3.6-27b", [f"model.path={model}", "engine.tensor_parallel=3", "engine.gpus_per_engine=3"])
+    with pytest.raises(ConfigError, match="engine.tensor_parallel=3 does not divide model"):
+        run._checked(paper, Console(quiet=True))
+
+
 def test_workers_that_do_not_divide_into_groups_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"learner\.context_parallel=3 does not divide learner\.workers=4"):
         LearnerConfig(workers=4, context_parallel=3)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import LayerKind, ModelShape
+from draco_ray.engine.model_shape import LayerKind, ModelShape, check_split
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
@@ -476,11 +476,11 @@ def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: in
 
 def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
     engine = config.engine
-    if shape.heads % engine.tensor_parallel:
-        raise ConfigError(
-            f"engine.tensor_parallel={engine.tensor_parallel} does not divide the model's {shape.heads} attention "
-            "heads; choose one that does"
-        )
+    split = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    split["intermediate_size"] = shape.intermediate
+    if shape.delta is not None:
+        split |= {"linear_num_value_heads": shape.delta.value_heads, "linear_num_key_heads": shape.delta.key_heads}
+    check_split(split, engine.tensor_parallel, config.model.path)
     # Engines that share GPUs with the learner reserve a share of each (`DracoConfig`).
     if not engine.colocate and 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
         raise ConfigError(
