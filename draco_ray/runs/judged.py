@@ -84,9 +84,14 @@ def read_judged(run: RunDirectory) -> Mapping[tuple[int, str], list[JudgedRollou
     return dict(sorted(found.items()))
 
 
-def _passed(rollout: JudgedRollout) -> float | None:
-    passes, fails = (rollout.verdicts.count(verdict) for verdict in (Verdict.PASS, Verdict.FAIL))
+def passed_share(verdicts: Sequence[int]) -> float | None:
+    """Of the applicable verdicts on a rollout those that pass; None where none applies."""
+    passes, fails = (list(verdicts).count(verdict) for verdict in (Verdict.PASS, Verdict.FAIL))
     return passes / (passes + fails) if passes + fails else None
+
+
+def _passed(rollout: JudgedRollout) -> float | None:
+    return passed_share(rollout.verdicts)
 
 
 def _agreed(rollout: JudgedRollout) -> float | None:

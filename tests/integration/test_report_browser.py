@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -16,10 +17,13 @@ from rich.console import Console
 from draco_ray.commands.simulate import simulate_run
 from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
+from draco_ray.lab.report.serving import ReportServer
 from draco_ray.records import Criterion
+from draco_ray.runs.store import RunStore
 from tests.support import small_run as small_run_module
 from tests.support.browser import NAMES, Browser, find_browser
-from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, small_run
+from tests.support.measured_run import HELD_OUT, judged_run
+from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, small_run, write_group
 from tests.support.timed_run import timed_run
 
 PROGRAM = find_browser()
@@ -374,11 +378,67 @@ def test_held_out_rollouts_are_listed_and_opened(browser: Browser) -> None:
     assert len(texts(browser, "#rollout article")) == 3
 
 
+def test_held_out_rollouts_that_the_judge_scored_are_opened_with_their_verdicts(
+    started_browser: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    write_report(judged_run(tmp_path / "run"), path)
+    started_browser.look()
+    started_browser.console.clear()
+    started_browser.goto("about:blank")
+    started_browser.goto(f"{path.as_uri()}#groups")
+    at(started_browser, "#groups")
+    choose(started_browser, "#filter-of", "dev after step 1")
+    assert texts(started_browser, ".list tbody .chip") == ["50%", "–"]
+    started_browser.click(".list tbody a.item")
+    group = f"#group/dev%20after%20step%201/{HELD_OUT}"
+    at(started_browser, group)
+    assert texts(started_browser, "#matrix tbody td:nth-child(2)") == ["✓", "✗", "–"]
+    started_browser.click("#matrix tbody tr:nth-child(2) a")
+    at(started_browser, f"{group.replace('group', 'rollout')}/0/c2")
+    assert "Asked once more: pass." in texts(started_browser, "#why")[0]
+    # Nothing is asked about it whose answer would be taken for one on a training rollout.
+    assert texts(started_browser, "#label") == []
+    started_browser.goto(f"{path.as_uri()}{group.replace('group', 'rollout')}/1")
+    at(started_browser, f"{group.replace('group', 'rollout')}/1")
+    assert "Not scored: no criterion" in texts(started_browser, ".panel")[0]
+    assert started_browser.console == []
+
+
+def test_a_page_that_is_served_follows_its_run_at_the_same_place(started_browser: Browser, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", steps=1)
+    with ReportServer(run, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            started_browser.look()
+            started_browser.goto("about:blank")
+            started_browser.goto(f"{server.url}#groups")
+            at(started_browser, "#groups")
+            choose(started_browser, "#filter-of", "")
+            rows = "document.querySelectorAll('.list tbody tr').length"
+            assert started_browser.run(rows) == 4
+            started_browser.run("document.activeElement.blur()")
+            write_group(RunStore(run), 2, TASKS[0])
+            assert started_browser.wait(f"document.body?.dataset.ready === '#groups' && {rows} === 5")
+            assert started_browser.run("document.getElementById('filter-of').value") == ""
+            # Not while somebody types, and not where it is switched off; it is said all the same.
+            started_browser.run("document.getElementById('filter-text').focus()")
+            write_group(RunStore(run), 2, TASKS[1])
+            started_browser.wait("document.getElementById('live-state').textContent === 'The run has moved on.'")
+            assert started_browser.run(rows) == 5
+            started_browser.goto("about:blank")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 PLACES = (
     "#overview",
     "#groups",
     f"#group/1/{TASKS[0]}",
     f"#rollout/1/{TASKS[0]}/0/c1",
+    f"#group/test%20after%20step%202/{TASKS[0]}",
     f"#rollout/test%20after%20step%202/{TASKS[0]}/0",
     f"#task/{TASKS[0]}",
     f"#beside/1/{TASKS[0]}/0/2/{TASKS[0]}/1",
@@ -387,9 +447,9 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(browser: Browser, page: str, scheme: str) -> None:
-    browser.look(scheme=scheme)
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 1400), ("light", 400)])
+def test_axe_finds_nothing(browser: Browser, page: str, scheme: str, width: int) -> None:
+    browser.look(scheme=scheme, width=width)
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     browser.run(f"{axe}; 0")
     for place in PLACES:
@@ -411,6 +471,12 @@ def test_a_group_of_six_is_readable(started_browser: Browser, tmp_path: Path, wi
         at(started_browser, place)
         wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         assert started_browser.run(wide), place
+        if place == "#overview" and media == "screen":
+            # Letters of a wide chart are no smaller than those of the others.
+            heights = started_browser.run(
+                "[...document.querySelectorAll('#overview svg text')].map(n => n.getBoundingClientRect().height)"
+            )
+            assert min(heights) >= 7
         if place.startswith("#group/"):
             # The names of the criteria and the sixth rollout's verdicts, without scrolling.
             for cell in (

@@ -182,7 +182,7 @@ def write_group(store: RunStore, step: int, task: str, size: int = 2) -> None:
     )
 
 
-def small_run(path: Path, steps: int = 2, size: int = 2) -> RunDirectory:
+def small_run(path: Path, steps: int = 2, size: int = 2, *, evaluated: bool = True) -> RunDirectory:
     """The run; every step has the same numbers, so that they can be said in a test."""
     store = RunStore(RunDirectory.create(path, CONFIG))
     for step in range(1, steps + 1):
@@ -191,7 +191,7 @@ def small_run(path: Path, steps: int = 2, size: int = 2) -> RunDirectory:
         begin = 100.0 * step
         learning = {"training_step": step, "stage": "learning", "started_at": begin + 12, "ended_at": begin + 17}
         store.write("spans", step, "policy", [learning])
-        if step == steps:
+        if step == steps and evaluated:
             evaluations = [
                 Evaluation(
                     task_id=task,

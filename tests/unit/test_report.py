@@ -12,12 +12,14 @@ from draco_ray.commands.report import write
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.lab.evaluation.trajectories import keep_trajectory
-from draco_ray.lab.report.groups import pack, packed_evaluations, packed_groups, unpack
+from draco_ray.lab.report.groups import pack, packed_groups, unpack
+from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.report.page import KINDS, ceiling, write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from tests.support.evaluations import a_result
+from tests.support.measured_run import evaluated_run, judged_run
 from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_trajectory, small_run
 
 
@@ -57,6 +59,52 @@ def test_evaluated_rollouts_are_groups_of_their_measurement(run: RunDirectory) -
     data = unpack(failed.data)
     assert data["rollouts"][0]["outcome"] == {"success": False, "tests": [1, 2], "failures": []}
     assert text(data, data["rollouts"][0]["turns"][0]["action"]) == CODE
+
+
+def test_every_measured_step_has_its_groups_and_a_point_with_an_interval(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path / "run")
+    assert [group.summary["key"] for group in packed_evaluations(run)] == [
+        *["test before training"] * 2,
+        *["test after step 1"] * 2,
+        *["test after step 2"] * 2,
+    ]
+    path = tmp_path / "report.html"
+    write_report(run, path)
+    page = path.read_text(encoding="utf-8")
+    hints = re.findall(r"<title>run, test, step (\d): (\d+)% \[(\d+)%, (\d+)%\]</title>", page)
+    assert [(step, rate) for step, rate, _, _ in hints] == [("0", "0"), ("1", "100"), ("2", "50")]
+    assert all(int(low) <= int(rate) <= int(high) and low != high for _, rate, low, high in hints)
+    # However often it was measured, the facts name the ends.
+    assert re.findall(r"<dt>(TGC [^<]*)</dt><dd[^>]*>([^<]*)</dd>", page) == [
+        ("TGC on test, before and after step 2", "0% → 50%")
+    ]
+
+
+def test_rollouts_that_the_judge_scored_for_want_of_an_evaluator_are_in_the_page(tmp_path: Path) -> None:
+    run = judged_run(tmp_path / "run")
+    inside = judged_run(run.path / "evaluations" / "last", steps=(2,))
+    (inside.path / "evaluations").mkdir()
+    before, *others = packed_judged(run)
+    keys = ["dev before training", "dev after step 1", "dev after step 2", "last dev after step 2"]
+    assert [group.summary["key"] for group in (before, *others)] == keys
+    # One run of the task passes one of two applicable criteria, the other was not scored.
+    assert [rollout[6] for rollout in before.summary["rollouts"]] == [0.5, None]
+    data = unpack(before.data)
+    assert [criterion["title"] for criterion in data["criteria"]] == ["Polite", "Right", "Brief"]
+    scored, unscored = data["rollouts"]
+    assert scored["verdicts"] == {
+        "0": [1, HOSTILE, "It says please. Asked once more: pass."],
+        "1": [-1, "", "Asked once more: pass."],
+        "2": [0, "", "Asked once more: not applicable."],
+    }
+    assert scored["outcome"] == {"success": 0.5, "judged": True}
+    assert unscored["outcome"] == {"success": None, "judged": "no criterion"}
+    assert [call["phase"] for call in scored["calls"]] == ["score", "score"]
+    assert [call["phase"] for call in data["calls"]] == ["stage1"]
+    assert text(data, scored["turns"][0]["action"]) == CODE
+    path = tmp_path / "report.html"
+    write_report(run, path)
+    assert "<title>run, dev, step 1: 50%" in path.read_text(encoding="utf-8")
 
 
 def test_evaluations_of_a_finished_run_are_in_the_page(tmp_path: Path) -> None:

@@ -99,4 +99,4 @@ def test_what_is_kept_is_shown_and_called_a_stand_in(tmp_path: Path) -> None:
     assert "a stand-in: there is no evaluator" in said
     page = tmp_path / "page.html"
     write_report(RunDirectory.open(run.path), page)
-    assert "held-out dev, before" in page.read_text(encoding="utf-8")
+    assert "judge&#39;s pass rate on dev, before and after step 1" in page.read_text(encoding="utf-8")

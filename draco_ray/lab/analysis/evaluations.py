@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.consistency import pass_at_k
 from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.evaluation.policies import UNTRAINED
@@ -151,6 +151,13 @@ def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
     for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
         with contextlib.suppress(ConfigError):
             yield EvaluationDirectory.open(file.parent)
+
+
+def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
+    """What `draco evaluate --run` has left in a run whose environment has no evaluator, in the order of the names."""
+    for file in sorted((run.path / "evaluations").glob("*/config.yaml")):
+        with contextlib.suppress(ConfigError, DamagedRun):
+            yield RunDirectory.open(file.parent)
 
 
 def _all(priced: Sequence[float], many: int) -> float | None:

@@ -10,12 +10,14 @@ import pyarrow as pa
 
 from draco_ray.environments.appworld.termination import termination
 from draco_ray.judging.phases import PHASES
+from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.phase_costs import phase_costs
-from draco_ray.records import EpisodeEnd, Termination
+from draco_ray.records import EpisodeEnd, Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.judged import judged_rates, read_judged
 from draco_ray.runs.rows import Row
 from draco_ray.training.overlap import seconds_together
 
@@ -52,7 +54,23 @@ SUCCESS = pa.schema(
         ("rollouts", pa.int64()),
         ("lost", pa.int64()),
         ("tgc", pa.float64()),
+        ("tgc_low", pa.float64()),
+        ("tgc_high", pa.float64()),
         ("sgc", pa.float64()),
+    ]
+)
+JUDGED = pa.schema(
+    [
+        ("run", pa.string()),
+        ("training_step", pa.int64()),
+        ("split", pa.string()),
+        ("tasks", pa.int64()),
+        ("rollouts", pa.int64()),
+        ("unscored", pa.int64()),
+        ("pass_rate", pa.float64()),
+        ("pass_rate_low", pa.float64()),
+        ("pass_rate_high", pa.float64()),
+        ("agreement", pa.float64()),
     ]
 )
 SECONDS = pa.schema(
@@ -124,20 +142,58 @@ def judge_cost(run: RunDirectory) -> pa.Table:
 
 
 def success(run: RunDirectory) -> pa.Table:
-    """One row per evaluation: TGC and SGC in [0, 1], lost rollouts as failures; step 0 is the untrained policy."""
-    rows = [
-        {
-            "run": run.path.name,
-            "training_step": step,
-            "split": split,
-            "rollouts": len(evaluations),
-            "lost": sum(evaluation.lost for evaluation in evaluations),
-            "tgc": task_goal_completion(evaluations),
-            "sgc": scenario_goal_completion(evaluations),
-        }
-        for (step, split), evaluations in read_evaluations(run).items()
-    ]
+    """One row per evaluation: TGC and SGC in [0, 1], lost rollouts as failures; step 0 is the untrained policy.
+
+    TGC has a 95 % interval over scenarios, whatever lost rollouts would have been; null where there is one scenario.
+    """
+    rows = []
+    for (step, split), evaluations in read_evaluations(run).items():
+        low, high = _tgc_limits(evaluations)
+        rows.append(
+            {
+                "run": run.path.name,
+                "training_step": step,
+                "split": split,
+                "rollouts": len(evaluations),
+                "lost": sum(evaluation.lost for evaluation in evaluations),
+                "tgc": task_goal_completion(evaluations),
+                "tgc_low": low,
+                "tgc_high": high,
+                "sgc": scenario_goal_completion(evaluations),
+            }
+        )
     return pa.Table.from_pylist(rows, schema=SUCCESS)
+
+
+def _tgc_limits(evaluations: Sequence[Evaluation]) -> tuple[float, float] | tuple[None, None]:
+    runs = max(Counter(each.task_id for each in evaluations).values())
+    found = rate([[evaluations]], runs, scenarios=True).interval()
+    return (found.low, found.high) if math.isfinite(found.low) else (None, None)
+
+
+def judged(run: RunDirectory) -> pa.Table:
+    """One row per measurement by the judge, where there is no evaluator: its pass rate, with a 95 % interval.
+
+    ``agreement`` is how often two scoring calls say the same; step 0 is the untrained policy.
+    """
+    rows = []
+    for (step, split), rollouts in read_judged(run).items():
+        found = judged_rates(rollouts)
+        rows.append(
+            {
+                "run": run.path.name,
+                "training_step": step,
+                "split": split,
+                "tasks": found.tasks,
+                "rollouts": found.rollouts,
+                "unscored": found.unscored,
+                "pass_rate": found.pass_rate and found.pass_rate.mean,
+                "pass_rate_low": found.pass_rate and found.pass_rate.low,
+                "pass_rate_high": found.pass_rate and found.pass_rate.high,
+                "agreement": found.agreement and found.agreement.mean,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=JUDGED)
 
 
 STAGES = (

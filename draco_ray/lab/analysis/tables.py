@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from draco_ray.lab.analysis.credit import citations_a_step, credit_by_step, inert_windows
 from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.lab.analysis.evaluations import consistency, evaluations
-from draco_ray.lab.analysis.progress import judge_cost, stage_seconds, success, terminations
+from draco_ray.lab.analysis.progress import judge_cost, judged, stage_seconds, success, terminations
 from draco_ray.lab.analysis.rescoring import rubric_rates
 from draco_ray.lab.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
 from draco_ray.lab.analysis.rules import replay_rules
@@ -30,6 +30,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "terminations": terminations,
     "judge_cost": judge_cost,
     "success": success,
+    "judged": judged,
     "stage_seconds": stage_seconds,
     "evaluations": evaluations,
     "consistency": consistency,

@@ -28,6 +28,8 @@ class Series:
     name: str
     steps: Sequence[int]
     values: Sequence[float | None]
+    limits: Sequence[tuple[float, float] | None] = ()
+    """Of each value's interval, drawn as a bar; None where a value has none, empty where no value has."""
 
 
 def percent(value: float) -> str:
@@ -70,6 +72,7 @@ def line_chart(
     """
     drawing = _titled(title, width, height)
     values = [value for line in series for value in line.values if value is not None]
+    values += [limit for line in series for limits in line.limits if limits is not None for limit in limits]
     steps = [step for line in series for step in line.steps]
     if not values:
         return _empty(drawing)
@@ -80,13 +83,19 @@ def line_chart(
     frame.x_axis(axis)
     for index, line in enumerate(series):
         color = palette(index)
+        intervals = dict(zip(line.steps, line.limits, strict=True)) if line.limits else {}
         for run in _unbroken(line):
             points = tuple((frame.x(step), frame.y(value)) for step, value in run)
             if len(points) > 1:
                 drawing.add(Line(points, color, 1.6))
             radius = 2.2 if len(line.steps) <= _MOST_DOTS else 1.0
             for (x, y), (step, value) in zip(points, run, strict=True):
-                drawing.add(Dot(x, y, radius, color, f"{line.name}, {axis.split()[-1]} {step}: {number(value)}"))
+                hint = f"{line.name}, {axis.split()[-1]} {step}: {number(value)}"
+                if (limits := intervals.get(step)) is not None:
+                    low, high = limits
+                    hint += f" [{number(low)}, {number(high)}]"
+                    drawing.add(Line(((x, frame.y(low)), (x, frame.y(high))), color, 0.8))
+                drawing.add(Dot(x, y, radius, color, hint))
     return drawing
 
 

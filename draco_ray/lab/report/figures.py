@@ -33,7 +33,8 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     """Every figure the runs have data for; a figure of one run alone carries the run's name when there are several.
 
     ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; where
-    something was evaluated ``success`` and ``judge_cost_and_success``; where it was evaluated several times ``pass_k``;
+    something was evaluated ``success`` and ``judge_cost_and_success``, and ``judged`` where the judge stood in; where
+    it was evaluated several times ``pass_k``;
     ``evaluation_cost`` and ``train_success`` from evaluation directories inside the runs.
     """
     names = [run.path.name for run in runs]
@@ -53,6 +54,8 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     evaluated = tidy("success", runs).to_pylist()
     if evaluated:
         drawings["success"] = success(evaluated)
+    if by_judge := tidy("judged", runs).to_pylist():
+        drawings["judged"] = judged(by_judge)
     measured = tidy("evaluations", runs).to_pylist()
     optional = {
         "judge_cost_and_success": judge_cost_and_success(tidy("judge_cost", runs).to_pylist(), measured),
@@ -179,15 +182,25 @@ def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
 
 
 def success(rows: Sequence[Row]) -> Drawing:
-    """TGC over training steps, a line per run and split."""
+    """TGC over training steps with its intervals, a line per run and split."""
+    return _learning_curve("Task goal completion (TGC)", rows, "tgc")
+
+
+def judged(rows: Sequence[Row]) -> Drawing:
+    """The judge's pass rate on held-out tasks, where nothing evaluates them, likewise."""
+    return _learning_curve("Held out: the judge's pass rate, a stand-in", rows, "pass_rate")
+
+
+def _learning_curve(title: str, rows: Sequence[Row], column: str) -> Drawing:
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(f"{row['run']}, {row['split']}", []).append(row)
-    series = [
-        Series(name, [row["training_step"] for row in mine], [row["tgc"] for row in mine])
-        for name, mine in lines.items()
-    ]
-    return line_chart("Task goal completion (TGC)", series, bounds=(0, 1), number=percent)
+    series = []
+    for name, mine in lines.items():
+        limits = [(row[f"{column}_low"], row[f"{column}_high"]) for row in mine]
+        known = [None if low is None else (low, high) for low, high in limits]
+        series.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))
+    return line_chart(title, series, bounds=(0, 1), number=percent)
 
 
 def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Drawing | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.analysis.evaluations import evaluation_directories
-from draco_ray.lab.evaluation.trajectories import read_trajectories
-from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
-
-TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
 
 _TRAJECTORY = [
     *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
@@ -32,6 +25,10 @@ _NUMBERS = [
     *("model", "finish_reason", "input_tokens", "cached_tokens", "output_tokens", "dollars", "seconds", "requests"),
     "error",
 ]
+
+_KEPT = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
+ROWS = ("trajectories", *_KEPT)
+"""Tables that a group's rows are of."""
 
 Row = dict[str, Any]
 
@@ -50,30 +47,12 @@ def packed_groups(run: RunDirectory) -> Iterator[PackedGroup]:
     """The groups of a run, by training step and task; one step's rows are in memory at a time."""
     for step in run.steps():
         rows = {
-            "trajectories": _by_task(run.table("trajectories", step, _TRAJECTORY).to_pylist()),
-            **{name: _by_task(run.table(name, step).to_pylist()) for name in _TABLES},
+            "trajectories": by_task(run.table("trajectories", step, _TRAJECTORY).to_pylist()),
+            **{name: by_task(run.table(name, step).to_pylist()) for name in _KEPT},
         }
         tasks = sorted({task for table in rows.values() for task in table})
         for task in tasks:
             yield _group(step, task, {name: table.get(task, []) for name, table in rows.items()})
-
-
-def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
-    """The evaluated rollouts of a run, a group a measurement and task: training's own, and `draco evaluate --run`'s.
-
-    Those whose trajectories were not kept (of older runs) are left out.
-    """
-    for (step, split), found in read_evaluations(run).items():
-        rows = [run.table(name, step).to_pylist() for name in (TRAJECTORIES, STEPS)]
-        when = f"after step {step}" if step else "before training"
-        yield from _evaluated(f"{split} {when}", step, split, found, *rows)
-    for directory in evaluation_directories(run):
-        for name in directory.plan.measurements:
-            played = [result.evaluation for result in directory.results(name)]
-            rows = [read_trajectories(directory, name, table).to_pylist() for table in (TRAJECTORIES, STEPS)]
-            number = re.fullmatch(r"step(\d+)", name)
-            key = f"{directory.path.name} {name}"
-            yield from _evaluated(key, int(number[1]) if number else None, directory.plan.split, played, *rows)
 
 
 def pack(value: object) -> str:
@@ -89,42 +68,6 @@ def unpack(text: str) -> Any:
     {'a': [1, None]}
     """
     return json.loads(zlib.decompress(base64.b64decode(text)))
-
-
-_TABLES = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
-
-
-def _evaluated(
-    key: str,
-    step: int | None,
-    split: str,
-    evaluations: Sequence[Evaluation],
-    trajectories: list[Row],
-    steps: list[Row],
-) -> Iterator[PackedGroup]:
-    """The groups of one measurement, a task each."""
-    known = {(each.task_id, each.run): each for each in evaluations}
-    of_task = {name: _by_task(rows) for name, rows in (("trajectories", trajectories), ("steps", steps))}
-    for task in sorted(of_task["trajectories"].keys() & {each.task_id for each in evaluations}):
-        rows: dict[str, list[Row]] = {name: [] for name in _TABLES} | {
-            name: table.get(task, []) for name, table in of_task.items()
-        }
-        # Of a rollout that was played again the last try is the one that was judged.
-        last = {row["rollout"]: row["attempt"] for row in sorted(rows["trajectories"], key=lambda row: row["attempt"])}
-        rows["trajectories"] = [row for row in rows["trajectories"] if row["attempt"] == last[row["rollout"]]]
-        data, summary = _content(step, task, rows)
-        for shown, (number, *_) in zip(data["rollouts"], summary["rollouts"], strict=True):
-            judged = known.get((task, number))
-            shown["outcome"] = judged and {
-                "success": judged.success,
-                "tests": [judged.passed_tests, judged.total_tests],
-                "failures": list(judged.failures),
-            }
-        summary["rollouts"] = [
-            [*rollout, shown["outcome"] and shown["outcome"]["success"]]
-            for rollout, shown in zip(summary["rollouts"], data["rollouts"], strict=True)
-        ]
-        yield PackedGroup(summary | {"key": key, "split": split, "state": "evaluated"}, pack(data))
 
 
 class _Lines:
@@ -143,12 +86,12 @@ class _Lines:
 
 
 def _group(step: int, task: str, rows: dict[str, list[Row]]) -> PackedGroup:
-    data, summary = _content(step, task, rows)
+    data, summary = content(step, task, rows)
     return PackedGroup(summary, pack(data))
 
 
-def _content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
-    """What is packed of a group, and its summary."""
+def content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
+    """What is packed of a group, and its summary, from its rows by table (`ROWS`); null step: of no training step."""
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}
     trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])
@@ -296,7 +239,8 @@ def _short(value: float | None) -> float | None:
     return None if value is None or value != value else float(f"{value:.5g}")
 
 
-def _by_task(rows: list[Row]) -> dict[str, list[Row]]:
+def by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each task."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[row["task_id"]].append(row)

@@ -28,10 +28,10 @@ from draco_ray.lab.files import whole_file
 from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
 from draco_ray.lab.report.drawing import PALETTE, Drawing
-from draco_ray.lab.report.groups import pack, packed_evaluations, packed_groups
+from draco_ray.lab.report.groups import pack, packed_groups
+from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.report.svg import to_svg, visible
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.judged import judged_rates, read_judged
 
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
@@ -63,7 +63,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
     steps = [int(line["step"]) for line in run.metrics()]
 
     def groups() -> Iterator[str]:
-        for group in itertools.chain(packed_groups(run), packed_evaluations(run)):
+        for group in itertools.chain(packed_groups(run), packed_evaluations(run), packed_judged(run)):
             summaries.append(group.summary)
             yield group.data
 
@@ -116,13 +116,14 @@ def overview(run: RunDirectory) -> list[Chart]:
     reward, kl = ([Series(name, steps, [line.get(name) for line in metrics])] for name in ("reward", "kl"))
     credit = tidy("credit_by_step", [run]).to_pylist()
     inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread_active"))
-    evaluated = tidy("success", [run]).to_pylist()
+    evaluated, judged = (tidy(name, [run]).to_pylist() for name in ("success", "judged"))
     by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
     return [
         Chart(line_chart("Reward", reward, bounds=(-1.0, 1.0))),
         Chart(figures.pass_rate([run]), note=ceiling(run)),
         Chart(figures.terminations(tidy("terminations", [run]).to_pylist())),
-        *([Chart(figures.success(evaluated))] if evaluated else []),
+        *([Chart(figures.success(evaluated), note=_intervals(evaluated, "tgc"))] if evaluated else []),
+        *([Chart(figures.judged(judged), note=_intervals(judged, "pass_rate"))] if judged else []),
         Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
         Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent)),
         Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5))),
@@ -134,6 +135,11 @@ def overview(run: RunDirectory) -> list[Chart]:
             note=f"✓: proposed in that step, and no longer in a rubric. {ceiling(run)}".strip(),
         ),
     ]
+
+
+def _intervals(rows: list[Row], column: str) -> str:
+    known = any(row[f"{column}_low"] is not None for row in rows)
+    return "Bars: 95 % intervals over scenarios." if known else ""
 
 
 def ceiling(run: RunDirectory) -> str:
@@ -199,8 +205,18 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
         ("rollouts", f"{rollouts:,}"),
         ("judge cost", f"${dollars:,.2f}" if dollars else "no price known"),
         ("time", f"{seconds / 60:,.1f} min"),
-        *(
-            (f"held-out {split}, {f'after step {step}' if step else 'before'}", str(judged_rates(judged)))
-            for (step, split), judged in read_judged(run).items()
-        ),
+        *_held_out(tidy("success", [run]).to_pylist(), "tgc", "TGC"),
+        *_held_out(tidy("judged", [run]).to_pylist(), "pass_rate", "judge's pass rate"),
     ]
+
+
+def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:
+    """The first and the last measurement on each split; those between are in the chart."""
+    splits: dict[str, list[Row]] = {}
+    for row in rows:
+        splits.setdefault(row["split"], []).append(row)
+    for split, mine in splits.items():
+        ends = [mine[0], *mine[1:][-1:]]
+        said = ["–" if row[column] is None else percent(row[column]) for row in ends]
+        when = " and ".join(f"after step {row['training_step']}" if row["training_step"] else "before" for row in ends)
+        yield f"{called} on {split}, {when}", " → ".join(said)

@@ -55,6 +55,9 @@ const words = (name) => (name || "").replaceAll("_", " ");
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 // An advantage that is written as 0.00 is neither: a mean in floating point misses by 1e-17.
 const sign = (value) => (value === null || value === undefined || Math.abs(value) < 0.005 ? "zero" : value > 0 ? "plus" : "minus");
+// Of a measured rollout: whether its task is solved or, for want of an evaluator, the share of the judge's verdicts that pass.
+const outcomeKind = (success) => (success === null || success === undefined ? "zero" : Number(success) >= 0.5 ? "plus" : "minus");
+const outcomeWord = (success, yes, no) => (success === null || success === undefined ? "–" : typeof success === "number" ? percent(success) : success ? yes : no);
 // A measurement has a name, a training step its number.
 const keyOf = (group) => (group.key === undefined ? String(group.step) : group.key);
 const whereOf = (group) => (group.key === undefined ? `step ${group.step}` : group.key);
@@ -151,9 +154,11 @@ const COLUMNS = {
   task: (group) => group.task,
   asked: (group) => group.asked,
   criteria: (group) => group.titles.length - group.dropped.length,
-  "rollouts by advantage": (group) => (group.split ? group.rollouts.filter((rollout) => rollout[6]).length / group.rollouts.length : Math.max(...group.rollouts.map((rollout) => rollout[2] === null ? -2 : rollout[2]))),
+  "rollouts by advantage": (group) => (group.split ? group.rollouts.reduce((sum, rollout) => sum + Number(rollout[6] || 0), 0) / group.rollouts.length : Math.max(...group.rollouts.map((rollout) => rollout[2] === null ? -2 : rollout[2]))),
   judge: (group) => group.dollars,
 };
+
+const NUMBERS = new Set(["step", "criteria", "judge"]);
 
 function groupsView() {
   const steps = [...new Set(index.groups.filter((group) => !group.split).map((group) => group.step))];
@@ -177,7 +182,7 @@ function groupsView() {
     more.hidden = hits.length <= shown;
     for (const head of heads) head.setAttribute("aria-sort", head.dataset.column === sorting.by ? (sorting.down ? "descending" : "ascending") : "none");
   }
-  const heads = Object.keys(COLUMNS).map((name) => el("th", { scope: "col", "data-column": name }, el("button.sort", { type: "button", onclick: () => {
+  const heads = Object.keys(COLUMNS).map((name) => el("th" + (NUMBERS.has(name) ? ".n" : ""), { scope: "col", "data-column": name }, el("button.sort", { type: "button", onclick: () => {
     sorting.down = sorting.by === name && !sorting.down;
     sorting.by = name;
     fill();
@@ -198,7 +203,7 @@ const exportButton = (made) => el("button.export", { type: "button", title: "Dow
 
 function passes(group, wanted) {
   if (filters.of && ((filters.of === "trained") === Boolean(group.split) || (!["trained", "evaluated"].includes(filters.of) && keyOf(group) !== filters.of))) return false;
-  if (filters.kind === "failed" && !group.rollouts.some((rollout) => rollout[6] === false)) return false;
+  if (filters.kind === "failed" && !group.rollouts.some((rollout) => outcomeKind(rollout[6]) === "minus")) return false;
   if (filters.step && String(group.step) !== filters.step) return false;
   if (filters.ended && !group.rollouts.some((rollout) => rollout[1] === filters.ended)) return false;
   if (filters.kind === "signal" && !group.signal) return false;
@@ -209,19 +214,18 @@ function passes(group, wanted) {
   return !wanted || [group.task, group.asked, ...group.titles].some((text) => text.toLocaleLowerCase().includes(wanted));
 }
 
-// A rollout as a chip: its advantage, or whether the environment's tests passed.
+// A rollout as a chip: its advantage, or what a measurement says of it.
 function chip(group, [rollout, ended, reward, advantage, , , success], extra = "") {
-  const said = success === undefined || success === null ? `R ${signed(reward)}, A ${signed(advantage)}` : success ? "solved" : "not solved";
-  const kind = success === undefined || success === null ? sign(advantage) : success ? "plus" : "minus";
-  const text = success === undefined ? signed(advantage) : success === null ? "–" : success ? "✓" : "✗";
-  return el("a.chip." + kind + extra, { href: rolloutLink(group, rollout), title: `rollout ${rollout}: ${said}, ${words(ended)}` }, text);
+  const trained = success === undefined;
+  const said = trained ? `R ${signed(reward)}, A ${signed(advantage)}` : success === null ? "no result" : typeof success === "number" ? `${percent(success)} of the judge's verdicts pass` : outcomeWord(success, "solved", "not solved");
+  return el("a.chip." + (trained ? sign(advantage) : outcomeKind(success)) + extra, { href: rolloutLink(group, rollout), title: `rollout ${rollout}: ${said}, ${words(ended)}` }, trained ? signed(advantage) : outcomeWord(success, "✓", "✗"));
 }
 
 function groupRow(group) {
   const kept = group.titles.length - group.dropped.length;
   return el("tr", {},
     el("td.n", {}, group.split ? keyOf(group) : group.step), el("td", {}, el("a.item", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null),
-    el("td.asked", {}, group.asked), el("td.n", {}, group.split ? "–" : group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
+    el("td.asked", {}, group.asked), el("td.n", {}, group.split && !group.titles.length ? "–" : group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
     el("td.chips", {}, group.rollouts.map((rollout) => chip(group, rollout))), el("td.n", {}, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
 }
 
@@ -237,11 +241,12 @@ async function groupView(place) {
   const data = await open(place);
   const text = reader(data);
   const rollouts = data.rollouts;
+  const judged = rollouts.some((rollout) => rollout.outcome && rollout.outcome.judged);
   const line = (name, cells) => el("tr.sub", {}, el("th", { scope: "row" }, name), cells);
   const head = el("thead", {},
-    el("tr", {}, el("th", { scope: "col" }, group.split ? "" : "criterion"), rollouts.map((rollout) => el("th.c", { scope: "col" }, el("a", { href: rolloutLink(group, rollout.rollout), "aria-label": "rollout " + rollout.rollout }, el("span.wideonly", {}, "rollout "), rollout.rollout)))),
-    group.split ? [line("solved", rollouts.map((rollout) => el("td.c." + (rollout.outcome && rollout.outcome.success ? "plus" : "minus"), {}, !rollout.outcome ? "–" : rollout.outcome.success ? "yes" : "no"))),
-      line("tests passed", rollouts.map((rollout) => el("td.c", {}, rollout.outcome ? rollout.outcome.tests.join(" of ") : "–")))]
+    el("tr", {}, data.criteria.length ? el("th", { scope: "col" }, "criterion") : el("td"), rollouts.map((rollout) => el("th.c", { scope: "col" }, el("a", { href: rolloutLink(group, rollout.rollout), "aria-label": "rollout " + rollout.rollout }, el("span.wideonly", {}, "rollout "), rollout.rollout)))),
+    group.split ? [line(judged ? "passed" : "solved", rollouts.map(({ outcome }) => el("td.c." + outcomeKind(outcome && outcome.success), {}, outcomeWord(outcome && outcome.success, "yes", "no")))),
+      judged ? null : line("tests passed", rollouts.map((rollout) => el("td.c", {}, rollout.outcome ? rollout.outcome.tests.join(" of ") : "–")))]
     : [line("reward R", rollouts.map((rollout) => el("td.c", {}, rollout.share ? signed(rollout.share.reward) : "unscored"))),
       line("advantage A", rollouts.map((rollout) => el("td.c." + sign(rollout.share && rollout.share.advantage), {}, rollout.share ? signed(rollout.share.advantage) : "–"))),
       line("credit", rollouts.map((rollout) => el("td.c", {}, creditWord(rollout.share))))],
@@ -261,7 +266,7 @@ async function groupView(place) {
   return [neighbours(place, null), el("h1", {}, group.task, el("span.muted", {}, ` ${whereOf(group)} · ${group.state}`), " ", exportButton(() => [`${group.task}-${keyOf(group)}.json`, whole(group, data)])),
     data.state.reason ? el("p.bad", {}, data.state.reason) : null,
     promptFolds(data, text, (part) => `${groupLink(group)}/${part}`),
-    el("section.card", {}, el("h2", {}, group.split ? "Rollouts" : "Verdicts"), group.split ? null : el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
+    el("section.card", {}, el("h2", {}, group.split && !judged ? "Rollouts" : "Verdicts"), judged ? el("p.muted", {}, "By criteria that depend on no policy. A verdict leads to its evidence.") : group.split ? null : el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
       el("div.scroll", {}, el("table.matrix", { id: "matrix" }, head, el("tbody", {}, rows)))),
     proposals, callList(data.calls, text, groupLink(group))];
 }
@@ -297,11 +302,13 @@ async function rolloutView(place, number, rest) {
   if (!rollout) return [el("p", {}, "No such rollout.")];
   const here = (part) => rolloutLink(group, number, part);
   const share = rollout.share;
-  const others = el("span.chips", {}, data.rollouts.map((one) => el("a.chip." + (one.outcome ? (one.outcome.success ? "plus" : "minus") : sign(one.share && one.share.advantage)) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout), "aria-label": "rollout " + one.rollout, "aria-current": one === rollout ? "page" : null, rel: one.rollout === number + 1 ? "next" : one.rollout === number - 1 ? "prev" : null }, one.rollout)));
+  const others = el("span.chips", {}, data.rollouts.map((one) => el("a.chip." + (one.outcome === undefined ? sign(one.share && one.share.advantage) : outcomeKind(one.outcome && one.outcome.success)) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout), "aria-label": "rollout " + one.rollout, "aria-current": one === rollout ? "page" : null, rel: one.rollout === number + 1 ? "next" : one.rollout === number - 1 ? "prev" : null }, one.rollout)));
   const turns = el("div.turns", {}, rollout.turns.map((turn, order) => turnCard(turn, order, text, here, share)));
-  const failures = rollout.outcome && rollout.outcome.failures.length ? [el("h3", {}, "Tests that failed"), el("ul", {}, rollout.outcome.failures.map((one) => el("li", {}, one)))] : null;
-  const panel = el("aside.panel", { "aria-label": "Verdicts" }, group.split ? [el("h2", {}, "Evaluated"), el("p", {}, !rollout.outcome ? "No result." : `${rollout.outcome.success ? "Solved" : "Not solved"}: ${rollout.outcome.tests.join(" of ")} tests passed.`), failures]
-    : [el("h2", {}, "Verdicts"), el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" })]);
+  const failures = rollout.outcome && rollout.outcome.failures && rollout.outcome.failures.length ? [el("h3", {}, "Tests that failed"), el("ul", {}, rollout.outcome.failures.map((one) => el("li", {}, one)))] : null;
+  const judged = rollout.outcome && rollout.outcome.judged;
+  const unscored = typeof judged === "string" ? el("p.bad", {}, `Not scored: ${judged}`) : null;
+  const panel = el("aside.panel", { "aria-label": "Verdicts" }, group.split && !judged ? [el("h2", {}, "Evaluated"), el("p", {}, !rollout.outcome ? "No result." : `${rollout.outcome.success ? "Solved" : "Not solved"}: ${rollout.outcome.tests.join(" of ")} tests passed.`), failures]
+    : [el("h2", {}, "Verdicts"), unscored, el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" })]);
   return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, ${whereOf(group)}`), " › ", others]),
     el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null, " ", besideChoice(group, number), " ", exportButton(() => [`${group.task}-${keyOf(group)}-${number}.json`, { ...whole(group, { ...data, rollouts: [rollout], calls: [] }) }])),
     rolloutFacts(rollout),
@@ -311,7 +318,7 @@ async function rolloutView(place, number, rest) {
 
 function rolloutFacts(rollout) {
   const share = rollout.share;
-  const judged = rollout.outcome !== undefined ? [["solved", !rollout.outcome ? "–" : rollout.outcome.success ? "yes" : "no"]]
+  const judged = rollout.outcome !== undefined ? [[rollout.outcome && rollout.outcome.judged ? "passed" : "solved", outcomeWord(rollout.outcome && rollout.outcome.success, "yes", "no")]]
     : [["reward R", share ? signed(share.reward) : "unscored"], ["advantage A", share ? signed(share.advantage) : "–"], ["credit", creditWord(share)]];
   const facts = [...judged,
     ["ended", words(rollout.ended)], ["steps", rollout.turns.filter((turn) => turn.step !== null).length],
@@ -365,7 +372,7 @@ function verdictItem(group, criterion, at, rollout, here) {
   return el("li" + (criterion.survived === false ? ".dropped" : ""), {},
     el("a.row", { href: here("c" + (at + 1)), id: "c" + (at + 1), "data-steps": credit ? credit.steps.join(",") : "" },
       el("span.verdict." + (value === null ? "na" : KIND[value]), {}, value === null ? "·" : MARK[value]),
-      el("span", {}, criterion.survived === false ? el("s", {}, criterion.title) : criterion.title, differs ? el("em.tag", {}, `credit call: ${WORD[credit.verdict]}`) : null, labelTag(labels.kept.get(labelKey(group, rollout.rollout, at)))),
+      el("span", {}, criterion.survived === false ? el("s", {}, criterion.title) : criterion.title, differs ? el("em.tag", {}, `credit call: ${WORD[credit.verdict]}`) : null, group.split ? null : labelTag(labels.kept.get(labelKey(group, rollout.rollout, at)))),
       el("span.muted.steps", {}, credit && credit.steps.length ? plural(credit.steps.length, "step") : "")));
 }
 
@@ -386,9 +393,9 @@ function choose(at, group, data, number, scroll) {
   for (const node of cited) node.classList.add("lit", verdict ? KIND[verdict[0]] : "na");
   why.replaceChildren(el("section.why", {}, el("h3", {}, criterion.title), el("p", {}, criterion.description),
     verdict ? [el("h4", {}, "Verdict: " + WORD[verdict[0]]), el("p", {}, withSteps(verdict[2], rollout, here)), el("h4", {}, "Evidence"), el("p", {}, verdict[1] ? withSteps(verdict[1], rollout, here) : "–")] : el("p", {}, "Not scored."),
-    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? withSteps((credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", "), rollout, here) : "none cited"), el("p", {}, withSteps(credit.explanation, rollout, here))] : el("p.muted", {}, "The credit call said nothing about it."),
-    verdict ? labelForm(group, data, rollout, at) : null,
-    el("details", {}, el("summary", {}, "How it is to be judged"), el("p", {}, criterion.evaluator_instruction))));
+    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? withSteps((credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", "), rollout, here) : "none cited"), el("p", {}, withSteps(credit.explanation, rollout, here))] : group.split ? null : el("p.muted", {}, "The credit call said nothing about it."),
+    verdict && !group.split ? labelForm(group, data, rollout, at) : null,
+    criterion.evaluator_instruction ? el("details", {}, el("summary", {}, "How it is to be judged"), el("p", {}, criterion.evaluator_instruction)) : null));
   const card = cited.find((node) => node.classList.contains("turn"));
   if (scroll && card) card.scrollIntoView({ block: "center" });
 }

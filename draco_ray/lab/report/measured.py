@@ -1,0 +1,154 @@
+"""Rollouts that were played to measure a policy, as the page shows them: evaluated ones and, for want of an evaluator,
+those that the judge scored."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from draco_ray.errors import ReplyError
+from draco_ray.judging.phases.score import Score, parse_scores
+from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
+from draco_ray.lab.evaluation.trajectories import read_trajectories
+from draco_ray.lab.report.groups import ROWS, PackedGroup, by_task, content, pack
+from draco_ray.records import Criterion, Evaluation, Verdict
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.runs.judged import passed_share
+
+TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
+
+Row = dict[str, Any]
+Outcomes = Mapping[tuple[str, int], Row]
+"""(task, rollout) -> what the page says of it; ``success`` is true, false, or the share of verdicts that pass."""
+
+
+def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
+    """The evaluated rollouts of a run, a group a measurement and task: training's own, and `draco evaluate --run`'s.
+
+    Those whose trajectories were not kept (of older runs) are left out.
+    """
+    for (step, split), found in read_evaluations(run).items():
+        rows = {name: by_task(run.table(table, step).to_pylist()) for name, table in _PLAYED.items()}
+        yield from _groups(_moment(step, split), step, split, _evaluated(found), rows)
+    for directory in evaluation_directories(run):
+        for name in directory.plan.measurements:
+            played = [result.evaluation for result in directory.results(name)]
+            rows = {
+                table: by_task(read_trajectories(directory, name, kept).to_pylist()) for table, kept in _PLAYED.items()
+            }
+            number = re.fullmatch(r"step(\d+)", name)
+            key = f"{directory.path.name} {name}"
+            step = int(number[1]) if number else None
+            yield from _groups(key, step, directory.plan.split, _evaluated(played), rows)
+
+
+def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
+    """The held-out rollouts that the judge scored, in the same way, with its verdicts and replies."""
+    for place, judged in (("", run), *((f"{inside.path.name} ", inside) for inside in judged_directories(run))):
+        measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
+        for row in judged.table("heldout_verdicts").to_pylist():
+            measurements[row["training_step"], row["split"]].append(row)
+        for (step, split), found in sorted(measurements.items()):
+            rows = {name: by_task(judged.table(table, step).to_pylist()) for name, table in _PLAYED.items()}
+            rows["judge_calls"] = by_task(judged.table("heldout_calls", step).to_pylist())
+            for task, of_task in by_task(found).items():
+                criteria, verdicts = _verdicts(of_task, rows["judge_calls"].get(task, []))
+                rows.setdefault("criteria", {})[task] = criteria
+                rows.setdefault("verdicts", {})[task] = verdicts
+            yield from _groups(place + _moment(step, split), step, split, _judged(found), rows)
+
+
+_PLAYED = {"trajectories": TRAJECTORIES, "steps": STEPS}
+
+
+def _moment(step: int, split: str) -> str:
+    return f"{split} after step {step}" if step else f"{split} before training"
+
+
+def _evaluated(found: Sequence[Evaluation]) -> Outcomes:
+    return {
+        (each.task_id, each.run): {
+            "success": each.success,
+            "tests": [each.passed_tests, each.total_tests],
+            "failures": list(each.failures),
+        }
+        for each in found
+    }
+
+
+def _judged(found: Sequence[Row]) -> Outcomes:
+    return {
+        (row["task_id"], row["run"]): {"success": passed_share(row["verdicts"] or ()), "judged": row["error"] or True}
+        for row in found
+    }
+
+
+def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows of ``criteria`` and of ``verdicts`` of one task, of what was kept of its held-out rollouts.
+
+    A rubric is written once for a task and a measurement; a run that was killed between may have been given two.
+    """
+    titles: list[str] = []
+    verdicts = []
+    for row in sorted(found, key=lambda row: row["run"]):
+        mine: list[str] = row["criteria"] or []
+        if titles[: len(mine)] != mine:
+            places = range(len(titles), len(titles) + len(mine))
+            titles += mine
+        else:
+            places = range(len(mine))
+        remarks = _remarks(mine, row["verdicts"] or (), [call for call in calls if call["rollout"] == row["run"]])
+        again: Sequence[int | None] = row["again"] or [None] * len(mine)
+        for place, verdict, (evidence, why), other in zip(places, row["verdicts"] or (), remarks, again, strict=False):
+            said = "" if other is None else f"Asked once more: {Verdict(other).name.replace('_', ' ').lower()}."
+            justification = f"{why} {said}".strip()
+            about = {"rollout": row["run"], "criterion": place, "verdict": verdict}
+            verdicts.append(about | {"evidence": evidence, "justification": justification})
+    unknown = {"description": "", "evaluator_instruction": "", "source": None, "survived": None}
+    return [{"criterion": place, "title": title} | unknown for place, title in enumerate(titles)], verdicts
+
+
+def _remarks(titles: Sequence[str], verdicts: Sequence[int], calls: Sequence[Row]) -> list[tuple[str, str]]:
+    """Evidence and justification of each verdict: those of the first reply that gives it; empty where none is kept."""
+    rubric = [Criterion(title=title, description="", evaluator_instruction="") for title in titles]
+    remarks = [("", "")] * len(verdicts)
+    scored = [call for call in calls if call["phase"] == Score.name and call["reply"]]
+    for call in sorted(scored, key=lambda call: call["started_at"], reverse=True):
+        with contextlib.suppress(ReplyError):
+            for place, entry in enumerate(parse_scores(call["reply"], rubric).value):
+                if place < len(verdicts) and entry.verdict == verdicts[place]:
+                    remarks[place] = (entry.evidence, entry.justification)
+    return remarks
+
+
+def _groups(
+    key: str, step: int | None, split: str, outcomes: Outcomes, rows: Mapping[str, Mapping[str, list[Row]]]
+) -> Iterator[PackedGroup]:
+    """The groups of one measurement, a task each.
+
+    Args:
+        key: of the measurement.
+        step: whose policy played.
+        split: of its tasks.
+        outcomes: of its rollouts.
+        rows: table -> task -> rows.
+    """
+    for task in sorted(rows["trajectories"].keys() & {task for task, _ in outcomes}):
+        mine = {name: rows.get(name, {}).get(task, []) for name in ROWS}
+        # Of a rollout that was played again the last try is the one that was judged.
+        last = {row["rollout"]: row["attempt"] for row in sorted(mine["trajectories"], key=lambda row: row["attempt"])}
+        mine["trajectories"] = [row for row in mine["trajectories"] if row["attempt"] == last[row["rollout"]]]
+        data, summary = content(step, task, mine)
+        for shown in data["rollouts"]:
+            shown["outcome"] = outcomes.get((task, shown["rollout"]))
+        summary["rollouts"] = [
+            [*rollout, shown["outcome"] and shown["outcome"]["success"]]
+            for rollout, shown in zip(summary["rollouts"], data["rollouts"], strict=True)
+        ]
+        judged = any("judged" in (shown["outcome"] or ()) for shown in data["rollouts"])
+        state = "judged, a stand-in: there is no evaluator" if judged else "evaluated"
+        yield PackedGroup(summary | {"key": key, "split": split, "state": state}, pack(data))
