@@ -13,7 +13,7 @@ from rich.console import Console
 from draco_ray.commands.printing import print_overall
 from draco_ray.commands.replay import judges_own_config, open_run
 from draco_ray.errors import ConfigError
-from draco_ray.judging.labels import Label, load_labels
+from draco_ray.judging.labels import Label, last_words, read_labels, taken_back
 from draco_ray.lab.analysis.judges import POLICY, NamedJudge, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.labels import against_people, between_people, citations, with_examples
 from draco_ray.lab.analysis.tables import write_table
@@ -43,9 +43,15 @@ def agreement(paths: Sequence[Path], held: Held | None, *, out: Path | None, con
         ConfigError: files without labels, or labels of another run than ``held`` names.
         JudgeUnavailable: the judge does not answer.
     """
-    labels = load_labels(paths)
+    said = read_labels(paths)
+    labels = last_words(said)
     folder = None if out is None else check_folder(out)
     _print_size(labels, console)
+    if contrary := taken_back(said):
+        console.print(
+            f"{contrary} {'label says' if contrary == 1 else 'labels say'} another thing than an earlier one of the "
+            "same verdict under the same name: the last counts; if several people left their name empty, give each one"
+        )
     tables = {}
     if any(label.verdict is not None for label in labels):
         tables["agreement"] = against_people(labels)

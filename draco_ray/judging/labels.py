@@ -21,6 +21,9 @@ from draco_ray.records import Verdict
 MOST_CHARACTERS = 2_000
 """Of a task, or of what a judge wrote, in an example."""
 
+MOST = 2**31 - 1
+"""Of a number that tables hold."""
+
 
 class Label(BaseModel):
     """A person's word on one verdict, or on the steps it cites, or on both."""
@@ -31,10 +34,10 @@ class Label(BaseModel):
     """Directory name of the run."""
     run_id: str = ""
     """Of the run itself, since names come again."""
-    training_step: int = Field(ge=0)
+    training_step: int = Field(ge=0, le=MOST)
     task_id: str
-    rollout: int = Field(ge=0)
-    criterion: int = Field(ge=0)
+    rollout: int = Field(ge=0, le=MOST)
+    criterion: int = Field(ge=0, le=MOST)
     """Index into the group's rubric."""
     title: str
     description: str = ""
@@ -85,10 +88,36 @@ def load_labels(paths: Sequence[Path]) -> list[Label]:
     """The labels of files; of one person's labels of one verdict the last counts.
 
     Raises:
+        ConfigError: as `read_labels`.
+    """
+    return last_words(read_labels(paths))
+
+
+def last_words(labels: Iterable[Label]) -> list[Label]:
+    """Of one person's labels of one verdict the last."""
+    return list({(label.judgment, label.by): label for label in labels}.values())
+
+
+def taken_back(labels: Iterable[Label]) -> int:
+    """How many labels say another thing of a verdict or a citation than the same person's label before them."""
+    before: dict[tuple[object, ...], Label] = {}
+    contrary = 0
+    for label in labels:
+        first = before.get((label.judgment, label.by), label)
+        pairs = ((first.verdict, label.verdict), (first.citation, label.citation))
+        contrary += any(one is not None and one != other for one, other in pairs)
+        before[label.judgment, label.by] = label
+    return contrary
+
+
+def read_labels(paths: Sequence[Path]) -> list[Label]:
+    """Every label of files, in their order.
+
+    Raises:
         ConfigError: a file cannot be read, a line is no label, two lines name different verdicts of the judge on the
             same criterion and rollout, or there is no label at all.
     """
-    found: dict[tuple[object, ...], Label] = {}
+    found: list[Label] = []
     judged: dict[tuple[object, ...], tuple[str, int, str]] = {}
     for path in paths:
         for number, line in enumerate(_lines(path), 1):
@@ -108,10 +137,10 @@ def load_labels(paths: Sequence[Path]) -> list[Label]:
                     f"{where}: the judge's verdict on criterion {label.criterion}, {label.title[:80]!r}, is "
                     f"{label.judge:+d}; in {first[2]} it is {first[1]:+d} on {first[0][:80]!r}: labels of two runs"
                 )
-            found[label.judgment, label.by] = label
+            found.append(label)
     if not found:
         raise ConfigError(f"{', '.join(map(str, paths))}: no label in there; export some from draco report's page")
-    return list(found.values())
+    return found
 
 
 def corrected(labels: Iterable[Label], most: int) -> list[Label]:

@@ -54,6 +54,8 @@ def test_the_last_word_of_a_person_counts_and_every_persons_does(tmp_path: Path)
         (json.dumps(a_label(verdict=True)), "line 2: no label: verdict"),
         (json.dumps(a_label(verdict=None)), "labels neither the verdict nor the citation"),
         (json.dumps(a_label(citation=True, cited=[1], steps=[2])), "yet its steps"),
+        (json.dumps(a_label(training_step=10**30)), "line 2: no label: training_step"),
+        (json.dumps(a_label(criterion=2**31)), "line 2: no label: criterion"),
         (json.dumps(a_label(judge=-1)), "labels of two runs"),
         (json.dumps(a_label(title="U")), "labels of two runs"),
     ],
@@ -282,6 +284,25 @@ def test_draco_agreement_prints_and_writes(tmp_path: Path, capsys: pytest.Captur
     assert "agreement gained by examples:" in printed.out
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"agreement.parquet", "agreement.csv"}
     assert printed.err.count("draco: ") == 2
+
+
+def test_labels_that_contradict_each_other_under_one_name_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = written(
+        tmp_path / "a.jsonl", a_label(), a_label(rollout=1), a_label(rollout=2, verdict=None, citation=True)
+    )
+    # The second takes one back, repeats one, and adds a verdict to the third, which said nothing of it.
+    second = written(tmp_path / "b.jsonl", a_label(verdict=-1), a_label(rollout=1), a_label(rollout=2, citation=True))
+    with pytest.raises(SystemExit):
+        main(["agreement", str(first), str(second)])
+    said = capsys.readouterr().out
+    assert "1 label says another thing than an earlier one of the same verdict under the same name" in said
+    assert "3 verdicts and 1 citations labelled by 1 person" in said
+    bobs = written(tmp_path / "c.jsonl", a_label(verdict=-1, by="bob"))
+    with pytest.raises(SystemExit):
+        main(["agreement", str(first), str(bobs)])
+    assert "another thing" not in capsys.readouterr().out
 
 
 def test_an_example_is_one_persons_last_word() -> None:

@@ -42,8 +42,8 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
             }
             number = re.fullmatch(r"step(\d+)", name)
             key = f"{directory.path.name} {name}"
-            step = int(number[1]) if number else None
-            yield from _groups(key, step, directory.plan.split, _evaluated(played), rows)
+            version = int(number[1]) if number else None
+            yield from _groups(key, version, directory.plan.split, _evaluated(played), rows)
 
 
 def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
