@@ -157,7 +157,7 @@ sample: setup
 	$(VENV)/bin/python examples/shop/demonstrations.py .cache/sample
 	$(DRACO) sft examples/shop/environment.yaml .cache/sample/demonstrations.jsonl --new --epochs 6 --out .cache/sample/policy
 	$(DRACO) train examples/shop/environment.yaml model.path=.cache/sample/policy train.steps=4 train.prompts_per_step=4 \
-		learner.minibatch_prompts=4 data.eval_tasks=8 run.root=.cache/sample/runs run.name=shop
+		learner.minibatch_prompts=4 data.eval_tasks=8 train.evaluate_every=2 run.root=.cache/sample/runs run.name=shop
 	$(VENV)/bin/python jobs/sample_page.py .cache/sample/runs/shop
 	$(VENV)/bin/python jobs/notebook.py .cache/sample/runs/shop
 
