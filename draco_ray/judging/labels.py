@@ -94,7 +94,7 @@ def load_labels(paths: Sequence[Path]) -> list[Label]:
 
 
 def last_words(labels: Iterable[Label]) -> list[Label]:
-    """Of one person's labels of one verdict the last."""
+    """Keep of one person's labels of one verdict the last."""
     return list({(label.judgment, label.by): label for label in labels}.values())
 
 

@@ -85,7 +85,7 @@ def read_judged(run: RunDirectory) -> Mapping[tuple[int, str], list[JudgedRollou
 
 
 def passed_share(verdicts: Sequence[int]) -> float | None:
-    """Of the applicable verdicts on a rollout those that pass; None where none applies."""
+    """The share that passes of the applicable verdicts on a rollout; None where none applies."""
     passes, fails = (list(verdicts).count(verdict) for verdict in (Verdict.PASS, Verdict.FAIL))
     return passes / (passes + fails) if passes + fails else None
 

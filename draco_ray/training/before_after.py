@@ -7,7 +7,7 @@ train; they are gone before training goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import ray
@@ -26,15 +26,33 @@ from draco_ray.training.progress import StepProgress
 if TYPE_CHECKING:
     from draco_ray.training.session import Actors
 
+Tell = Callable[[int, Mapping[str, float]], object]
+"""Is given the step of a policy that was measured, and its rates in [0, 1] by name."""
+
 
 class BeforeAfter:
     """Evaluates the split ``data.eval_split`` where ``train.evaluate_before_after`` asks for it."""
 
     def __init__(
-        self, config: DracoConfig, actors: Actors, run: RunDirectory, progress: StepProgress, console: Console
+        self,
+        config: DracoConfig,
+        actors: Actors,
+        run: RunDirectory,
+        progress: StepProgress,
+        console: Console,
+        tell: Tell = lambda step, rates: None,
     ) -> None:
+        """
+        Args:
+            config: the run's.
+            actors: that play.
+            run: where it is kept.
+            progress: is told of what is played.
+            console: to print on.
+            tell: called after each measurement.
+        """
         self._config, self._actors, self._run = config, actors, run
-        self._progress, self._console = progress, console
+        self._progress, self._console, self._tell = progress, console, tell
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
         """What the policy of ``step`` achieves, measured or read from the run directory.
@@ -74,11 +92,12 @@ class BeforeAfter:
             self._progress.stop()
             await workers.stop()
         await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
+        tgc, sgc = task_goal_completion(evaluations), scenario_goal_completion(evaluations)
+        self._tell(step, {"tgc": tgc, "sgc": sgc})
         lost = sum(evaluation.lost for evaluation in evaluations)
         moment = "before" if step == 0 else f"after step {step}"
         self._console.print(
-            f"{moment}: TGC {task_goal_completion(evaluations):.1%} SGC {scenario_goal_completion(evaluations):.1%} "
-            f"on {config.data.eval_split} ({len(tasks)} tasks x {runs})"
+            f"{moment}: TGC {tgc:.1%} SGC {sgc:.1%} on {config.data.eval_split} ({len(tasks)} tasks x {runs})"
             + (f"; {lost} rollouts were lost and count as failures" if lost else "")
         )
         return evaluations

@@ -24,6 +24,7 @@ from draco_ray.records import Criterion, Judged, JudgedRollout, Message, Task
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import judged_rates, read_judged
+from draco_ray.training.before_after import Tell
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
@@ -52,15 +53,16 @@ class JudgedBeforeAfter:
         *,
         prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]],
         static: Sequence[Criterion],
+        tell: Tell = lambda step, rates: None,
     ) -> None:
-        """The first five are those of `BeforeAfter`.
+        """The first five and the last are those of `BeforeAfter`.
 
         Args:
             prompts: the agent's prompts of tasks.
             static: the rubric of every task; empty: the judge writes one for each.
         """
         self._config, self._actors, self._run = config, actors, run
-        self._progress, self._console = progress, console
+        self._progress, self._console, self._tell = progress, console, tell
         self._prompts, self._static = prompts, tuple(static)
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
@@ -88,8 +90,10 @@ class JudgedBeforeAfter:
         finally:
             self._progress.stop()
         rollouts = [rollout for of_task in found for rollout in of_task]
-        moment = "before" if step == 0 else f"after step {step}"
-        self._console.print(f"{moment}: on {split}: {judged_rates(rollouts)}", markup=False)
+        moment, rates = "before" if step == 0 else f"after step {step}", judged_rates(rollouts)
+        if rates.pass_rate is not None:
+            self._tell(step, {"judged_pass_rate": rates.pass_rate.mean})
+        self._console.print(f"{moment}: on {split}: {rates}", markup=False)
         return rollouts
 
     async def _task(

@@ -100,9 +100,16 @@ class RunObserver:
         self._metrics.step(line)
         self._seen.clear()
         log.info("step finished in %.1fs, reward %s", line["seconds"], line["reward"], extra={"step": line["step"]})
+        self._track(line["step"], scalars(line))
+
+    def held_out(self, step: int, rates: Mapping[str, float]) -> None:
+        """Take in what the policy of ``step`` achieves on held-out tasks, a rate in [0, 1] by name."""
+        self._track(step, {f"held_out/{name}": rate for name, rate in rates.items()})
+
+    def _track(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.step(line["step"], scalars(line))
+                tracker.step(step, numbers)
             except Exception:
                 log.exception("tracker %s failed and is left out from here on", name)
                 del self._trackers[name]

@@ -43,7 +43,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.batches import Batches, RecordedRollouts
-from draco_ray.training.before_after import BeforeAfter
+from draco_ray.training.before_after import BeforeAfter, Tell
 from draco_ray.training.cluster import connect
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.head import unless_gone
@@ -490,22 +490,22 @@ async def training_session(
         )
         # The last to be put there, and so the first thing of the end.
         parts.callback(progress.start, "ending")
-        yield TrainingSession(actors, trainer, _before_after(config, actors, run, progress, console))
+        yield TrainingSession(actors, trainer, _before_after(config, actors, run, progress, console, observer.held_out))
 
 
 def _before_after(
-    config: DracoConfig, actors: Actors, run: RunDirectory, progress: StepProgress, console: Console
+    config: DracoConfig, actors: Actors, run: RunDirectory, progress: StepProgress, console: Console, tell: Tell
 ) -> BeforeAfter | JudgedBeforeAfter:
     """What measures held-out tasks: the environment's evaluator, or the judge where there is none."""
     environment = make_environment(config.environment, config.data)
     if environment.evaluates:
-        return BeforeAfter(config, actors, run, progress, console)
+        return BeforeAfter(config, actors, run, progress, console, tell)
 
     def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
         return task_prompts(config, environment, tasks)[0]
 
     static = _static_rubric(config)
-    return JudgedBeforeAfter(config, actors, run, progress, console, prompts=prompts, static=static)
+    return JudgedBeforeAfter(config, actors, run, progress, console, prompts=prompts, static=static, tell=tell)
 
 
 def spent_dollars(run: RunDirectory) -> float:

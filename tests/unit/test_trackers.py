@@ -9,10 +9,20 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.observability.trackers import open_trackers, scalars
+from draco_ray.records import Evaluation, JudgedRollout
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training import before_after, held_out
+from draco_ray.training.before_after import BeforeAfter
+from draco_ray.training.held_out import JudgedBeforeAfter
+from draco_ray.training.observer import RunObserver
+from draco_ray.training.progress import StepProgress
 from draco_ray.training.rollout_table import rollout_table
+from tests.support.evaluations import a_result
 from tests.support.small_run import small_run
 
 LINE = {
@@ -119,6 +129,42 @@ def test_a_tracker_that_refuses_is_one_line(
     monkeypatch.setitem(sys.modules, name, package)
     with pytest.raises(ConfigError, match=rf"^run.trackers: {name}: no way in; set {variable} or leave it out$"):
         open_trackers((name,), tmp_path, {})
+
+
+async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: Any) -> None: ...
+
+    async def played(*_: Any, **__: Any) -> list[Evaluation]:
+        return [a_result(task, 0, task == "a_1").evaluation for task in ("a_1", "a_2")]
+
+    async def scored(*_: Any) -> list[JudgedRollout]:
+        return [JudgedRollout(task_id="a_1", run=0, verdicts=(1, 1, -1, 1))]
+
+    package = WandB()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr(before_after, "evaluate_tasks", played)
+    monkeypatch.setattr(JudgedBeforeAfter, "_task", scored)
+    environment = SimpleNamespace(tasks=lambda split: ["a_1", "a_2"], task=lambda name: SimpleNamespace(task_id=name))
+    for module in (before_after, held_out):
+        monkeypatch.setattr(module, "make_environment", lambda *_: environment)
+    config = load_config("sandbox")
+    run, console = RunDirectory.create(tmp_path / "run", ""), Console(quiet=True)
+    # Not through its constructor, whose gauges are Ray's.
+    observer = RunObserver.__new__(RunObserver)
+    observer._trackers = open_trackers(("wandb",), run.path, {})
+    workers, store = SimpleNamespace(stop=nothing), SimpleNamespace(evaluations=SimpleNamespace(remote=nothing))
+    actors: Any = SimpleNamespace(
+        evaluation_workers=lambda: workers, workers=workers, pool=lambda workers: None, store=store
+    )
+    about = (config, actors, run, StepProgress(console), console)
+    await BeforeAfter(*about, observer.held_out).measure(4, 4)
+    judged = JudgedBeforeAfter(
+        *about, prompts=lambda tasks: dict.fromkeys(tasks, ()), static=(), tell=observer.held_out
+    )
+    await judged.measure(6, 6)
+    assert package.logged == [(4, {"held_out/tgc": 0.5, "held_out/sgc": 0.0}), (6, {"held_out/judged_pass_rate": 0.75})]
 
 
 def test_a_step_is_a_table_of_its_rollouts_with_their_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
