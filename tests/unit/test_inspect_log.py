@@ -20,6 +20,7 @@ from draco_ray.traces.library import judge_sync
 from draco_ray.traces.load import load_traces
 from tests.support.evaluations import a_plan, write_evaluation
 from tests.support.lost import lost_rollout
+from tests.support.measured_run import TITLES, judged_run
 from tests.support.small_run import CODE, CONFIG, HOSTILE, a_trajectory, small_run
 from tests.unit.test_traces_judging import MODEL, Canned
 from tests.unit.test_traces_load import FILES
@@ -84,6 +85,31 @@ def test_what_a_run_evaluated_is_a_log_a_measurement(tmp_path: Path) -> None:
     # Again is the same files, and an evaluation directory stands for itself.
     assert write_logs(run.path, tmp_path / "logs") == written
     assert [path.name for path in write_logs(inside, tmp_path / "alone")] == [path.name for path in written[3:]]
+
+
+def test_what_the_judge_scored_for_want_of_an_evaluator_is_a_log_a_measurement(tmp_path: Path) -> None:
+    run = judged_run(tmp_path / "run", steps=(0, 2))
+    judged_run(run.path / "evaluations" / "last", steps=(2,))
+    written = write_logs(run.path, tmp_path / "logs")
+    logs = {log["eval"]["task"]: log for log in (json.loads(path.read_text(encoding="utf-8")) for path in written)}
+    assert list(logs)[2:] == [
+        *("run, dev before training, judged", "run, dev after step 2, judged", "run, last, dev after step 2, judged")
+    ]
+    for log in list(logs.values())[2:]:
+        scored, unscored = log["samples"]
+        assert scored["scores"]["judged"]["value"] == 0.5
+        assert scored["scores"]["judged"]["metadata"] == {
+            "verdicts": [
+                {"title": title, "verdict": verdict}
+                for title, verdict in zip(TITLES, ("PASS", "FAIL", "NOT_APPLICABLE"), strict=True)
+            ],
+            "again": ["PASS", "PASS", "NOT_APPLICABLE"],
+        }
+        # Not scored is neither a zero nor a pass.
+        assert (unscored["scores"], unscored["error"]["message"]) == ({}, "no criterion")
+        assert log["results"]["scores"][0]["metrics"]["accuracy"]["value"] == 0.5
+        assert log["results"]["scores"][0]["unscored_samples"] == 1
+        assert [len(sample["messages"]) for sample in log["samples"]] == [7, 7]
 
 
 def test_an_evaluation_that_was_begun_and_a_lost_rollout(tmp_path: Path) -> None:
