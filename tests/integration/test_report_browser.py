@@ -131,6 +131,7 @@ def test_bars_show_the_share_of_the_push(browser: Browser, page: str) -> None:
     at(browser, f"#rollout/1/{TASKS[0]}/1")
     # The loser's two steps are pushed alike; the first is not cited, the closing turn is in no step.
     assert texts(browser, "article .push") == ["50%", "50%"]
+    assert texts(browser, "article [title^='quality:']") == ["Q 0.00", "Q 0.00"]
     bars = "[...document.querySelectorAll('.strip i')].map(n => n.className)"
     assert browser.run(bars) == ["minus uncited", "minus", "gap"]
     assert browser.run("[...document.querySelectorAll('article')].map(n => n.className)") == [

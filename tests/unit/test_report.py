@@ -14,7 +14,7 @@ from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.lab.report.groups import pack, packed_groups, unpack
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.page import KINDS, ceiling, write_report
+from draco_ray.lab.report.page import INERT, KINDS, QUALITY, ceiling, write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -74,6 +74,8 @@ def test_every_measured_step_has_its_groups_and_a_point_with_an_interval(tmp_pat
     hints = re.findall(r"<title>run, test, step (\d): (\d+)% \[(\d+)%, (\d+)%\]</title>", page)
     assert [(step, rate) for step, rate, _, _ in hints] == [("0", "0"), ("1", "100"), ("2", "50")]
     assert all(int(low) <= int(rate) <= int(high) and low != high for _, rate, low, high in hints)
+    # A word of ours is explained where it stands.
+    assert re.findall(r"<figcaption>((?:Inert|Quality)[^<]*)</figcaption>", page) == [INERT, QUALITY]
     # However often it was measured, the facts name the ends.
     assert re.findall(r"<dt>(TGC [^<]*)</dt><dd[^>]*>([^<]*)</dd>", page) == [
         ("TGC on test, before and after step 2", "0% → 50%")

@@ -97,6 +97,10 @@ def run_id(run: RunDirectory) -> str:
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
+INERT = "Inert: the verdicts that cite its steps agree, so credit tells no step from another."
+QUALITY = "Quality Q of a step: the share that passes of the verdicts that cite it."
+
+
 @dataclass(frozen=True, slots=True)
 class Chart:
     """A chart of the first page."""
@@ -125,8 +129,8 @@ def overview(run: RunDirectory) -> list[Chart]:
         *([Chart(figures.success(evaluated), note=_intervals(evaluated, "tgc"))] if evaluated else []),
         *([Chart(figures.judged(judged), note=_intervals(judged, "pass_rate"))] if judged else []),
         Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
-        Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent)),
-        Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5))),
+        Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent), note=INERT),
+        Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5)), note=QUALITY),
         Chart(line_chart("KL to the base model", kl)),
         Chart(stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
         Chart(

@@ -352,7 +352,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
   else if (share) {
     const bar = el("i." + barKind(turn));
     bar.style.width = Math.round((turn.push || 0) * 100) + "%";
-    head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", {}, "Q ", el("b", {}, fixed(turn.quality))), el("span", {}, "a ", el("b", {}, signed(turn.advantage))));
+    head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share that passes of the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
     if (!turn.cited) head.append(el("span.tag", {}, "not cited"));
   }
   head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s + ${fixed(turn.executing)} s`));
