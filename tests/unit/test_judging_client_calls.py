@@ -389,12 +389,14 @@ KEYS: dict[str, Callable[[pytest.MonkeyPatch], Scripted]] = {
 
 
 async def test_an_answer_is_kept_for_whoever_asks_the_same_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {name: make(monkeypatch).client._key(a_request()) for name, make in KEYS.items()}
+    keys = {name: make(monkeypatch).client._keys(a_request())[0] for name, make in KEYS.items()}
     assert len(set(keys.values())) == len(KEYS)
     plain = Scripted(monkeypatch).client
-    assert plain._key(a_request()) == keys["plain"]
-    assert len({plain._key(a_request(**each)) for each in ({}, {"vote": 1}, {"scope": "s"}, {"text": "other"})}) == 4
-    assert plain._key(a_request(phase="score", group="g", schema={"a": 1})) == keys["plain"]
+    assert plain._keys(a_request())[0] == keys["plain"]
+    assert (
+        len({plain._keys(a_request(**each))[0] for each in ({}, {"vote": 1}, {"scope": "s"}, {"text": "other"})}) == 4
+    )
+    assert plain._keys(a_request(phase="score", group="g", schema={"a": 1}))[0] == keys["plain"]
     sent = {
         "model": "openai/m",
         "messages": [{"role": "user", "content": TEXT}],
@@ -403,12 +405,12 @@ async def test_an_answer_is_kept_for_whoever_asks_the_same_in_the_same_way(monke
         "temperature": 0.1,
     }
     assert keys["plain"] == request_key({**sent, "vote": 0})
-    assert plain._key(a_request(vote=2, scope="s")) == request_key({**sent, "vote": 2, "scope": "s"})
+    assert plain._keys(a_request(vote=2, scope="s"))[0] == request_key({**sent, "vote": 2, "scope": "s"})
     started = Scripted(monkeypatch, api_base=None, rule_judge={"start": True})
     del sent["api_base"]
-    assert started.client._key(a_request()) == request_key({**sent, "vote": 0})
+    assert started.client._keys(a_request())[0] == request_key({**sent, "vote": 0})
     servers = [Scripted(monkeypatch, api_base=base, rule_judge={"start": True}) for base in ("http://a", "http://b")]
-    assert len({each.client._key(a_request()) for each in servers}) == 1
+    assert len({each.client._keys(a_request())[0] for each in servers}) == 1
 
 
 async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeypatch: pytest.MonkeyPatch) -> None:
