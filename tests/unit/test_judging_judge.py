@@ -400,8 +400,11 @@ async def test_the_cache_friendly_set_works_with_the_same_judge() -> None:
 class Opened:
     """Stands for `LiteLLMClient`: remembers what it was opened with."""
 
-    def __init__(self, config: JudgeConfig, cache: object, *, leases: object, servers: object) -> None:
+    def __init__(
+        self, config: JudgeConfig, cache: object, *, leases: object, servers: object, endpoint_counts: bool
+    ) -> None:
         self.config, self.cache, self.leases, self.servers = config, cache, leases, servers
+        self.endpoint_counts = endpoint_counts
 
 
 @pytest.fixture
@@ -444,6 +447,17 @@ def test_all_judges_of_a_configuration_take_leases_and_only_a_local_one_asks_for
     assert [each.leases for each in opened] == [leases, leases]
     # One folder of replies for all of them.
     assert opened[0].cache is opened[1].cache is not None
+
+
+def test_only_in_a_runs_own_replies_is_its_judge_the_same_wherever_it_is_reached(opened: list[Opened]) -> None:
+    """A jury may hold the same name at another endpoint, which is another model."""
+    jury = (OtherJudgeConfig(model="openai/own", api_base="http://b/v1"), OtherJudgeConfig(model="openai/else"))
+    config = JudgeConfig(model="openai/own", api_base="http://a/v1", jury=jury)
+    build_judge(config)
+    assert [each.endpoint_counts for each in opened] == [True, True, True]
+    opened.clear()
+    build_judge(config, own_replies=True)
+    assert [each.endpoint_counts for each in opened] == [False, True, True]
 
 
 def test_prompts_carry_the_facts_and_the_secret_that_is_kept_beside_the_replies(tmp_path: Path) -> None:
