@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 Interval = tuple[float, float]
 """Start and end, seconds."""
@@ -39,7 +41,15 @@ def hidden_seconds(work: Iterable[Interval], behind: Iterable[Interval]) -> floa
     2
     """
     cover = merged(behind)
-    return sum(max(0, min(end, stop) - max(start, begin)) for start, end in work for begin, stop in cover)
+    begins = [begin for begin, _ in cover]
+    before = [0, *accumulate(stop - begin for begin, stop in cover)]
+
+    def covered(until: float) -> float:
+        begun = bisect_right(begins, until)
+        # The last one that has begun may still run.
+        return before[begun] - (max(0, cover[begun - 1][1] - until) if begun else 0)
+
+    return sum(max(0, covered(end) - covered(start)) for start, end in work)
 
 
 def seconds_together(lanes: Mapping[str, Iterable[Interval]]) -> dict[frozenset[str], float]:
