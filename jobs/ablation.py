@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps
+from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, check_one_policy, default_steps
 
 from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
@@ -235,6 +235,8 @@ def main(
                 found[name][seed] = known
             else:
                 waiting.append(wanted)
+    everything = [each for of_setting in found.values() for each in of_setting.values()]
+    check_one_policy(everything, preset if waiting and not print_only else None)
     measured.mkdir(parents=True, exist_ok=True)
     print_all(found, measured, runs_per_task)
     for wanted in [] if print_only else waiting:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import typer
 from ablation import percent
-from measured import SANDBOX, Measured, Wanted, default_steps
+from measured import SANDBOX, Measured, Wanted, check_one_policy, default_steps
 
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 
@@ -131,6 +131,7 @@ def main(
                     found[noise, name, seed] = known
                 else:
                     waiting[noise, name, seed] = wanted
+    check_one_policy(found.values(), preset if waiting and not print_only else None)
     print(table(found, chosen, names, runs_per_task), flush=True)
     for cell, wanted in () if print_only else waiting.items():
         found[cell] = wanted.make(root, measured)

@@ -6,12 +6,13 @@ one's own where they lie in the folder, and what is missing is run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -49,6 +50,8 @@ class Measured:
     evaluations: Mapping[int, Sequence[Evaluation]]
     spent: Mapping[int, Spend]
     """Until the end of that step, for every step that was evaluated."""
+    policy: str
+    """Begins the SHA-256 of the weights that it started from, which differ from one kind of CPU to another."""
 
     @property
     def last(self) -> int:
@@ -65,7 +68,30 @@ def measure(run: RunDirectory, evaluations: Mapping[int, Sequence[Evaluation]]) 
     price = DracoConfig().judge.prices[REFERENCE_JUDGE]
     by_step = {step: _spend(calls, price) for step, calls in read_calls(run).items()}
     spent = {step: sum((by_step[past] for past in by_step if past <= step), start=Spend()) for step in evaluations}
-    return Measured(evaluations=evaluations, spent=spent)
+    return Measured(evaluations=evaluations, spent=spent, policy=policy_of(Path(str(run.setting("model.path")))))
+
+
+def policy_of(model: Path) -> str:
+    """See `Measured.policy`; a model of several files or of a hub goes by its name."""
+    weights = model / "model.safetensors"
+    return hashlib.sha256(weights.read_bytes()).hexdigest()[:16] if weights.is_file() else str(model)
+
+
+def check_one_policy(found: Iterable[Measured], to_run: str | None) -> None:
+    """End the program with a line where the runs of a table began from several policies.
+
+    Args:
+        found: what is known.
+        to_run: preset of runs that are still to be made; None: there are none.
+    """
+    policies = {each.policy for each in found}
+    if policies and to_run is not None:
+        policies.add(policy_of(Path(load_config(to_run).model.path)))
+    if len(policies) > 1:
+        sys.exit(
+            f"the runs start from {len(policies)} policies ({', '.join(sorted(policies))}), and a comparison needs "
+            "one: give those of each a folder of its own (--measured)"
+        )
 
 
 def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:
@@ -143,6 +169,7 @@ def write(path: Path, words: Sequence[str], measured: Measured) -> None:
             "words": list(words),
             "date": datetime.now(UTC).date().isoformat(),
             "version": metadata.version("draco-ray"),
+            "policy": measured.policy,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         }
     ]
@@ -178,7 +205,7 @@ def read(path: Path, words: Sequence[str]) -> Measured | None:
     spent: dict[int, Spend] = {}
     try:
         made, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        asked = made["words"]
+        asked, policy = made["words"], made["policy"]
         for line in lines:
             if "step" in line:
                 spent[step := line["step"]] = Spend(line["judge_tokens"], line["judge_dollars"])
@@ -189,7 +216,7 @@ def read(path: Path, words: Sequence[str]) -> Measured | None:
         sys.exit(f"{path}: damaged ({error}); remove it to run it again")
     if asked != list(words):
         sys.exit(f"{path}: measured for {asked}, expected {list(words)}; remove it, or name another folder")
-    return Measured(evaluations=evaluations, spent=spent)
+    return Measured(evaluations=evaluations, spent=spent, policy=policy)
 
 
 def _rollouts(line: Mapping[str, Any]) -> list[Evaluation]:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.load import dump_config, load_config
 from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -90,7 +89,7 @@ def wanted(job: Any, setting: str, seed: int, *overrides: str) -> Any:
 
 def trained_run(root: Path, name: str, solved: Mapping[int, int], tokens: int) -> RunDirectory:
     """A run of four steps that asked for so many tokens a step; by step, in how many runs the second task succeeds."""
-    run = RunDirectory.create(root / name, dump_config(DracoConfig()))
+    run = RunDirectory.create(root / name, dump_config(load_config("sandbox")))
     store = RunStore(run)
     for step in range(1, STEPS + 1):
         # The second answer came from the durable cache: it was paid for once.
@@ -244,10 +243,32 @@ def test_the_hard_sandbox_has_its_own_runs_and_steps(
     assert command[-1].startswith("run.name=draco-hard-seed0-steps30")
 
 
+def test_runs_that_start_from_several_policies_are_not_compared(job: Any, tmp_path: Path) -> None:
+    measured_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
+    run = wanted(job, "random", 0)
+    figures = {0: evaluations(0), 4: evaluations(1)}
+    weights = tmp_path / "starter" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"trained elsewhere")
+    other = job.policy_of(weights.parent)
+    job.write(
+        tmp_path / "measured" / f"{run.name}.jsonl",
+        run.words,
+        job.Measured(figures, dict.fromkeys(figures, job.Spend()), other),
+    )
+    with pytest.raises(SystemExit, match=rf"start from 2 policies \(.*{other}.*folder of its own"):
+        run_job(job, tmp_path)
+    # Nor is what is still to be run begun beside figures of another.
+    (tmp_path / "measured" / "draco-seed0-steps4.jsonl").unlink()
+    with pytest.raises(SystemExit, match="start from 2 policies"):
+        run_job(job, tmp_path, print_only=False)
+    run_job(job, tmp_path)
+
+
 def test_lost_rollouts_are_counted(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = wanted(job, "draco", 0)
     lost = [replace(each, failures=(LOST,)) if each.run == 2 else each for each in evaluations(2)]
-    measured = job.Measured({0: evaluations(0), 4: lost}, {0: job.Spend(), 4: job.Spend()})
+    measured = job.Measured({0: evaluations(0), 4: lost}, {0: job.Spend(), 4: job.Spend()}, "p")
     job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
     run_job(job, tmp_path, settings="draco", seeds=1)
     printed = capsys.readouterr().out
@@ -262,7 +283,7 @@ def test_what_was_measured_is_read_as_it_was(job: Any, tmp_path: Path) -> None:
     path = tmp_path / "figures" / "draco.jsonl"
     job.write(path, ["seed=0"], written)
     again = job.read(path, ["seed=0"])
-    assert again.spent == written.spent
+    assert (again.spent, again.policy) == (written.spent, written.policy)
     assert again.spent[4].dollars == pytest.approx(4 * 1000 * 2.5e-6)
     assert list(again.evaluations) == [0, 4]
     kept = [(each.task_id, each.scenario, each.run, each.success, each.turns) for each in again.evaluations[4]]
@@ -277,9 +298,12 @@ def test_what_was_measured_is_read_as_it_was(job: Any, tmp_path: Path) -> None:
         ("", "damaged"),
         ("nothing\n", "damaged"),
         ("[]\n", "damaged"),
-        ('{"words": ["seed=0"]}\n{"task": "a_1", "success": [1], "turns": [1], "lost": []}\n', "damaged"),
-        ('{"words": ["seed=0"]}\n{"step": 0}\n', "damaged"),
-        ('{"words": ["seed=1"]}\n', "measured for"),
+        (
+            '{"words": ["seed=0"], "policy": "p"}\n{"task": "a_1", "success": [1], "turns": [1], "lost": []}\n',
+            "damaged",
+        ),
+        ('{"words": ["seed=0"], "policy": "p"}\n{"step": 0}\n', "damaged"),
+        ('{"words": ["seed=1"], "policy": "p"}\n', "measured for"),
     ],
 )
 def test_a_file_that_says_nothing_or_something_else_is_not_taken(
@@ -305,7 +329,9 @@ def test_noise_with_and_without_credit(
                 continue
             run = replace(wanted(job, setting, seed), every=None)
             measured = job.Measured(
-                {0: evaluations(0), STEPS: evaluations(solved)}, {0: job.Spend(), STEPS: job.Spend()}
+                {0: evaluations(0), STEPS: evaluations(solved)},
+                {0: job.Spend(), STEPS: job.Spend()},
+                job.policy_of(Path(load_config("sandbox").model.path)),
             )
             job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
     noise.main(**words, print_only=True)
