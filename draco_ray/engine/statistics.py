@@ -25,6 +25,7 @@ class EngineStatistics:
     preemptions: int = 0
     """Requests that lost their place to others for want of KV cache, and are computed anew."""
     iterations: int = 0
+    """That vLLM has reported: none while requests wait is an engine that stands still."""
 
     def take(self, scheduler: Any, iteration: Any) -> None:
         """Take in ``SchedulerStats`` and ``IterationStats`` of one iteration; either may be None."""
