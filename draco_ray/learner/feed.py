@@ -54,18 +54,19 @@ class LearnerFeed:
             self._grown.notify_all()
         return await answer
 
-    async def start(self, rank: int) -> Start | None:
-        """Where a worker that starts now begins: the last complete checkpoint and the command after it.
+    async def start(self) -> Start | None:
+        """Where workers that start now begin: the last complete checkpoint and the command after it.
 
-        Returns: None once workers were started anew too often, or after `fail`; the worker then ends.
+        Asked once for all of them, which are started together.
+
+        Returns: None once workers were started anew too often, or after `fail`; they then end.
         """
-        if rank == 0:
-            self._failures += 1
-            if self._failures > self._max_failures:
-                await self.fail(
-                    f"learner failed: {self._trouble}; {self._failures} times since the last checkpoint, "
-                    f"learner.max_failures={self._max_failures}; see its log in the Ray dashboard"
-                )
+        self._failures += 1
+        if self._failures > self._max_failures:
+            await self.fail(
+                f"learner failed: {self._trouble}; {self._failures} times since the last checkpoint, "
+                f"learner.max_failures={self._max_failures}; see its log in the Ray dashboard"
+            )
         return self._start if self._failure is None else None
 
     async def trouble(self, reason: str) -> None:

@@ -40,12 +40,10 @@ class FeedLost(Exception):
 
 def train_loop(settings: dict[str, LoopSettings]) -> None:
     """Carry out the feed's commands until Stop, or until there is no feed: Ray Train's `train_loop_per_worker`."""
-    import ray.train
-
     given = settings["settings"]
     try:
         # Before anything that can fail, because the feed counts the starts.
-        start = _told(given.feed.start.remote(ray.train.get_context().get_world_rank()))
+        start = _start(given.feed)
         if start is not None:
             _carry_out(given, start)
     except FeedLost:
@@ -55,6 +53,25 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
         with suppress(FeedLost):
             _told(given.feed.trouble.remote(_one_line(error)))
         raise
+
+
+def _start(feed: Any) -> Start | None:
+    """Where the workers begin; None: nowhere.
+
+    One asks and tells the others. If each asked, some might hear that the workers are given up and others, who asked
+    sooner, not: these would wait in a collective operation for those that have ended.
+    """
+    import ray.train
+    import torch.distributed
+
+    context = ray.train.get_context()
+    told: list[Start | None] = [None]
+    if context.get_world_rank() == 0:
+        with suppress(FeedLost):
+            told = [_told(feed.start.remote())]
+    if context.get_world_size() > 1:
+        torch.distributed.broadcast_object_list(told)
+    return told[0]
 
 
 def _told(answer: Any) -> Any:

@@ -199,6 +199,8 @@ async def test_a_worker_that_dies_costs_nothing_but_time_until_it_happens_too_of
 
     with pytest.raises(LearnerError, match=r"learner failed: .*; 3 times since the last checkpoint"):
         await outlive_deaths(learner, 3)
+    # They end together, and by themselves: Ray would keep the CPUs of a group that was ended by force.
+    await learner.stop(timeout=3600)
 
 
 async def test_workers_end_where_nobody_is_left_to_tell_them_what_to_do(learner: RayLoraLearner) -> None:

@@ -22,9 +22,9 @@ async def submitted(feed: LearnerFeed, command: object) -> asyncio.Task[object]:
     return task
 
 
-async def started(feed: LearnerFeed, rank: int = 1) -> Start:
-    """Where a worker begins that may."""
-    start = await feed.start(rank)
+async def started(feed: LearnerFeed) -> Start:
+    """Where workers begin that may."""
+    start = await feed.start()
     assert start is not None
     return start
 
@@ -68,22 +68,22 @@ async def test_a_worker_waits_for_the_next_command() -> None:
 
 
 async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
-    feed = LearnerFeed(workers=2, resume_from="first")
+    feed = LearnerFeed(workers=2, resume_from="first", max_failures=1)
     save = SaveCheckpoint(directory="second")
     for command in (Publish(version=1), save, CANARY):
         await submitted(feed, command)
     for rank in range(2):
         await feed.answer(rank, 0, (None,))
     await feed.answer(0, 1, (None,))
-    assert (await started(feed)).checkpoint == "first"  # one worker has not confirmed
-    assert (await started(feed)).position == 0
+    assert await started(feed) == Start(checkpoint="first", position=0)  # one worker has not confirmed
     await feed.answer(1, 1, (None,))
-    assert (await started(feed)).checkpoint == "second"
-    assert await feed.next((await started(feed)).position) == CANARY
+    start = await started(feed)
+    assert start.checkpoint == "second"
+    assert await feed.next(start.position) == CANARY
 
 
 async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> None:
-    feed = LearnerFeed(workers=1)
+    feed = LearnerFeed(workers=1, max_failures=1)
     saving = await submitted(feed, SaveCheckpoint(directory="second"))
     task = await submitted(feed, CANARY)
     await feed.answer(0, 1, ("learned meanwhile",))
@@ -129,14 +129,14 @@ async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None
 async def test_workers_that_fail_too_often_between_two_checkpoints_are_given_up() -> None:
     feed = LearnerFeed(workers=1, max_failures=1)
     for directory in ("first", "second"):
-        await started(feed, rank=0)
+        start = await started(feed)
         saving = await submitted(feed, SaveCheckpoint(directory=directory))
-        await feed.answer(0, (await started(feed)).position, (None,))
+        await feed.answer(0, start.position, (None,))
         await saving
-    await started(feed, rank=0)
+    await started(feed)
     waiting = await submitted(feed, CANARY)
     await feed.trouble("RuntimeError: out of memory")
-    assert await feed.start(0) is None
+    assert await feed.start() is None
     with pytest.raises(LearnerError, match=r"RuntimeError: out of memory; 2 times since the last checkpoint, .*=1"):
         await waiting
     await feed.fail("the learner has stopped")
