@@ -308,6 +308,12 @@ FAULTS: dict[str, Fault] = {
     "engine actor stopped": Fault(find=of_kind("PolicyEngineActor", 1), strike=stop_for_a_while, held=False),
     "AppWorld child stopped": Fault(find=of_words("world_template"), strike=stop_for_a_while, held=False),
     "rollout worker stopped": Fault(find=of_kind("RolloutWorkerActor", 1), strike=stop_for_a_while, held=False),
+    "learner worker stopped": Fault(
+        find=of_words("ray::RayTrainWorker"),
+        strike=stop_for_a_while,
+        held=False,
+        settings=("learner.stall_seconds=30",),
+    ),
     "SIGTERM": Fault(find=the_driver, strike=terminate),
     "two Ctrl-C": Fault(find=the_driver, strike=interrupt_twice),
     "GCS": Fault(find=of_words("gcs_server")),

@@ -602,6 +602,9 @@ class LearnerConfig(Tree):
     Triton."""
     max_failures: int = Field(3, ge=0)
     """Times workers that failed are started anew between two checkpoints before the run stops."""
+    stall_seconds: float = Field(600.0, gt=0)
+    """Time that a worker's process may not answer, before the workers are started anew; a long pass does not keep it
+    from answering."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

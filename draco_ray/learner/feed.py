@@ -28,7 +28,7 @@ class LearnerFeed:
         self._max_failures = max_failures
         self._failures = -1
         """Starts since the last complete checkpoint; the first of all is none."""
-        self._trouble = "a worker died"
+        self._trouble = "a worker died or stood still"
         self._log: dict[int, Command] = {}
         self._answers: dict[int, dict[int, Any]] = {}
         self._waiting: dict[int, asyncio.Future[Any]] = {}

@@ -7,6 +7,7 @@ together with the position in the feed that it stands for, and the two must chan
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -159,12 +160,16 @@ def _one_line(error: BaseException) -> str:
 def fit(settings: LoopSettings) -> None:
     """Run the loop on all workers until it ends; blocks. Workers that fail are started anew as long as the feed says.
 
+    So are those of which one does not answer for ``learner.stall_seconds``.
+
     Raises: ray.train.TrainingFailedError when they cannot be started.
     """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     config = settings.config
+    # Ray Train's controller asks every process how it does, beside the thread that trains, and takes it from here.
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.stall_seconds)
     on_gpu = config.gpus_per_worker > 0
     resources = {"CPU": config.cpus_per_worker} | ({"GPU": config.gpus_per_worker} if on_gpu else {})
     TorchTrainer(
