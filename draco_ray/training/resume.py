@@ -34,6 +34,7 @@ FREE = (
         "judge.limits.",
         "judge.api_base",
         "judge.api_key_env",
+        "judge.cache",
         "judge.max_outage_seconds",
     ),
     *("judge.workers", "judge.max_workers", "judge.concurrency_per_worker", "judge.idle_seconds"),

@@ -39,7 +39,7 @@ from draco_ray.training.engines import unless_lost
 from draco_ray.training.head import head_failure
 from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
 from draco_ray.training.order import EarlierTasks, TaskOrder
-from draco_ray.training.preflight import check_disk, check_outlives_job, check_trainable
+from draco_ray.training.preflight import check_disk, check_outlives_job, check_replies, check_trainable
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
@@ -273,6 +273,7 @@ def _train(
 ) -> Path:
     # The log and the trackers write before a node is asked anything.
     check_disk(config, run.path)
+    check_replies(config, run.path)
     start_run_log(run.path)
     try:
         with (

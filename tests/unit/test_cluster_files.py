@@ -254,7 +254,7 @@ def test_kuberay_job_runs_on_the_same_cluster_and_its_words_are_a_configuration(
     assert (program, command) == ("draco", "train")
     config = load_config(preset, overrides)
     assert config.train.steps == 100
-    for path in (config.data.root, Path(config.run.root), Path(config.model.path)):
+    for path in (config.data.root, Path(str(config.run.root).removeprefix("file://")), Path(config.model.path)):
         assert path.is_relative_to("/shared")
 
 

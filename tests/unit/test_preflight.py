@@ -15,19 +15,22 @@ from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
-from draco_ray.training import run
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training import preflight, run
 from draco_ray.training.preflight import (
     SUBMITTED,
     adapter_bytes,
     check_disk,
     check_object_store,
     check_outlives_job,
+    check_replies,
     check_resources,
     check_trainable,
     check_writable,
+    file_system_of,
     probe_node,
     step_size,
 )
@@ -95,6 +98,68 @@ def test_a_submitted_job_is_told_where_its_runs_go(tmp_path: Path, monkeypatch: 
         check_outlives_job(Path("runs"))
     check_outlives_job(tmp_path / "runs")
     check_outlives_job("s3://bucket/runs")
+
+
+MOUNTS = """\
+/dev/root / ext4 rw,relatime 0 0
+fs-1.efs:/ /shared nfs4 rw,vers=4.1 0 0
+//server/home /home/a\\040b cifs rw 0 0
+sshfs#host:/ /far fuse.sshfs rw 0 0
+fuse-overlayfs /own fuse.fuse-overlayfs rw 0 0
+/dev/sdb /shared/scratch xfs rw 0 0
+autofs /auto autofs rw 0 0
+server:/auto /auto nfs rw 0 0
+"""
+
+
+def test_the_file_system_of_a_path_is_that_of_the_innermost_mount() -> None:
+    paths = ("/var/x", "/shared", "/sharedness", "/shared/scratch/x", "/home/a b/runs", "/auto/x")
+    found = [file_system_of(Path(path), MOUNTS) for path in paths]
+    assert found == [
+        ("ext4", "/"),
+        ("nfs4", "/shared"),
+        ("ext4", "/"),
+        ("xfs", "/shared/scratch"),
+        ("cifs", "/home/a b"),
+        ("nfs", "/auto"),
+    ]
+    assert file_system_of(Path("/var"), "") == ("", ".")
+
+
+def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mends_it(paper: DracoConfig) -> None:
+    def check(run: str, *, cache: str | None = None, root: str | Path = Path("runs"), **more: object) -> None:
+        judge = paper.judge.model_copy(update={"cache": cache and Path(cache), **more})
+        where = paper.run.model_copy(update={"root": root})
+        check_replies(paper.model_copy(update={"judge": judge, "run": where}), Path(run), MOUNTS)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"kept in /shared/runs/first/judge_cache, on /shared, .* \(nfs4\) .* set judge.cache to a folder on a "
+        r"disk of this machine, or run.root=file:///shared/runs for a new run",
+    ):
+        check("/shared/runs/first")
+    with pytest.raises(
+        ConfigError, match=r"on /far, .* \(fuse.sshfs\) .* set judge.cache to a folder on a disk of this m"
+    ):
+        check("/var/runs/first", cache="/far/replies")
+    with pytest.raises(ConfigError, match=r"set run.local to a folder on a disk of this machine$"):
+        check("/shared/local/first", root="s3://bucket/runs")
+    check("/shared/runs/first", cache="/var/replies")
+    check("/shared/scratch/runs/first")
+    check("/own/runs/first")
+    # Where no replies are kept it does not matter.
+    check("/shared/runs/first", self_judge=SelfJudgeConfig(enabled=True))
+
+
+def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mounts").write_text(f"server:/ {tmp_path} nfs4 rw 0 0\n", encoding="utf-8")
+    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "mounts")
+    config = load_config("sandbox", [f"run.root={tmp_path}"])
+    folder = RunDirectory.create(tmp_path / "first", "")
+    with pytest.raises(ConfigError, match=r"judge replies would be kept in .*first/judge_cache"):
+        run._train(config, {}, None, folder, None, Console())  # type: ignore[arg-type]
 
 
 def test_too_few_gpus(paper: DracoConfig) -> None:
