@@ -304,7 +304,12 @@ FAULTS: dict[str, Fault] = {
     JUDGE_SERVER: Fault(find=the_judge, held=False),
     NODE: Fault(find=everything, head=ray_head),
     "judge hangs": Fault(find=the_judge, strike=stop, held=False, settings=("judge.request_timeout_seconds=10",)),
-    "engine core stopped": Fault(find=of_words("VLLM::EngineCore"), strike=stop_for_a_while, held=False),
+    "engine core stopped": Fault(
+        find=of_words("VLLM::EngineCore"),
+        strike=stop_for_a_while,
+        held=False,
+        settings=("engine.stall_seconds=30",),
+    ),
     "engine actor stopped": Fault(find=of_kind("PolicyEngineActor", 1), strike=stop_for_a_while, held=False),
     "AppWorld child stopped": Fault(find=of_words("world_template"), strike=stop_for_a_while, held=False),
     "rollout worker stopped": Fault(find=of_kind("RolloutWorkerActor", 1), strike=stop_for_a_while, held=False),

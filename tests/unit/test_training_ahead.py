@@ -416,3 +416,30 @@ async def test_a_run_that_is_stopped_keeps_the_checkpoint_that_is_being_written(
     with pytest.raises(asyncio.CancelledError):
         await stopping
     assert on_disk == ["step00001"]
+
+
+async def test_a_step_over_its_deadline_ends_the_run_and_names_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loop, ended = Run(tmp_path, "watch.step_seconds=3600"), asyncio.get_running_loop(), []
+    now, passed = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: now() + passed)
+
+    async def hang(samples: str) -> None:
+        nonlocal passed
+        if run.learned == [1]:
+            passed = 3600.0
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(samples)
+
+    monkeypatch.setattr(run.trainer._learner, "accumulate", hang)
+    with pytest.raises(
+        RunStopped, match=r"^step 2 has not ended in watch.step_seconds=3600, waiting for: .*in the learn"
+    ):
+        await trained(run, monkeypatch)
+    # Nothing goes on by itself, and what was done before counts.
+    assert ended
+    assert set(ended) == {"samples"}
+    assert run.learned == [1]
