@@ -115,6 +115,12 @@ def kill(scene: Scene, victims: Sequence[int]) -> None:
     send((signal.SIGKILL,), victims)
 
 
+def kill_and_hold(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGKILL, and `STOP_SECONDS` more: where the judge is held meanwhile, the run does not end before it notices."""
+    kill(scene, victims)
+    time.sleep(STOP_SECONDS)
+
+
 def terminate(scene: Scene, victims: Sequence[int]) -> None:
     """SIGTERM, as `ray job stop` and the end of a container, and wait until they are gone."""
     send((signal.SIGTERM,), victims)
@@ -321,7 +327,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "SIGTERM": Fault(find=the_driver, strike=terminate),
     "two Ctrl-C": Fault(find=the_driver, strike=interrupt_twice),
-    "GCS": Fault(find=of_words("gcs_server")),
+    "GCS": Fault(find=of_words("gcs_server"), strike=kill_and_hold),
     "object store full": Fault(
         find=of_head, strike=fill_object_store, head=partial(ray_head, store_mib=SMALL_STORE_MIB)
     ),
