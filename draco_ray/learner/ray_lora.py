@@ -81,6 +81,9 @@ class RayLoraLearner:
             # Ray Train's controller runs on the same node as this task.
             scheduling_strategy=beside_the_driver(),
             max_retries=0,
+            # Inherited by an actor of Ray Train's that asks whether the controller lives, and ends the workers where it
+            # does not. Without it, that actor asks the Ray that was started last on its machine, which may be another.
+            runtime_env={"env_vars": {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}},
         )
         self._fit = trainer.remote(settings)
         self._watch = asyncio.create_task(self._watch_fit())

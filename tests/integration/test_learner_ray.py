@@ -130,6 +130,9 @@ def assert_same_adapter(found: Adapter, expected: Adapter) -> None:
 async def test_two_steps_on_two_workers_equal_one_process(
     learner: RayLoraLearner, model: ModelConfig, tmp_path: Path
 ) -> None:
+    # It asks its own Ray whether the workers are still needed.
+    (cleaner,) = descendants(os.getpid(), "PlacementGroupCleaner")
+    assert cleaner.environ()["RAY_ADDRESS"] == ray.get_runtime_context().gcs_address
     alone = LoraLearner(model, CONFIG, seed=0)
     untrained: Adapter = await (await learner.weights(0))
     assert_same_adapter(untrained, alone.adapter(0))
