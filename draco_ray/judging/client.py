@@ -12,14 +12,15 @@ if the judge has answered somebody since; otherwise the judge is down for everyb
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
@@ -40,7 +41,7 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
-from draco_ray.judging.reply_cache import Replies, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, Replies, request_key
 from draco_ray.judging.trouble import (
     advice,
     classify,
@@ -106,7 +107,6 @@ class LiteLLMClient:
         self._leases: Leases = leases or WaitingLine(Limiter(JudgeLimits()))
         self._config = config
         self._cache = cache
-        self._under_way: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
         self._warned = False
@@ -121,7 +121,7 @@ class LiteLLMClient:
             return await self._answer(request, None)
         key, *earlier = self._keys(request)
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
-        async with self._under_way.setdefault(key, asyncio.Lock()):
+        async with _claimed(self._cache, key):
             for known in (key, *earlier):
                 if (stored := await self._cache.get(known)) is not None:
                     return _replay(stored)
@@ -384,6 +384,25 @@ class LiteLLMClient:
             seconds,
         )
         await self._sleep(seconds)
+
+
+@contextlib.asynccontextmanager
+async def _claimed(cache: Replies, key: str) -> AsyncIterator[None]:
+    """Nobody else asks ``key`` meanwhile, in whatever judge worker."""
+    by = uuid.uuid4().hex
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS / 3)
+            await cache.claim(key, by)
+
+    await cache.claim(key, by)
+    renewing = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await cache.release(key, by)
 
 
 _REPLAYED = (

@@ -55,6 +55,14 @@ class RepliesActor:
         """See `ReplyCache.forget`."""
         await self._cache.forget(key)
 
+    async def claim(self, key: str, by: str) -> None:
+        """See `ReplyCache.claim`."""
+        await self._cache.claim(key, by)
+
+    async def release(self, key: str, by: str) -> None:
+        """See `ReplyCache.release`."""
+        await self._cache.release(key, by)
+
 
 class RepliesClient:
     """A `draco_ray.judging.reply_cache.Replies` that reaches the actor by its name, which outlives its process."""
@@ -86,6 +94,14 @@ class RepliesClient:
     async def forget(self, key: str) -> None:
         """See `ReplyCache.forget`."""
         await _plain(self._handle.forget.remote(key))
+
+    async def claim(self, key: str, by: str) -> None:
+        """See `ReplyCache.claim`."""
+        await _plain(self._handle.claim.remote(key, by))
+
+    async def release(self, key: str, by: str) -> None:
+        """See `ReplyCache.release`."""
+        await _plain(self._handle.release.remote(key, by))
 
 
 def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, RepliesClient] | None:

@@ -8,6 +8,9 @@ The same file holds the book of requests: each is entered with the most that it 
 what it did cost together with its reply, in one transaction. So whatever is killed, no reply is paid for that is not
 booked; a request whose end nobody saw stays in the book with the most, since it may be billed.
 
+Who is about to ask claims the question first, and whoever has the same one waits for that answer: all judge workers of
+a run share one of these. A claim is in memory only and ends by itself, so nobody waits for the dead.
+
 One SQLite file of JSON values. A run directory may come from somebody else, so nothing in it is ever unpickled.
 """
 
@@ -20,9 +23,10 @@ import json
 import logging
 import math
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -37,6 +41,8 @@ PICKLED_FILE = "cache.db"
 BUSY_SECONDS = 180.0
 """For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
 (`draco_ray.workers.silence`)."""
+CLAIM_SECONDS = 15.0
+"""After which a claim ends that was not renewed: whoever asked has died, or is stopped."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
@@ -86,6 +92,23 @@ class Replies(Protocol):
         """See `ReplyCache.forget`."""
         ...
 
+    async def claim(self, key: str, by: str) -> None:
+        """See `ReplyCache.claim`."""
+        ...
+
+    async def release(self, key: str, by: str) -> None:
+        """See `ReplyCache.release`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Claim:
+    """Somebody is about to ask."""
+
+    by: str
+    until: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
 
 def request_key(request: dict[str, object]) -> str:
     """SHA-256 of everything that is sent, whatever the order of its keys."""
@@ -103,6 +126,7 @@ class ReplyCache:
             StoreError: it cannot be opened; SQLite writes to do so.
         """
         self._folder = folder
+        self._claims: dict[str, _Claim] = {}
         # One thread: SQLite's connection belongs to it, and what is asked for happens in that order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         with self._said_plainly():
@@ -188,6 +212,30 @@ class ReplyCache:
             StoreError: it cannot be dropped.
         """
         await self._run(lambda: self._connection.execute("DELETE FROM replies WHERE key = ?", (key,)))
+
+    async def claim(self, key: str, by: str) -> None:
+        """Wait until nobody else is about to ask ``key``; then ``by`` is, for `CLAIM_SECONDS` from each of its claims.
+
+        Args:
+            key: of the question.
+            by: whose claim; unique to each call.
+        """
+        while (claim := self._claims.get(key)) is not None and claim.by != by:
+            if (left := claim.until - time.monotonic()) <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await claim.ended.wait()
+        if claim is None or claim.by != by:
+            claim = self._claims[key] = _Claim(by)
+        claim.until = time.monotonic() + CLAIM_SECONDS
+
+    async def release(self, key: str, by: str) -> None:
+        """End a claim; whoever waits for it goes on. One that has ended is no error."""
+        claim = self._claims.get(key)
+        if claim is not None and claim.by == by:
+            del self._claims[key]
+            claim.ended.set()
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         """``work``, in the connection's thread."""

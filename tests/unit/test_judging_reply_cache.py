@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.errors import StoreError
+from draco_ray.judging import reply_cache
 from draco_ray.judging.reply_cache import BUSY_SECONDS, FILE, PICKLED_FILE, Book, ReplyCache, read_book, request_key
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,6 +44,38 @@ async def test_answers_are_kept_replaced_and_forgotten(tmp_path: Path) -> None:
     await again.forget("b")
     await again.forget("b")
     assert await cache.get("b") is None
+
+
+async def test_of_those_who_would_ask_the_same_one_goes_after_the_other(tmp_path: Path) -> None:
+    cache = ReplyCache(tmp_path)
+    await cache.claim("key", "first")
+    await cache.claim("another", "second")
+    waiting = [asyncio.create_task(cache.claim("key", by)) for by in ("second", "third")]
+    await cache.claim("key", "first")
+    await cache.release("key", "nobody")
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting)
+    await cache.release("key", "first")
+    await waiting[0]
+    assert not waiting[1].done()
+    await cache.release("key", "second")
+    await waiting[1]
+
+
+async def test_nobody_waits_for_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ReplyCache(tmp_path)
+    monkeypatch.setattr(reply_cache, "CLAIM_SECONDS", 0.01)
+    await cache.claim("key", "killed")
+    monkeypatch.setattr(reply_cache, "CLAIM_SECONDS", 1e6)
+    async with asyncio.timeout(60):
+        await cache.claim("key", "second")
+    # A process that was only stopped changes nothing of the claim that took the place of its own.
+    await cache.release("key", "killed")
+    third = asyncio.create_task(cache.claim("key", "third"))
+    await asyncio.sleep(0)
+    assert not third.done()
+    await cache.release("key", "second")
+    await third
 
 
 WRITER = """
