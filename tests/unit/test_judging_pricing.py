@@ -69,11 +69,13 @@ def test_a_service_tier_has_its_own_price() -> None:
     assert (price.input, price.output) == pytest.approx((1.25, 7.5))
 
 
-def test_a_reference_price_is_not_that_of_a_dearer_tier() -> None:
-    usual, priority = (known_price(JudgeConfig(service_tier=tier), "openai/gpt-5.4") for tier in (None, "priority"))
+def test_a_reference_price_is_not_that_of_another_tier() -> None:
+    usual = known_price(JudgeConfig(), "openai/gpt-5.4")
     assert usual is not None
-    assert priority is not None
-    assert (priority.input, priority.output) == pytest.approx((2 * usual.input, 2 * usual.output))
+    for tier, factor in (("priority", 2.0), ("flex", 0.5)):
+        price = known_price(JudgeConfig.model_validate({"service_tier": tier}), "openai/gpt-5.4")
+        assert price is not None
+        assert (price.input, price.output) == pytest.approx((factor * usual.input, factor * usual.output))
     # Listed, but not under the tier that is asked for.
     assert known_price(JudgeConfig(), "anthropic/claude-sonnet-4-5") is not None
     assert known_price(JudgeConfig(service_tier="priority"), "anthropic/claude-sonnet-4-5") is None
@@ -273,6 +275,14 @@ def used(**usage: Any) -> tuple[int, ...] | None:
             {
                 "prompt_tokens": 10,
                 "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 6, "cache_creation_tokens": 4},
+            },
+            (10, 6, 4, 5, 0),
+        ),
+        (
+            {
+                "prompt_tokens": 10,
+                "completion_tokens": 5,
                 "prompt_tokens_details": {"cached_tokens": 30},
                 "cache_creation_input_tokens": 7,
             },
@@ -332,6 +342,9 @@ def test_a_reply_without_choices_or_usage_says_nothing_that_breaks() -> None:
         input_tokens=3, cached_tokens=0, written_tokens=0, output_tokens=0, reasoning_tokens=0
     )
     bare.choices = [SimpleNamespace(message=None)]
+    assert read_usage(bare, MOST) is not None
+    # Nothing was said, in however many choices: no tokens of output are true.
+    bare.choices = 2 * [SimpleNamespace(message=SimpleNamespace(content=""))]
     assert read_usage(bare, MOST) is not None
 
 
