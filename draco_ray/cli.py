@@ -1038,6 +1038,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DracoError as error:
         print(f"draco: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        # Before or after the command itself, which Typer ends so.
+        sys.exit(130)
 
 
 if __name__ == "__main__":

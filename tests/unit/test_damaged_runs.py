@@ -90,6 +90,13 @@ def flipped(path: Path) -> None:
     path.write_bytes(content)
 
 
+def swapped(path: Path) -> None:
+    """Two halves, each in the other's place; the ends stay, by which the file is known for what it is."""
+    content = path.read_bytes()
+    begin, middle, end = 8, len(content) // 2, len(content) - 8
+    path.write_bytes(content[:begin] + content[middle:end] + content[begin:middle] + content[end:])
+
+
 def directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -133,7 +140,7 @@ def nulls(path: Path) -> None:
 
 
 ANY: list[Callable[[Path], None]] = [truncated, empty, garbage, directory, queue, loop, another_kind]
-OF_TABLES = [*ANY, flipped, wrong_column, lost_column, nulls]
+OF_TABLES = [*ANY, flipped, swapped, wrong_column, lost_column, nulls]
 
 
 def attempt(words: Sequence[str], run: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:

@@ -11,6 +11,7 @@ import threading
 import pytest
 from rich.console import Console
 
+from draco_ray import cli
 from draco_ray.interruption import ended_as_interrupted, handler_kept
 from draco_ray.training.run import _said_at_once
 
@@ -86,3 +87,13 @@ def test_a_second_interrupt_ends_at_once_without_a_stack_trace(caplog: pytest.Lo
     gc.collect()
     assert said.getvalue() == "stopping…\n"
     assert "never retrieved" not in caplog.text
+
+
+def test_whoever_stops_a_command_before_it_has_begun_sees_no_stack_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Typer reads the signatures of all commands first, which takes a while."""
+    monkeypatch.setattr(cli, "app", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["replay", "run"])
+    assert (end.value.code, capsys.readouterr().err) == (130, "")
