@@ -24,6 +24,7 @@ from draco_ray.judging.judge_context import (
     judge_context,
     model_positions,
 )
+from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
@@ -195,3 +196,25 @@ def test_where_it_cannot_be_read_the_engine_has_the_word(tmp_path: Path) -> None
     assert model_positions("somebody/else") is None
     assert model_positions(str(tmp_path)) is None
     assert context_problem(load_config("qwen2.5-32b", [], "self-judge"), None) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "rollouts", "criteria"), [("draco", 6 * 1420, (8 + 6 * 4) * 256), ("static", 2 * 1420, 2 * 20 * 256)]
+)
+def test_the_parts_are_what_the_limits_make_of_them(setting: str, rollouts: int, criteria: int) -> None:
+    """A rollout: its response, 10 headings of 32 tokens, and a last output of 300 characters at 3 a token."""
+    config = load_config(
+        "sandbox",
+        [
+            "agent.max_response_length=1000", "agent.max_turns=10", "agent.max_output_characters=300",
+            "agent.max_prompt_length=50", "judge.max_tokens=500", "judge.reasks=2", "judge.max_stage1_criteria=8",
+            "judge.max_stage2_criteria=4", "judge.max_union_criteria=20", "algorithm.group_size=6",
+        ],
+        setting,
+    )  # fmt: skip
+    found = judge_context(config)
+    assert (found.rollouts, found.criteria, found.reply) == (rollouts, criteria, 500 + 2 * 6667)
+    longest = Credit if setting == "static" else Union
+    template = load_prompts(config.judge.prompts).templates[longest.name]
+    assert found.instructions == math.ceil(len(template) / 3) + 2 * 50
+    assert ("union" in found.shows) is (setting != "static")

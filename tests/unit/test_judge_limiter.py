@@ -18,14 +18,16 @@ from draco_ray.judging.limiter import (
     BURST_SHARE,
     PACE,
     PATIENCE_SECONDS,
+    QUESTION_SECONDS,
     WINDOW_SECONDS,
     Asked,
     Ended,
     Grant,
     Limiter,
+    SlidingWindow,
     WaitingLine,
 )
-from draco_ray.judging.outage import Outage, Pause, Trouble
+from draco_ray.judging.outage import Next, Outage, Pause, Trouble
 from draco_ray.judging.reply_sizes import LEARNED_AFTER_ALL
 
 
@@ -483,3 +485,125 @@ async def test_who_watches_is_told_of_an_outage_on_the_limiters_clock(clock: Clo
         await line.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
         clock.now += 60
     assert await line.pause() == Pause(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)
+
+
+@pytest.mark.parametrize("spent", [False, True])
+async def test_a_lease_that_comes_as_its_caller_is_cancelled_is_handed_back(clock: Clock, spent: bool) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    task = asyncio.create_task(line.lease(asked(1, 2.0 if spent else 1.0)))
+    # It asks, and is answered, but has not gone on yet.
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (line.limiter.spent, line.limiter.reserved) == (0.0, 0.0)
+
+
+async def test_whoever_waits_for_time_alone_is_served_without_news(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(), clock=clock))
+    lease_one, waits = line.limiter.lease_one, [0.01]
+    monkeypatch.setattr(
+        line.limiter, "lease_one", lambda waiting: (0, None, waits.pop()) if waits else lease_one(waiting)
+    )
+    async with asyncio.timeout(60):
+        assert (await line.lease(asked(1))).number
+    assert waits == []
+
+
+def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
+    """A call tells by it whether failures were its own (`draco_ray.judging.call`)."""
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock, name="run-")
+    limiter.settle(lease(limiter)[0], ended(1))
+    for _ in range(3):
+        limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        clock.now += 60
+    question, _ = limiter.lease(asked(1))
+    assert question is not None
+    assert (question.answers, question.outages, question.question) == (1, 0, True)
+    assert question.number.startswith("run-")
+    limiter.settle(question.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    clock.now += 120
+    after, _ = limiter.lease(asked(1))
+    assert after is not None
+    assert (after.answers, after.outages) == (1, 1)
+
+
+def test_what_the_endpoint_said_becomes_of_its_call_and_of_everybodys_next_request(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    first, second, third = (lease(limiter)[0] for _ in range(3))
+    assert limiter.settle(first, ended(1)) is Next.AGAIN
+    assert limiter.settle(second, Ended(trouble=Trouble.OWN, reason="too long")) is Next.FAIL
+    assert limiter.settle(third, Ended(trouble=Trouble.RATE_LIMITED, reason="429", hint=30.0)) is Next.AGAIN
+    assert 30.0 <= lease(limiter)[1] <= 31.0
+    assert limiter.settle("of an earlier process", Ended(trouble=Trouble.QUOTA_SPENT, reason="paid up")) is Next.STOP
+
+
+def test_a_request_that_was_sent_before_a_pause_makes_it_no_longer(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    early, late = lease(limiter)[0], lease(limiter)[0]
+    clock.now += 10
+    limiter.settle(early, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    _, wait = lease(limiter)
+    clock.now += wait
+    limiter.settle(late, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    assert lease(limiter)[1] == 0.0
+
+
+@pytest.mark.parametrize(("question", "booked"), [(True, 1.0), (False, 0.0)])
+def test_only_a_small_question_is_given_up_on_within_minutes(clock: Clock, question: bool, booked: float) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), lease_seconds=3600.0, clock=clock)
+    for _ in range(3 if question else 0):
+        limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        clock.now += 60
+    grant, _ = limiter.lease(asked(1, 1.0))
+    assert grant is not None
+    assert grant.question is question
+    clock.now += QUESTION_SECONDS
+    limiter.lease(asked(1, 2.0))
+    assert limiter.spent == booked
+
+
+def test_one_that_is_too_dear_keeps_no_cheaper_one_behind_it_from_passing(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=1000), clock=clock)
+    lease(limiter, 300, 0.5)
+    clock.now += 10
+    number, grant, _ = limiter.lease_one([asked(950, 0.1), asked(10, 0.6), asked(10, 0.1)])
+    assert (number, grant is not None) == (2, True)
+
+
+def test_what_an_earlier_limiter_had_under_way_takes_dollars_and_no_tokens(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=2.0, tokens_per_minute=1000), under_way={"old": 0.5}, clock=clock)
+    assert limiter.reserved == 0.5
+    assert lease(limiter, 1000)[0]
+    limiter.settle("old", ended(400, 0.25))
+    assert limiter.spent == 0.25
+
+
+def test_how_far_the_most_was_too_little_is_a_factor(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=10.0), clock=clock)
+    limiter.settle(lease(limiter, 1, 0.5)[0], ended(1, 1.0))
+    lease(limiter, 1, 0.25)
+    assert limiter.reserved == 0.5
+
+
+def test_what_has_left_the_minute_is_taken_off_and_nothing_else() -> None:
+    window = SlidingWindow(1000.0, 1000.0)
+    window.take(300.0, 0.0)
+    window.take(400.0, 10.0)
+    assert window.seconds_to_wait(700.0, WINDOW_SECONDS) == pytest.approx(10.0)
+
+
+def test_a_wait_of_less_than_a_second_is_one(clock: Clock) -> None:
+    by_requests = Limiter(JudgeLimits(requests_per_minute=2), clock=clock)
+    by_tokens = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
+    paused = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    assert all([lease(by_requests)[0], lease(by_requests)[0], lease(by_tokens, 1000)[0]])
+    number, _ = lease(paused)
+    clock.now += WINDOW_SECONDS - 0.5
+    paused.settle(number, Ended(trouble=Trouble.RATE_LIMITED, reason="429", hint=0.5))
+    assert lease(by_requests) == ("", pytest.approx(0.5))
+    assert lease(by_tokens, 500) == ("", pytest.approx(0.5))
+    assert 0.5 <= lease(paused)[1] < 1.0

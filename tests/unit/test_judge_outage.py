@@ -290,3 +290,17 @@ def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.
 )
 def test_words_for_a_time(seconds: float, words: str) -> None:
     assert span(seconds) == words
+
+
+def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
+    outage = Outage(max_seconds=600)
+    outage.failed(Trouble.UNAVAILABLE, "503", None, 1000.0, 1000.0)
+    said = outage.given_up(1700.0)
+    assert said == "judge: no answer for 11 min 40 s (judge.max_outage_seconds=600), the last: 503"
+
+
+def test_a_single_failure_is_no_outage_that_ends(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage(max_seconds=600)
+    outage.failed(Trouble.UNAVAILABLE, "503", None, 0.0, 0.0)
+    outage.answered(5.0)
+    assert caplog.messages == []
