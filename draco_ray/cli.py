@@ -1036,7 +1036,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with naming_extras(), ended_as_interrupted():
             app(arguments, prog_name="draco")
     except DracoError as error:
-        print(f"draco: {error}", file=sys.stderr)
+        # One line, whatever was typed.
+        print(f"draco: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         # Before or after the command itself, which Typer ends so.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def read_set(options: EvalSetOptions) -> tuple[EvaluationSet, Path]:
     """
     words = list(options.words)
     file = None
-    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+    if words and ("=" not in words[0] or os.path.isfile(words[0])):
         file = Path(words.pop(0))
     tree: dict[str, Any] = {} if file is None else read_tree(file)
     if options.settings:
@@ -130,7 +131,7 @@ def _named_settings(arguments: Sequence[str], last_epochs: int | None) -> dict[s
         label, separator, policy = argument.partition("=")
         if not (separator and label and policy):
             raise ConfigError(f"--setting {argument!r}: expected LABEL=POLICY, e.g. Base=starter")
-        if not (Path(policy) / "config.yaml").is_file():
+        if not os.path.isfile(Path(policy) / "config.yaml"):
             if label in found:
                 raise ConfigError(f"--setting {argument!r}: {label} is there already; only runs are seeds of one label")
             found[label] = {"policy": policy}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from draco_ray.cli import main
 from draco_ray.commands.evaluate import EvaluateOptions, find_policy_and_config
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.environments.appworld.data_root import load_split
@@ -149,3 +150,14 @@ def test_other_weights_are_another_evaluation_but_other_slots_are_not(tmp_path: 
     assert adapter is not None
     save_file({"a.lora_B.weight": np.ones((2, 4), dtype=np.float32) / 2}, adapter / "adapter_model.safetensors")
     assert deciding_settings(config, policy) != before
+
+
+@pytest.mark.parametrize("name", ["x" * 300, f"{'x' * 300}/y", "a\nb", "a\x00b"])
+def test_a_policy_that_no_path_can_be_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval-set", "--setting", f"A={name}", "--split", "dev", "--out", str(tmp_path), "data.root=/nowhere"]
+    with pytest.raises(SystemExit, match="[12]"):
+        main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name.splitlines()[0][:200] in line

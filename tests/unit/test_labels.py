@@ -58,7 +58,8 @@ def test_the_judge_is_shown_what_was_said_and_what_is_right_and_nothing_that_is_
     text = examples_text([Label.model_validate(said)])
     shown = {
         "task": "t" * 2_000, "criterion": "T", "evaluator_instruction": "i", "evidence": "e", "given_verdict": "PASS",
-        "given_justification": "j", "correct_score": -1, "correct_verdict": "FAIL", "correction": "n" * 2_000 + " [...]",
+        "given_justification": "j", "correct_score": -1, "correct_verdict": "FAIL",
+        "correction": "n" * 2_000 + " [...]",
     }  # fmt: skip
     begin, end = text.index("[\n"), text.rindex("]") + 1
     assert json.loads(text[begin:end]) == [shown]

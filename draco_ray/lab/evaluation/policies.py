@@ -75,8 +75,9 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
             raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
         only = Checkpoint(name=STARTER)
         return EvaluatedPolicy(label=STARTER, name=name, config="sandbox", model=str(starter), checkpoints=(only,))
+    # os.path, for which a name too long for a path is one that is not there.
     path = Path(name)
-    if (path / "adapter_config.json").is_file():
+    if os.path.isfile(path / "adapter_config.json"):
         return _adapter_policy(path.resolve(), name)
     if os.path.lexists(path / "config.yaml"):
         run = RunDirectory.open(path.resolve())
@@ -84,7 +85,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         if not found:
             raise ConfigError(f"--policy {name}: the run has no checkpoint yet")
         return _run_policy(run, name, (found[-1],))
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"--policy {name}: has none of config.json (a model), adapter_config.json (an adapter) and config.yaml "
@@ -94,12 +95,12 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         return EvaluatedPolicy(
             label=path.resolve().name, name=name, config=None, model=str(path.resolve()), checkpoints=(only,)
         )
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir():
+    if re.fullmatch(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", name) and not os.path.isdir(path.parent):
         return EvaluatedPolicy(
             label=name.rsplit("/", 1)[-1], name=name, config=None, model=name, checkpoints=(Checkpoint(name="base"),)
         )
     raise ConfigError(
-        f"--policy {name}: no such directory; expected a model, adapter, checkpoint or run directory, starter, "
+        f"--policy {name[:200]}: no such directory; expected a model, adapter, checkpoint or run directory, starter, "
         "litellm:<model>, or a hub name <owner>/<model>"
     )
 
