@@ -627,6 +627,10 @@ class LearnerConfig(Tree):
         return self
 
 
+Order = Literal["shuffled", "easy_first", "hard_first"]
+"""What comes first in an epoch."""
+
+
 class TrainConfig(Tree):
     """The outer loop."""
 
@@ -639,6 +643,9 @@ class TrainConfig(Tree):
     skip_solved: int | None = Field(None, ge=1)
     """Leave a task out for so many epochs once none of its rollouts failed a criterion in as many visits one after the
     other: by the judge's measure, which no ground truth enters. null: every task in every epoch, as in the paper."""
+    order: Order = "shuffled"
+    """What comes first in an epoch: by the share of the judge's verdicts that a task passed when it was last visited;
+    tasks that have not been visited come before all others."""
     staleness: int = Field(0, ge=0, le=8)
     """Steps that run ahead: their rollouts begin while this one's tail is judged and learned, with an adapter at most
     so many versions old, and a long one is played across steps, each turn with the adapter that is live then;

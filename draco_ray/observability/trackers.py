@@ -37,11 +37,17 @@ class Tracker(Protocol):
         """Write what is buffered."""
 
 
+PER_TASK = frozenset({"task_pass_rates"})
+"""Mappings that would make a curve of every task."""
+
+
 def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a metrics line, nested keys joined by ``/``; nulls, texts and lists are left out."""
+    """The numbers of a metrics line, nested keys joined by ``/``; nulls, texts, lists and `PER_TASK` are left out."""
     flat: dict[str, float] = {}
     for key, value in line.items():
         name = f"{prefix}{key}"
+        if key in PER_TASK:
+            continue
         if isinstance(value, Mapping):
             flat |= scalars(value, f"{name}/")
         elif isinstance(value, int | float):

@@ -225,5 +225,5 @@ REQUIRED |= {"heldout_calls": REQUIRED["judge_calls"]}
 
 METRIC_LISTS = frozenset({"solved_tasks", "updates_skipped"})
 """Of a line of the metrics: lists of texts."""
-METRIC_COUNTS = frozenset({"ended", "credit_fallbacks", "judge"})
+METRIC_COUNTS = frozenset({"ended", "credit_fallbacks", "judge", "task_pass_rates"})
 """Mappings of names to numbers, or to such mappings. All else is a number, or null."""

@@ -86,9 +86,9 @@ class Batches:
         self._ahead: dict[int, Batch] = {}
         """Step -> its groups, of the steps that have begun."""
 
-    def note(self, step: int, solved: Sequence[str]) -> None:
-        """Take in which tasks of a step that is done nobody failed."""
-        self._order.note(step, solved)
+    def note(self, step: int, solved: Sequence[str], pass_rates: Mapping[str, float]) -> None:
+        """Take in which tasks of a step that is done nobody failed, and each task's share of passes."""
+        self._order.note(step, solved, pass_rates)
 
     @property
     def ahead(self) -> bool:

@@ -67,6 +67,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "groups_with_signal": sum(has_spread(values) for values in group_rewards),
         "groups_failed": sum(group.state is GroupState.FAILED for group in groups),
         "solved_tasks": [group.task_id for group in groups if solved(group, group_size)],
+        "task_pass_rates": {group.task_id: rate for group in groups if (rate := group_pass_rate(group)) is not None},
         "rollouts": len(rollouts),
         "rollouts_lost": lost,
         "rollouts_retried": sum(rollout.attempt for rollout in rollouts),
@@ -95,6 +96,15 @@ def solved(group: Group, group_size: int) -> bool:
         return False
     # The union drops what all pass; of a fixed rubric that applies to nothing nothing is known.
     return reward.criteria == 0 or reward.applicable > 0
+
+
+def group_pass_rate(group: Group) -> float | None:
+    """The share of a task's applicable verdicts that are passes; None where nothing is known of it."""
+    reward = group.reward
+    if reward is None or not reward.scored:
+        return None
+    # The union drops what all pass.
+    return 1.0 if reward.criteria == 0 else _ratio(reward.passed, reward.applicable)
 
 
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 import numpy as np
 
+from draco_ray.config.schema import Order
 from draco_ray.errors import ConfigError
 
 
@@ -20,6 +21,7 @@ class OrderRules:
     seed: int
     skip_solved: int | None = None
     behind: int = 0
+    order: Order = "shuffled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,14 @@ class TaskOrder:
     epochs, and then comes again; steps are then filled from the tasks that do not rest. Where these are too few for a
     step, nobody rests in that epoch.
 
+    With another ``order`` than ``shuffled`` the tasks of an epoch are sorted by the pass rate that each had when it was
+    last visited; those of which none is known come first, and equal ones stay as they were shuffled. Which tasks do not
+    fill a last batch is still up to the shuffle: else the same ones would never be trained on.
+
     Tasks that were added since an earlier part of the run take part from the first epoch that begins after it; those
     that were removed are left out at once, and the epoch is that much shorter. What was chosen before by other rules
-    stays chosen, and so do the visits in which a task was solved: new rules hold from the first step that they choose.
+    stays chosen, and so do the visits in which a task was solved: new rules hold from the first step that they choose;
+    a new ``order`` with the first epoch that begins then.
 
     Args:
         tasks: the training tasks as they are now.
@@ -51,6 +58,7 @@ class TaskOrder:
         seed: of the shuffles.
         skip_solved: n; None: no task rests.
         behind: steps before a step whose verdicts it does not know yet (``train.staleness``).
+        order: of the tasks of an epoch.
         earlier: what tasks and rules were in earlier parts of the run, oldest first.
 
     Raises:
@@ -65,6 +73,7 @@ class TaskOrder:
         *,
         skip_solved: int | None = None,
         behind: int = 0,
+        order: Order = "shuffled",
         earlier: Sequence[EarlierTasks] = (),
     ) -> None:
         if len(tasks) < per_step:
@@ -73,9 +82,10 @@ class TaskOrder:
                 "it, or add tasks"
             )
         self._tasks = tuple(sorted(tasks))
-        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind)
+        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind, order=order)
         self._earlier = [replace(part, tasks=tuple(sorted(part.tasks))) for part in earlier]
         self._solved: dict[int, frozenset[str]] = {}
+        self._pass_rates: dict[int, dict[str, float]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -88,12 +98,13 @@ class TaskOrder:
             return epochs * self.steps_per_epoch
         return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
 
-    def note(self, step: int, solved: Collection[str]) -> None:
-        """Take in whose rollouts failed no criterion in a step that is done."""
+    def note(self, step: int, solved: Collection[str], pass_rates: Mapping[str, float]) -> None:
+        """Take in whose rollouts failed no criterion in a step that is done, and each task's share of passes in it."""
         self._solved[step] = frozenset(solved)
+        self._pass_rates[step] = dict(pass_rates)
 
     def tasks(self, step: int) -> list[str]:
-        """The B tasks of a step; steps count from 1. Those before it have been noted where ``skip_solved`` is set."""
+        """The B tasks of a step; steps count from 1. Those before it have been noted where the rules ask for it."""
         return next(islice(self._steps(resting=True), step - 1, None))[1]
 
     def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
@@ -101,6 +112,7 @@ class TaskOrder:
         epoch, left = 0, self._shuffled(0, first_step=1)
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
+        pass_rates: dict[str, float] = {}
         visited: list[tuple[int, list[str]]] = []
         heard = 0
         while True:
@@ -110,6 +122,7 @@ class TaskOrder:
             while heard < step - 1 - rules.behind:
                 of_epoch, played = visited[heard]
                 heard += 1
+                pass_rates |= self._pass_rates.get(heard, {})
                 for task in played:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
@@ -120,7 +133,7 @@ class TaskOrder:
                 epoch += 1
                 shuffled = self._shuffled(epoch, first_step=step)
                 awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
-                left = awake if len(awake) >= rules.per_step else shuffled
+                left = _sorted(awake if len(awake) >= rules.per_step else shuffled, rules, pass_rates)
             chosen, left = left[: rules.per_step], left[rules.per_step :]
             visited.append((epoch, chosen))
             yield epoch, chosen
@@ -134,3 +147,13 @@ class TaskOrder:
         tasks, rules = self._known(first_step)
         order = np.random.default_rng((rules.seed, epoch)).permutation(len(tasks))
         return [tasks[index] for index in order]
+
+
+def _sorted(shuffled: list[str], rules: OrderRules, pass_rates: Mapping[str, float]) -> list[str]:
+    """An epoch's tasks, those that fill its steps by difficulty."""
+    if rules.order == "shuffled":
+        return shuffled
+    sign = -1.0 if rules.order == "easy_first" else 1.0
+    whole = len(shuffled) - len(shuffled) % rules.per_step
+    known = {task: sign * pass_rates[task] for task in shuffled if task in pass_rates}
+    return sorted(shuffled[:whole], key=lambda task: known.get(task, -2.0)) + shuffled[whole:]

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.origin import SCHEMA_VERSION
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import DracoConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
 from draco_ray.runs.schema import STEP_TABLES, TABLES
@@ -141,8 +141,13 @@ def adopt_tasks(
 
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
-    read: dict[str, Any] = {name: None if value is None else int(value) for name, value in dict(written).items()}
-    return OrderRules(**read)
+    read = dict(written)
+    # Runs from before there was one do not say.
+    order = read.pop("order", "shuffled")
+    if order not in get_args(Order):
+        raise ValueError(f"order {order!r}")
+    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
+    return OrderRules(**numbers, order=order)
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:

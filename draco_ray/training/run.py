@@ -22,7 +22,7 @@ from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig, TrainConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import ended_as_interrupted
@@ -184,7 +184,7 @@ def _resume(
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
         order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
-            order.note(line["step"], line.get("solved_tasks") or ())
+            order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
             console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
             return run.path
@@ -219,18 +219,21 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
 
 
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError where solved ones are to be skipped, and no judge says which."""
+    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
     train = config.train
-    if train.skip_solved is not None and config.algorithm.reward != "rubric":
-        raise ConfigError(
-            f"train.skip_solved: a judge's verdicts say what is solved, not algorithm.reward={config.algorithm.reward}"
-        )
+    if config.algorithm.reward != "rubric":
+        said = {"skip_solved": "what is solved", "order": "what is easy"}
+        for key in (key for key in said if getattr(train, key) != getattr(TrainConfig(), key)):
+            raise ConfigError(
+                f"train.{key}: a judge's verdicts say {said[key]}, not algorithm.reward={config.algorithm.reward}"
+            )
     return TaskOrder(
         tasks,
         train.prompts_per_step,
         config.seed,
         skip_solved=train.skip_solved,
         behind=train.staleness,
+        order=train.order,
         earlier=earlier,
     )
 

@@ -119,7 +119,7 @@ class Trainer:
         # Before the checkpoint: a step that taught nothing is done again when the run is continued.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
-        self._batches.note(step, played["solved_tasks"])
+        self._batches.note(step, played["solved_tasks"], played["task_pass_rates"])
 
         learned, learned_at = update_metrics(update.updates), time.time()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0

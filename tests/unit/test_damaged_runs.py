@@ -313,6 +313,7 @@ def test_an_integer_that_no_number_can_be_is_named_with_its_line(tmp_path: Path,
         ("judge", 1.5, "judge: expected numbers by name"),
         ("judge", {"score": {"dollars": "much"}}, "judge: expected numbers by name"),
         ("ended", {"submitted": [1]}, "ended: expected numbers by name"),
+        ("task_pass_rates", {"82e2fac_1": "much"}, "task_pass_rates: expected numbers by name"),
     ],
 )
 def test_a_metric_of_another_kind_is_named_with_its_line(tmp_path: Path, name: str, value: object, wrong: str) -> None:

@@ -31,6 +31,7 @@ LINE = {
     "kl": None,
     "ended": {"finished": 5, "turn_limit": 1},
     "judge": {"score": {"dollars": 0.25}},
+    "task_pass_rates": {"82e2fac_1": 0.5},
     "updates_skipped": ["norm is nan"],
 }
 SCALARS = {"step": 3.0, "reward": 0.5, "ended/finished": 5.0, "ended/turn_limit": 1.0, "judge/score/dollars": 0.25}
