@@ -17,6 +17,7 @@ from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import PROMPTS, arguments
 from tests.integration.test_judge_local_servers import SERVED
 from tests.support.command import draco
+from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, build_scripted_policy
 
@@ -34,9 +35,9 @@ def scripted_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_scripted_policy(tmp_path_factory.mktemp("scripted") / "policy")
 
 
-def one_step(world: Path, model: Path, root: Path, setting: str, *words: str) -> RunDirectory:
+def one_step(world: Path, model: Path, root: Path, setting: str, *words: str, config: str = "sandbox") -> RunDirectory:
     words = ("--setting", setting, "train.steps=1", "train.evaluate_before_after=false", f"seed={SEED}", *words)
-    result = draco(*arguments(world, model, root, setting), *words, timeout=500)
+    result = draco(*arguments(world, model, root, setting, config), *words, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDirectory.open(root / setting)
 
@@ -87,11 +88,16 @@ def test_self_judge(sandbox_root: Path, scripted_policy: Path, tmp_path: Path, s
 
 
 def test_a_judge_that_is_served_on_the_cluster(sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
+    """The policy here calls AppWorld's APIs as functions."""
+    config = tmp_path / "functions.yaml"
+    config.write_text("extends: [sandbox, appworld-functions]\n")
+    policy = build_functions_policy(tmp_path / "policy", sandbox_root)
     served = ("judge.rule_judge.start=false", f"judge.model=hosted_vllm/{scripted_policy}", "judge.local.enabled=true")
     # One server: that they come with the calls is seen in tests/integration.
     alone = [*(key for key in SERVED if "max_replicas" not in key), "judge.local.max_replicas=1"]
-    words = (*SHORT, *served, *alone, "judge.max_tokens=256", "algorithm.group_size=4")
-    run = one_step(sandbox_root, scripted_policy, tmp_path, "draco", *words)
+    words = (*FUNCTIONS, *served, *alone, "judge.max_tokens=256", "algorithm.group_size=4")
+    run = one_step(sandbox_root, policy, tmp_path, "draco", *words, config=str(config))
+    check_functions(run)
     assert len(check_rubric_run(run, credit=True)) == PROMPTS
     calls = run.table("judge_calls").to_pylist()
     assert {call["model"] for call in calls} == {f"hosted_vllm/{scripted_policy}"}

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from draco_ray.runs.directory import RunDirectory
 from tests.support.command import draco, start_draco
+from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.rewards import check_rubric_run
 
 pytestmark = pytest.mark.slow
@@ -22,11 +23,11 @@ pytestmark = pytest.mark.slow
 STEPS, PROMPTS, GROUP = 2, 2, 3
 
 
-def arguments(world: Path, model: Path, root: Path, name: str) -> list[str]:
+def arguments(world: Path, model: Path, root: Path, name: str, config: str = "sandbox") -> list[str]:
     """A run small enough for a test."""
     return [
         "train",
-        "sandbox",
+        config,
         f"data.root={world}",
         "data.eval_split=dev",
         "data.eval_tasks=2",
@@ -158,9 +159,13 @@ def test_ones_own_run_is_continued_by_one_command(run: RunDirectory) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_sigterm_keeps_what_was_finished(blind_world: Path, starter_model: Path, tmp_path: Path) -> None:
-    words = ["--setting", "no-credit", "train.evaluate_before_after=false", "train.steps=50"]
-    process = start_draco([*arguments(blind_world, starter_model, tmp_path, "cut"), *words])
+def test_sigterm_keeps_what_was_finished(blind_world: Path, tmp_path: Path) -> None:
+    """Here AppWorld is played by a program behind the endpoint, which makes the policy's calls over HTTP."""
+    config = tmp_path / "endpoint.yaml"
+    config.write_text("extends: [sandbox, appworld-endpoint]\n")
+    policy = build_functions_policy(tmp_path / "policy", blind_world)
+    words = ["--setting", "no-credit", "train.evaluate_before_after=false", "train.steps=50", *FUNCTIONS]
+    process = start_draco([*arguments(blind_world, policy, tmp_path, "cut", str(config)), *words])
     parts = tmp_path / "cut" / "tables" / "trajectories"
     try:
         while not [*parts.glob("step00002/*.arrow"), *parts.glob("step00002.parquet")]:
@@ -189,3 +194,4 @@ def test_sigterm_keeps_what_was_finished(blind_world: Path, starter_model: Path,
     assert len([step for step, _ in rewards if step == 1]) == PROMPTS
     assert any(any(group) for group in rewards.values())
     assert "credit" not in run.table("judge_calls").column("phase").to_pylist()
+    check_functions(run)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from draco_ray.records import Verdict
+from draco_ray.sandbox.rule_judge.calls import in_code
 from draco_ray.sandbox.rule_judge.demands import Demands, read_demands
 from draco_ray.sandbox.rule_judge.reading import Run
 from draco_ray.sandbox.rule_judge.traces import EMPTY, Call, Test, Value
@@ -35,9 +36,9 @@ class Case:
     """One run under one task, and what several rules want to know of it."""
 
     def __init__(self, run: Run, task: str) -> None:
-        self.run = run
+        self.run = in_code(run)
         self.demands: Demands = read_demands(task)
-        self.trace = trace(run, task)
+        self.trace = trace(self.run, task)
 
     @cached_property
     def changes(self) -> list[Call]:
