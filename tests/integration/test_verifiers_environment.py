@@ -89,6 +89,10 @@ async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing
     async with player(model) as at:
         assert at.environment.evaluates
         assert at.environment.tasks("all")[0] == "talk"
+        # What a task does not say its environment does: its name is no task.
+        assert at.environment.task("untold").instruction == (
+            "Be brief.\n\nTask untold: the environment says what is to be done as it begins."
+        )
         talked, world = await at.play("talk")
         assert (talked.ended, talked.error, talked.branches) == (EpisodeEnd.FINISHED, None, (0,))
         assert [step.text for step in talked.steps] == ["Done.", "Done."]

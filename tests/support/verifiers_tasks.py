@@ -13,7 +13,7 @@ from talk import TalkConfig
 
 __all__ = ["Kinds", "KindsEnv"]
 
-KINDS = ("talk", "twice", "raise", "hang", "silent", "judged", "unrewarded", "die")
+KINDS = ("talk", "twice", "raise", "hang", "silent", "judged", "unrewarded", "die", "untold")
 
 
 class KindData(vf.TaskData):
@@ -73,4 +73,5 @@ class Kinds(vf.Taskset[KindTask]):
     def load(self):  # type: ignore[no-untyped-def]
         """All of them."""
         for kind in KINDS:
-            yield KindTask(KindData(name=kind, prompt=f"Do {kind}.", system_prompt="Be brief."), self.config.task)
+            prompt = None if kind == "untold" else f"Do {kind}."
+            yield KindTask(KindData(name=kind, prompt=prompt, system_prompt="Be brief."), self.config.task)

@@ -53,7 +53,9 @@ async def served(lines: Any, **overrides: object) -> AsyncIterator[Served]:
 async def test_tokens_go_in_and_come_out_with_their_log_probs_as_vllm_gives_them() -> None:
     async with served([f"Yes.{END}"]) as at:
         prompt = encoded("Refund it?")
-        status, told = await at.ask(prompt, request_id="r1", sampling_params={"logprobs": 1, "temperature": 0.3})
+        # verifiers' client names the last of these where a renderer of the model's family goes on from earlier tokens.
+        said = {"logprobs": 1, "temperature": 0.3, "routed_experts_prompt_start": 4}
+        status, told = await at.ask(prompt, request_id="r1", sampling_params=said)
     assert status == 200
     (choice,) = told["choices"]
     assert choice["token_ids"] == at.sampler.sampled[0] == encoded(f"Yes.{END}")

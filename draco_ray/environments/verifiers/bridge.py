@@ -193,7 +193,8 @@ def _ids(tasks: Any) -> dict[int, str]:
 
 def _instruction(data: Any) -> str:
     """What the policy is asked, as far as it stands in the task."""
-    told = [data.system_prompt or "", data.prompt_text or data.description or data.name or ""]
+    untold = f"Task {data.name or data.idx}: the environment says what is to be done as it begins."
+    told = [data.system_prompt or "", data.prompt_text or data.description or untold]
     return "\n\n".join(filter(None, told))
 
 

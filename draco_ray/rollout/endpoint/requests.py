@@ -38,6 +38,8 @@ _GENERATE |= {"return_token_ids", "output_mode"}
 _TOKEN_SAMPLING = {"max_tokens", "stop_token_ids", "detokenize", "skip_special_tokens", "output_kind"}
 _TOKEN_SAMPLING |= {"spaces_between_special_tokens", "include_stop_str_in_output", "stop", "prompt_logprobs"}
 _TOKEN_SAMPLING |= {"logprobs", "flat_logprobs", *_SAMPLING}
+# From where on a mixture's routes are told, which are not told here: verifiers' client says it in every later turn.
+_TOKEN_SAMPLING |= {"routed_experts_prompt_start"}
 _ONLY_TOKENS: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "stop": ([], ""),
