@@ -75,7 +75,7 @@ def _results(output: str | None, count: int) -> list[str | None]:
     at = {int(match[1]): match.span() for match in _NUMBERED.finditer(output)}
     begins = sorted(span for number, span in at.items() if number <= count)
     ends = [begin for begin, _ in begins[1:]] + [len(output)]
-    texts = [output[begin:end].rstrip("\n") for (_, begin), end in zip(begins, ends, strict=True)]
+    texts: list[str | None] = [output[begin:end].rstrip("\n") for (_, begin), end in zip(begins, ends, strict=True)]
     return texts if len(texts) == count else [output] * count
 
 
