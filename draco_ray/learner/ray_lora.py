@@ -27,6 +27,9 @@ from draco_ray.learner.train_loop import LoopSettings, fit
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray
 
+PATIENCE_SECONDS = 30.0
+"""For an end of its own, and for one after an interrupt."""
+
 
 class RayLoraLearner:
     """All workers, as one `draco_ray.learner.base.Learner`.
@@ -81,9 +84,6 @@ class RayLoraLearner:
             # Ray Train's controller runs on the same node as this task.
             scheduling_strategy=beside_the_driver(),
             max_retries=0,
-            # Inherited by an actor of Ray Train's that asks whether the controller lives, and ends the workers where it
-            # does not. Without it, that actor asks the Ray that was started last on its machine, which may be another.
-            runtime_env={"env_vars": {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}},
         )
         self._fit = trainer.remote(settings)
         self._watch = asyncio.create_task(self._watch_fit())
@@ -113,18 +113,20 @@ class RayLoraLearner:
         """The learner's side of the canary: log-prob of every token, 0.0 for the first."""
         return await self._submit(TokenLogprobs(token_ids=tuple(int(t) for t in token_ids), adapter=adapter))
 
-    async def stop(self, timeout: float = 30.0) -> None:
-        """End the loop and its processes, by force if they are still busy after `timeout` seconds."""
+    async def stop(self, timeout: float = PATIENCE_SECONDS) -> None:
+        """End the loop and its processes; what is still busy after `timeout` seconds is interrupted, then killed."""
         if self._feed is None or self._watch is None:
             return
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 with contextlib.suppress(LearnerError):
                     await self._submit(Stop())
                 await asyncio.shield(self._watch)
-        except TimeoutError:
-            ray.cancel(self._fit, force=True)
-            await self._watch
+        # At first as Ctrl-C does: Ray Train then gives back the place of its workers. Where its process was killed, Ray
+        # keeps it until the job ends.
+        for force in (False, True):
+            ray.cancel(self._fit, force=force)
+            await asyncio.wait([self._watch], timeout=None if force else PATIENCE_SECONDS)
         ray.kill(self._feed)
         self._feed = None
 

@@ -63,6 +63,7 @@ def _start(feed: Any) -> Start | None:
     sooner, not: these would wait in a collective operation for those that have ended.
     """
     import ray.train
+    import ray.train.torch
     import torch.distributed
 
     context = ray.train.get_context()
@@ -71,7 +72,7 @@ def _start(feed: Any) -> Start | None:
         with suppress(FeedLost):
             told = [_told(feed.start.remote())]
     if context.get_world_size() > 1:
-        torch.distributed.broadcast_object_list(told)
+        torch.distributed.broadcast_object_list(told, device=ray.train.torch.get_device())
     return told[0]
 
 
@@ -167,12 +168,24 @@ def fit(settings: LoopSettings) -> None:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    class Trainer(TorchTrainer):
+        """Without the actor that asks Ray's state API whether the controller lives, and else ends the workers.
+
+        A Ray without a dashboard names the default port as that API's, where another Ray of the machine may listen,
+        which knows nothing of the controller; so healthy workers were ended. Their place is given back by
+        `RayLoraLearner.stop`, or with the job.
+        """
+
+        def _create_default_callbacks(self) -> list[Any]:
+            callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]  # mypy sees Ray Train v1's
+            return [each for each in callbacks if type(each).__name__ != "PlacementGroupCleanerCallback"]
+
     config = settings.config
     # Ray Train's controller asks every process how it does, beside the thread that trains, and takes it from here.
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.stall_seconds)
     on_gpu = config.gpus_per_worker > 0
     resources = {"CPU": config.cpus_per_worker} | ({"GPU": config.gpus_per_worker} if on_gpu else {})
-    TorchTrainer(
+    Trainer(
         train_loop,
         train_loop_config={"settings": settings},
         torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo"),

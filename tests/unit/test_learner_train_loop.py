@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 import ray.train
+import ray.train.torch
 import torch.distributed
 
 from draco_ray.learner.messages import Start
@@ -25,6 +26,7 @@ class Group:
         self._carried: list[Start | None] = []
         self._feed = SimpleNamespace(start=SimpleNamespace(remote=self._ask))
         patch.setattr(ray, "get", self._get)
+        patch.setattr(ray.train.torch, "get_device", lambda: "cuda:1")
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
 
     def begin(self) -> list[Start | None]:
@@ -46,7 +48,9 @@ class Group:
             raise self._answer
         return self._answer
 
-    def _broadcast(self, told: list[Any]) -> None:
+    def _broadcast(self, told: list[Any], device: str) -> None:
+        # NCCL: all would take the first GPU of their node if none were named.
+        assert device == "cuda:1"
         if self._rank == 0:
             self._carried = list(told)
         told[:] = self._carried
