@@ -292,6 +292,14 @@ def test_what_was_measured_is_read_as_it_was(job: Any, tmp_path: Path) -> None:
     assert job.read(tmp_path / "another.jsonl", ["seed=0"]) is None
 
 
+def test_a_run_with_a_learning_curve_will_do_where_none_was_asked_for(job: Any, tmp_path: Path) -> None:
+    path = tmp_path / "draco.jsonl"
+    path.write_text('{"words": ["seed=0", "train.evaluate_every=2"], "policy": "p"}\n')
+    assert job.read(path, ["seed=0"]).policy == "p"
+    with pytest.raises(SystemExit, match="measured for"):
+        job.read(path, ["seed=0", "train.evaluate_every=3"])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -304,6 +312,7 @@ def test_what_was_measured_is_read_as_it_was(job: Any, tmp_path: Path) -> None:
         ),
         ('{"words": ["seed=0"], "policy": "p"}\n{"step": 0}\n', "damaged"),
         ('{"words": ["seed=1"], "policy": "p"}\n', "measured for"),
+        ('{"words": ["seed=0", "train.steps=3"], "policy": "p"}\n', "measured for"),
     ],
 )
 def test_a_file_that_says_nothing_or_something_else_is_not_taken(
