@@ -197,8 +197,8 @@ def write(path: Path, words: Sequence[str], measured: Measured) -> None:
 def read(path: Path, words: Sequence[str]) -> Measured | None:
     """What was measured for these words; None where there is no such file.
 
-    One with a learning curve will do where none was asked for: the noise bench takes the ablation's runs. A file that is
-    damaged, or was measured for other words, ends the program with a line.
+    One with a learning curve will do where none was asked for, so the noise bench takes the ablation's runs. A file
+    that is damaged, or was measured for other words, ends the program with a line.
     """
     if not path.is_file():
         return None
