@@ -19,6 +19,8 @@ import typer
 from ablation import percent
 from measured import SANDBOX, Measured, Wanted, check_one_policy, default_steps
 
+from draco_ray.algorithm.rules import find_rule
+from draco_ray.config.load import load_config
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 
 NOISES: dict[str, Mapping[str, float]] = {
@@ -46,6 +48,13 @@ def label(noise: Mapping[str, float]) -> str:
     '-false_pass0.3'
     """
     return "".join(f"-{name}{share:g}" for name, share in noise.items())
+
+
+def noticed(noise: Mapping[str, float], preset: str, setting: str) -> Mapping[str, float]:
+    """What of it a setting can notice: one that makes no credit call gets no step named, and so no wrong one."""
+    if find_rule(load_config(preset, setting=setting).algorithm.rule).cites:
+        return noise
+    return {name: share for name, share in noise.items() if name != "wrong_step"}
 
 
 def table(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs_per_task: int) -> str:
@@ -117,6 +126,7 @@ def main(
     for seed in range(seeds):
         for noise in chosen:
             for name in names:
+                errors = noticed(NOISES[noise], preset, name)
                 wanted = Wanted(
                     preset=preset,
                     setting=name,
@@ -124,8 +134,8 @@ def main(
                     steps=last,
                     every=None,
                     runs_per_task=runs_per_task,
-                    overrides=(*words(NOISES[noise]), *(overrides or ())),
-                    label=label(NOISES[noise]),
+                    overrides=(*words(errors), *(overrides or ())),
+                    label=label(errors),
                 )
                 if known := wanted.known(measured):
                     found[noise, name, seed] = known
@@ -134,7 +144,8 @@ def main(
     check_one_policy(found.values(), preset if waiting and not print_only else None)
     print(table(found, chosen, names, runs_per_task), flush=True)
     for cell, wanted in () if print_only else waiting.items():
-        found[cell] = wanted.make(root, measured)
+        # Several noises of which it notices nothing are one run.
+        found[cell] = wanted.known(measured) or wanted.make(root, measured)
         print(f"\n{table(found, chosen, names, runs_per_task)}", flush=True)
     print(
         "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; the last column is paired "

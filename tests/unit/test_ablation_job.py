@@ -351,6 +351,8 @@ def test_noise_with_and_without_credit(
     assert re.fullmatch(r"16\.7 \[.*\], \+16\.7 \[.*\], 2", plain)
     assert less.startswith("+33.3 [")
     assert table["false pass 60%"] == ["not run yet"] * 3
+    # Without credit no step is named, so none is wrong: that is the run without noise.
+    assert table["wrong step 40%"] == ["not run yet", plain, "not run yet"]
     with pytest.raises(SystemExit):
         noise.main(**words, print_only=False)
     # The first seed of everything comes first.
