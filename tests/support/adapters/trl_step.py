@@ -27,10 +27,10 @@ def main() -> None:
     from draco_ray.adapters.trl import StepCredit
 
     bench: Any = importlib.import_module("jobs.bench_learner")
-    bench.VOCABULARY, bench.LAYERS, bench.HIDDEN, bench.INTERMEDIATE = 256, 1, 32, 64
-    bench.HEADS, bench.KV_HEADS, bench.HEAD_DIM = 2, 1, 16
+    tiny = bench.SHAPES["small"] | {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    tiny |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = Path(tempfile.mkdtemp())
-    bench.build_model(folder / "model")
+    bench.build_model(folder / "model", tiny)
     given: dict[str, Any] = {}
 
     def recorded(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
