@@ -402,6 +402,8 @@ async def _claimed(cache: Replies, key: str) -> AsyncIterator[None]:
         yield
     finally:
         renewing.cancel()
+        # A renewal that failed is no news: the claim ends by itself.
+        await asyncio.gather(renewing, return_exceptions=True)
         await cache.release(key, by)
 
 

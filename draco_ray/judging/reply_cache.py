@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from draco_ray.errors import StoreError
+from draco_ray.judging.own_disk import check_own_disk
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +124,9 @@ class ReplyCache:
         """Open the folder, made if there is none.
 
         Raises:
-            StoreError: it cannot be opened; SQLite writes to do so.
+            StoreError: it cannot be opened (SQLite writes to do so), or lies on a file system that machines share.
         """
+        check_own_disk(folder)
         self._folder = folder
         self._claims: dict[str, _Claim] = {}
         # One thread: SQLite's connection belongs to it, and what is asked for happens in that order.

@@ -125,8 +125,9 @@ class RayLoraLearner:
         # At first as Ctrl-C does: Ray Train then gives back the place of its workers. Where its process was killed, Ray
         # keeps it until the job ends.
         for force in (False, True):
-            ray.cancel(self._fit, force=force)
-            await asyncio.wait([self._watch], timeout=None if force else PATIENCE_SECONDS)
+            if not self._watch.done():
+                ray.cancel(self._fit, force=force)
+                await asyncio.wait([self._watch], timeout=None if force else PATIENCE_SECONDS)
         ray.kill(self._feed)
         self._feed = None
 

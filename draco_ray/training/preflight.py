@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from draco_ray.engine.model_shape import check_dense, check_heads, check_split, 
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
+from draco_ray.judging.own_disk import check_own_disk
 from draco_ray.runs.directory import RunDirectory
 
 ANONYMOUS_TYPE = "node_"
@@ -44,13 +44,6 @@ SAMPLE_BYTES = 13
 PROMPT_BYTES = 4
 """Of one trajectory token in a judge prompt, which is archived with the reply."""
 FLOAT32_BYTES = 4
-SHARED_FILE_SYSTEMS = frozenset(
-    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse")
-)
-"""Types of file systems that several machines share, or of which nobody knows what is behind them."""
-OWN_FUSE = frozenset(("fuse.fuse-overlayfs",))
-"""Of a container's own disk."""
-MOUNTS = Path("/proc/mounts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +301,7 @@ def check_outlives_job(root: Path | str) -> None:
 
 
 def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> None:
-    """Check that the judge's replies are kept on a disk of this machine: SQLite relies on its locks and its order.
+    """Check that the judge's replies are kept on a disk of this machine, and say what else a run could do.
 
     Args:
         config: the run's.
@@ -320,39 +313,15 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
     """
     if config.judge.self_judge.enabled or config.algorithm.reward != "rubric":
         return
-    folder = (config.judge.cache or RunDirectory(run).judge_cache).resolve()
-    if mounts is None:
-        mounts = MOUNTS.read_text(encoding="utf-8", errors="replace") if MOUNTS.exists() else ""
-    kind, mounted = file_system_of(folder, mounts)
-    if kind in OWN_FUSE or kind.partition(".")[0] not in SHARED_FILE_SYSTEMS:
-        return
-    mend = "judge.cache to a folder on a disk of this machine"
-    if config.judge.cache is None and isinstance(config.run.root, str):
-        mend = "run.local to a folder on a disk of this machine"
-    elif config.judge.cache is None:
-        mend += f", or run.root=file://{run.resolve().parent} for a new run, which works on such a disk and is copied"
-    raise ConfigError(
-        f"judge replies would be kept in {folder}, on {mounted}, whose file system ({kind}) machines share: SQLite, "
-        f"which keeps them, may lose there what was paid for: set {mend}"
-    )
-
-
-def file_system_of(path: Path, mounts: str) -> tuple[str, str]:
-    """Type and mount point of the file system on which an absolute path lies; empty where nothing says so.
-
-    Args:
-        path: need not be there.
-        mounts: lines of /proc/mounts.
-    """
-    found = ("", Path())
-    for line in mounts.splitlines():
-        if len(words := line.split()) < 3:
-            continue
-        at = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[1]))
-        # Of two at one place the later hides the earlier.
-        if path.is_relative_to(at) and len(at.parts) >= len(found[1].parts):
-            found = (words[2], at)
-    return found[0], str(found[1])
+    try:
+        check_own_disk(config.judge.cache or RunDirectory(run).judge_cache, mounts)
+    except StoreError as error:
+        also = ""
+        if config.judge.cache is None and isinstance(config.run.root, str):
+            also = "; here also run.local"
+        elif config.judge.cache is None:
+            also = f"; a new run with run.root=file://{run.resolve().parent} works on such a disk and is copied there"
+        raise ConfigError(f"{error}{also}") from None
 
 
 def check_disk(config: DracoConfig, run: Path) -> None:

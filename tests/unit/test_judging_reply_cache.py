@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.errors import StoreError
-from draco_ray.judging import reply_cache
+from draco_ray.judging import own_disk, reply_cache
 from draco_ray.judging.reply_cache import BUSY_SECONDS, FILE, PICKLED_FILE, Book, ReplyCache, read_book, request_key
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -271,3 +271,12 @@ def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:
     request = {"text": "\u00e4 \u8a55", "folder": Path("a"), "n": 1}
     assert request_key(request) == request_key(dict(reversed(request.items())))
     assert len({request_key(request | change) for change in ({}, {"n": 2}, {"text": "a"}, {"folder": Path("b")})}) == 4
+
+
+def test_replies_are_kept_on_no_disk_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever command would keep them: a run, `draco judge`, a replay."""
+    (tmp_path / "mounts").write_text(f"server:/ {tmp_path / 'home'} nfs4 rw 0 0\n", encoding="utf-8")
+    monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
+    with pytest.raises(StoreError, match=r"kept in .*/home/judge_cache, on .*/home, whose file system \(nfs4\)"):
+        ReplyCache(tmp_path / "home" / "judge_cache")
+    assert not (tmp_path / "home").exists()

@@ -18,8 +18,10 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
+from draco_ray.judging import own_disk
+from draco_ray.judging.own_disk import file_system_of
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import preflight, run
+from draco_ray.training import run
 from draco_ray.training.preflight import (
     SUBMITTED,
     adapter_bytes,
@@ -30,7 +32,6 @@ from draco_ray.training.preflight import (
     check_resources,
     check_trainable,
     check_writable,
-    file_system_of,
     probe_node,
     step_size,
 )
@@ -134,15 +135,13 @@ def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mend
 
     with pytest.raises(
         ConfigError,
-        match=r"kept in /shared/runs/first/judge_cache, on /shared, .* \(nfs4\) .* set judge.cache to a folder on a "
-        r"disk of this machine, or run.root=file:///shared/runs for a new run",
+        match=r"kept in /shared/runs/first/judge_cache, on /shared, .* \(nfs4\) .* name a folder on a disk of this "
+        r"machine \(.*judge.cache of a training run\); a new run with run.root=file:///shared/runs works",
     ):
         check("/shared/runs/first")
-    with pytest.raises(
-        ConfigError, match=r"on /far, .* \(fuse.sshfs\) .* set judge.cache to a folder on a disk of this m"
-    ):
+    with pytest.raises(ConfigError, match=r"on /far, .* \(fuse.sshfs\) .* name a folder .*training run\)$"):
         check("/var/runs/first", cache="/far/replies")
-    with pytest.raises(ConfigError, match=r"set run.local to a folder on a disk of this machine$"):
+    with pytest.raises(ConfigError, match=r"name a folder .*; here also run.local$"):
         check("/shared/local/first", root="s3://bucket/runs")
     check("/shared/runs/first", cache="/var/replies")
     check("/shared/scratch/runs/first")
@@ -155,7 +154,7 @@ def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mounts").write_text(f"server:/ {tmp_path} nfs4 rw 0 0\n", encoding="utf-8")
-    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
     config = load_config("sandbox", [f"run.root={tmp_path}"])
     folder = RunDirectory.create(tmp_path / "first", "")
     with pytest.raises(ConfigError, match=r"judge replies would be kept in .*first/judge_cache"):
