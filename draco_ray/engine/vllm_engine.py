@@ -408,7 +408,7 @@ class VllmEngine:
 
     def _launch(self) -> None:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
-        with _environment(self._environment()):
+        with _environment(vllm_environment(self._config, self._model)):
             with naming_extras(), uncollected():
                 import vllm.v1.engine.async_llm  # noqa: F401  # Nearly all that will be imported.
                 from vllm.platforms import current_platform
@@ -501,20 +501,6 @@ class VllmEngine:
                 arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
         return arguments
 
-    def _environment(self) -> dict[str, str]:
-        """Environment variables that vLLM and its core process start under."""
-        settings = {
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONWARNINGS": "ignore",
-        }
-        if is_local(self._model.path):
-            settings |= {"HF_HUB_OFFLINE": "1"}
-        if self._config.gpus_per_engine == 0:
-            settings |= cpu_environment(self._config)
-        return settings
-
     def _check_platform(self, cpu: bool) -> None:
         if cpu and self._config.gpus_per_engine > 0:
             raise EngineError(
@@ -526,6 +512,21 @@ class VllmEngine:
                 f"engine {self._name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
                 "set it to the GPUs of one engine, or install the 'cpu' extra"
             )
+
+
+def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
+    """Environment variables that vLLM is imported and its core process starts under."""
+    settings = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
+    if is_local(model.path):
+        settings |= {"HF_HUB_OFFLINE": "1"}
+    if config.gpus_per_engine == 0:
+        settings |= cpu_environment(config)
+    return settings
 
 
 def cpu_environment(config: EngineConfig) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +17,12 @@ import ray._private.services
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.vllm_engine import vllm_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
 from draco_ray.training.preflight import SUBMITTED, check_resources, has_autoscaler
 from draco_ray.training.room import wait_for_room
+from draco_ray.workers.forked import forked_workers
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
 """Variables that reach the workers of a cluster that was started elsewhere."""
@@ -31,6 +34,19 @@ START_SECONDS = 180.0
 """For a node to come up, where Ray gives it 30."""
 LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
+
+ACTORS = ("draco_ray.engine.actor", "draco_ray.rollout.worker", "draco_ray.runs.store_actor")
+"""What every run has, with what it imports; also of evaluations and `draco sft`."""
+OF_ENGINES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "draco_ray.engine.vllm_engine",
+    "draco_ray.engine.executor",
+    "draco_ray.engine.cpu_lora",
+)
+OF_JUDGES = ("litellm", "draco_ray.judging.worker", "draco_ray.judging.judge")
+OF_LEARNERS = ("ray.train.torch", "peft", "draco_ray.learner.train_loop", "draco_ray.training.advantage_computer")
 
 
 def address_of(config: DracoConfig) -> str | None:
@@ -68,7 +84,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-                _start(config)
+                _start(config, judges=judges)
     except ConnectionError as error:
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
     except ValueError:
@@ -90,10 +106,23 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     return resources
 
 
-def _start(config: DracoConfig) -> None:
+def _start(config: DracoConfig, *, judges: bool) -> None:
     """A Ray on this machine; where a busy one misses even the longer time, it is asked once more."""
-    with _patient_start():
+    with _patient_start(), _forked(config, judges=judges):
         _try_to_start(config)
+
+
+def _forked(config: DracoConfig, *, judges: bool) -> contextlib.AbstractContextManager[None]:
+    """Let workers be forked where none of them has a GPU, with what the parts of this run import."""
+    if config.engine.gpus_per_engine or config.learner.gpus_per_worker or not sys.platform.startswith("linux"):
+        return contextlib.nullcontext()
+    # An evaluation of an API model has no engines of its own.
+    engines = config.engine.cpus_per_engine > 0
+    modules = [*ACTORS]
+    modules += OF_ENGINES if engines else ()
+    modules += OF_JUDGES if judges else ()
+    modules += OF_LEARNERS if config.learner.cpus_per_worker else ()
+    return forked_workers(modules, vllm_environment(config.engine, config.model) if engines else {})
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from draco_ray.learner.messages import Accumulate, Publish, Remember, SaveCheckp
 from draco_ray.learner.ray_lora import RayLoraLearner
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
+from draco_ray.training.cluster import OF_LEARNERS
+from draco_ray.workers.forked import forked_workers
 from tests.support import double_learner
 from tests.support.command import descendants
 
@@ -389,7 +391,10 @@ async def test_a_worker_that_dies_while_it_shares_rows_costs_nothing_but_time(di
     for group in (first, second):
         alone.accumulate(group)
         norms.append(alone.step().grad_norm)
-    ray.init("local", num_cpus=WORKERS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    with forked_workers(OF_LEARNERS, {}):
+        ray.init(
+            "local", num_cpus=WORKERS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
+        )
     learner = RayLoraLearner(model, config, run=tmp_path / "run", seed=0)
     try:
         await learner.start()

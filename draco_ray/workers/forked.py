@@ -1,0 +1,96 @@
+"""Workers of a Ray on this machine that are forked from one process, which has imported what they need.
+
+A new worker of Ray's is a new interpreter: PyTorch, vLLM, LiteLLM and Ray Train are imported once more by every actor,
+which on a small machine is most of a short run. A fork has them at once, and shares their memory.
+
+Only for a Ray that is started here, and without GPUs: CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.services
+
+from draco_ray.workers import ask_fork_server
+
+HERE = Path(__file__).parent
+CLIENT = HERE / "ask_fork_server.py"
+SERVER = HERE / "fork_server.py"
+NIL_JOB = "ff" * 4
+"""Ray's library keeps the job that it finds in the environment when it is loaded; one of this serves any."""
+WAITING = 64
+"""Clients that may wait while modules are imported."""
+
+
+@contextlib.contextmanager
+def forked_workers(modules: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
+    """Let a Ray that is started inside the block fork its Python workers, for as long as it lives.
+
+    Args:
+        modules: imported once for all of them; one that cannot be is left to the worker that needs it.
+        environment: variables that these modules read when they are imported.
+    """
+    services = ray._private.services
+    once = services.start_raylet
+    signature = inspect.signature(once)
+
+    @wraps(once)
+    def start_raylet(*arguments: Any, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named)
+        session = Path(given.arguments["session_dir"])
+        at = session / "sockets" / "fork_server"
+        given.arguments["env_updates"] = {
+            **(given.arguments.get("env_updates") or {}),
+            ask_fork_server.SOCKET: str(at),
+            ask_fork_server.OWN_START: given.arguments["setup_worker_path"],
+        }
+        given.arguments["setup_worker_path"] = str(CLIENT)
+        # Before the node manager starts: its first workers ask at once, and wait.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(at))
+            at.chmod(0o600)
+            listener.listen(WAITING)
+            started = once(*given.args, **given.kwargs)
+            _start_server(listener, started.process.pid, session / "logs" / "fork_server.log", modules, environment)
+        return started
+
+    services.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        services.start_raylet = once
+
+
+def _start_server(
+    listener: socket.socket, raylet: int, log: Path, modules: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    with log.open("ab") as file:
+        subprocess.Popen(
+            [sys.executable, str(SERVER), str(listener.fileno()), *modules],
+            env={
+                **os.environ,
+                **environment,
+                # What is imported is this process's, also where it found that by its own working directory.
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if Path(path).exists()),
+                # As a worker would find them, for Ray's library reads them when it is loaded.
+                "RAY_RAYLET_PID": str(raylet),
+                "RAY_JOB_ID": NIL_JOB,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            pass_fds=[listener.fileno()],
+            # Ctrl-C at a terminal is for this process, which ends the node manager, and that the rest.
+            process_group=0,
+        )
