@@ -7,7 +7,8 @@ A run plays the held-out tasks before training, after every second step unless t
 where it was stopped, and after each run everything is printed from what there is: the settings after their last step,
 the same at equal judge spend, and learning curves, which are also `curves.csv` and `curves.png` in --measured. What was
 measured of a run is a small file there, and a run whose file is there is not run again; so a night's work can be
-several nights, and of several machines. `--print-only` runs nothing.
+several nights, and of several machines: the runs of one seed begin from one starter policy, those of another seed may
+begin from another. `--print-only` runs nothing.
 
 Equal spend: the judge's tokens at reference prices, summed over the steps of a run. For each seed the budget is what
 the cheapest of the settings that ask a judge spent in all its steps; of every other setting the last evaluated
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, check_one_policy, default_steps
+from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, of_one_policy
 
 from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
@@ -189,6 +190,13 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
     }
     print_results("At the same judge spend", runs, equal, runs_per_task)
     write_curves(root, print_curves(known, runs_per_task))
+    policies: dict[str, set[int]] = {}
+    for of_setting in known.values():
+        for seed, each in of_setting.items():
+            policies.setdefault(each.policy, set()).add(seed)
+    if len(policies) > 1:
+        told = "; ".join(f"{policy}: {', '.join(map(str, sorted(seeds)))}" for policy, seeds in policies.items())
+        print(f"\nStarter policies, with the seeds that began from each: {told}.")
     print(
         "\nIn % (turns apart), with 95 % intervals over training seeds, where there are several, and scenarios; means "
         "over seeds; p after Holm's correction, over the seeds that all have. Lost rollouts count as failures; "
@@ -235,11 +243,11 @@ def main(
                 found[name][seed] = known
             else:
                 waiting.append(wanted)
-    everything = [each for of_setting in found.values() for each in of_setting.values()]
-    check_one_policy(everything, preset if waiting and not print_only else None)
+    everything = [each for of_setting in found.values() for each in of_setting.items()]
+    waiting = of_one_policy(everything, [] if print_only else waiting)
     measured.mkdir(parents=True, exist_ok=True)
     print_all(found, measured, runs_per_task)
-    for wanted in [] if print_only else waiting:
+    for wanted in waiting:
         found[wanted.setting][wanted.seed] = wanted.make(root, measured)
         print_all(found, measured, runs_per_task)
 

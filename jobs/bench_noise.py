@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import typer
 from ablation import percent
-from measured import SANDBOX, Measured, Wanted, check_one_policy, default_steps
+from measured import SANDBOX, Measured, Wanted, default_steps, of_one_policy
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import load_config
@@ -141,9 +141,12 @@ def main(
                     found[noise, name, seed] = known
                 else:
                     waiting[noise, name, seed] = wanted
-    check_one_policy(found.values(), preset if waiting and not print_only else None)
+    known_runs = [(seed, measured) for (_, _, seed), measured in found.items()]
+    possible = of_one_policy(known_runs, [] if print_only else waiting.values())
     print(table(found, chosen, names, runs_per_task), flush=True)
-    for cell, wanted in () if print_only else waiting.items():
+    for cell, wanted in waiting.items():
+        if wanted not in possible:
+            continue
         # Several noises of which it notices nothing are one run.
         found[cell] = wanted.known(measured) or wanted.make(root, measured)
         print(f"\n{table(found, chosen, names, runs_per_task)}", flush=True)

@@ -1,7 +1,8 @@
 """Runs of the sandbox for the tables of ablation and noise bench, and what these need of them: a small file a run.
 
 A night's work need not be one night of one machine: figures that were measured before, or elsewhere, count as runs of
-one's own where they lie in the folder, and what is missing is run.
+one's own where they lie in the folder, and what is missing is run. All runs of a seed begin from one starter policy,
+which differs from one kind of CPU to another.
 """
 
 from __future__ import annotations
@@ -77,21 +78,33 @@ def policy_of(model: Path) -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()[:16] if weights.is_file() else str(model)
 
 
-def check_one_policy(found: Iterable[Measured], to_run: str | None) -> None:
-    """End the program with a line where the runs of a table began from several policies.
+def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wanted]) -> list[Wanted]:
+    """The runs of ``waiting`` that can be made here, so that all runs of a seed begin from one policy.
+
+    A comparison is within a seed; another seed may have begun from another policy, of another machine. A seed that has
+    runs from a policy which is not this machine's is left out, with a line; one that has runs from two ends the program
+    with a line.
 
     Args:
-        found: what is known.
-        to_run: preset of runs that are still to be made; None: there are none.
+        found: seed and what is known of a run of it.
+        waiting: runs that are missing.
     """
-    policies = {each.policy for each in found}
-    if policies and to_run is not None:
-        policies.add(policy_of(Path(load_config(to_run).model.path)))
-    if len(policies) > 1:
-        sys.exit(
-            f"the runs start from {len(policies)} policies ({', '.join(sorted(policies))}), and a comparison needs "
-            "one: give those of each a folder of its own (--measured)"
+    policies: dict[int, str] = {}
+    for seed, measured in found:
+        if policies.setdefault(seed, measured.policy) != measured.policy:
+            sys.exit(
+                f"seed {seed}: its runs start from 2 policies ({measured.policy}, {policies[seed]}), and a comparison "
+                "needs one: give those of each a folder of its own (--measured)"
+            )
+    here = {wanted.preset: policy_of(Path(load_config(wanted.preset).model.path)) for wanted in waiting}
+    possible = [wanted for wanted in waiting if policies.get(wanted.seed, here[wanted.preset]) == here[wanted.preset]]
+    for seed in sorted({wanted.seed for wanted in waiting} - {wanted.seed for wanted in possible}):
+        print(
+            f"seed {seed}: its runs start from policy {policies[seed]}, which is not this machine's; what is missing "
+            "of them is left to a machine that has it",
+            file=sys.stderr,
         )
+    return possible
 
 
 def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:

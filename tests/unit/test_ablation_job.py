@@ -243,26 +243,47 @@ def test_the_hard_sandbox_has_its_own_runs_and_steps(
     assert command[-1].startswith("run.name=draco-hard-seed0-steps30")
 
 
-def test_runs_that_start_from_several_policies_are_not_compared(job: Any, tmp_path: Path) -> None:
-    measured_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
-    run = wanted(job, "random", 0)
+def from_elsewhere(job: Any, folder: Path, setting: str, seed: int) -> str:
+    """A run that was measured on another machine, from its own starter; returns which."""
+    run = wanted(job, setting, seed)
     figures = {0: evaluations(0), 4: evaluations(1)}
-    weights = tmp_path / "starter" / "model.safetensors"
-    weights.parent.mkdir()
+    weights = folder / "starter" / "model.safetensors"
+    weights.parent.mkdir(exist_ok=True)
     weights.write_bytes(b"trained elsewhere")
-    other = job.policy_of(weights.parent)
-    job.write(
-        tmp_path / "measured" / f"{run.name}.jsonl",
-        run.words,
-        job.Measured(figures, dict.fromkeys(figures, job.Spend()), other),
-    )
-    with pytest.raises(SystemExit, match=rf"start from 2 policies \(.*{other}.*folder of its own"):
+    policy: str = job.policy_of(weights.parent)
+    (folder / "measured").mkdir(exist_ok=True)
+    file = folder / "measured" / f"{run.name}.jsonl"
+    job.write(file, run.words, job.Measured(figures, dict.fromkeys(figures, job.Spend()), policy))
+    return policy
+
+
+def test_runs_of_a_seed_that_start_from_several_policies_are_not_compared(job: Any, tmp_path: Path) -> None:
+    measured_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
+    other = from_elsewhere(job, tmp_path, "random", 0)
+    with pytest.raises(SystemExit, match=rf"seed 0: .*start from 2 policies \(.*{other}.*folder of its own"):
         run_job(job, tmp_path)
-    # Nor is what is still to be run begun beside figures of another.
-    (tmp_path / "measured" / "draco-seed0-steps4.jsonl").unlink()
-    with pytest.raises(SystemExit, match="start from 2 policies"):
-        run_job(job, tmp_path, print_only=False)
-    run_job(job, tmp_path)
+
+
+def test_a_seed_that_began_from_another_policy_is_left_to_its_machine(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
+) -> None:
+    other = from_elsewhere(job, tmp_path, "random", 0)
+    with pytest.raises(SystemExit, match="draco-seed1-steps4 failed"):
+        run_job(job, tmp_path, seeds=2, print_only=False)
+    assert f"seed 0: its runs start from policy {other}, which is not this machine's" in capsys.readouterr().err
+    assert [word for command in started for word in command if word.startswith("seed=")] == ["seed=1"]
+
+
+def test_seeds_of_several_policies_are_one_table_that_says_so(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = from_elsewhere(job, tmp_path, "random", 0)
+    from_elsewhere(job, tmp_path, "draco", 0)
+    for setting in ("draco", "random"):
+        measured_run(job, tmp_path, setting, 1, {0: 0, 4: 3}, 1)
+    run_job(job, tmp_path, seeds=2)
+    told = capsys.readouterr().out
+    assert f"with the seeds that began from each: {other}: 0; " in told
 
 
 def test_lost_rollouts_are_counted(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
