@@ -280,8 +280,10 @@ def main() -> None:
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
     load(modules)
     request = ForkServer(socket.socket(fileno=int(descriptor)), raylet).serve()
-    if request is not None:
-        become(request)
+    if request is None:
+        # Nothing is left to do, and to take down all that was imported would take a while.
+        os._exit(0)
+    become(request)
 
 
 if __name__ == "__main__":
