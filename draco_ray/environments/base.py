@@ -116,6 +116,12 @@ class Environment(ABC):
     def task(self, task_id: str) -> Task:
         """A task as the policy may know it, without ground truth. Raises: WorldError for one that is not there."""
 
+    def check_model(self, path: str) -> None:  # noqa: B027
+        """See that a model, a folder or a hub name, can play here, before anything is started for it.
+
+        Raises: ConfigError, one line, where it cannot.
+        """
+
     @abstractmethod
     async def open(self, task_id: str) -> World:
         """Begin a task anew; a task that is open is closed first.

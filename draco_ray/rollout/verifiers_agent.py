@@ -44,7 +44,7 @@ class VerifiersAgent:
         return fill_agent_prompt(self._template, task)
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """See `Agent`. Raises: what the policy raises."""
+        """See `Agent`. Raises: what the policy raises; ConfigError where no episode can be played."""
         episode = TokenEpisode(request, self._policy, self._config)
         tokenizer = self._policy.chat.tokenizer.name_or_path
         played: dict[str, Any] = {"traces": [], "errors": [], "timeout": False}
@@ -70,6 +70,8 @@ class VerifiersAgent:
                 await asyncio.gather(playing, return_exceptions=True)
         if episode.failed.done():
             episode.failed.result()
+        if "unusable" in played:
+            raise ConfigError(f"verifiers: {played['unusable']}")
         ended, why = (end_of(crash), str(crash)) if crash is not None else _end(episode, played, self._config)
         return trajectory_of(
             played["traces"],

@@ -121,6 +121,7 @@ def task_prompts(
             "the agent's program, which gets no variable that is not named there"
         )
     chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
+    environment.check_model(config.model.path)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # Nothing is sampled here.
     agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)

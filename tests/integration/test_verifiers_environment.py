@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
@@ -26,12 +30,19 @@ from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.verifiers_agent import VerifiersAgent
+from draco_ray.training.session import task_prompts
 from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
+from tests.support.tool_templates import QWEN3, in_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TASKS = REPOSITORY / "tests/support/verifiers_tasks.py"
+TOOLS: dict[str, Any] = {
+    "taskset": {"id": str(REPOSITORY / "tests/support/verifiers_tools.py")},
+    "env": {"agent": {"harness": {"id": None}}},
+    "splits": {"train": {}},
+}
 TALK = REPOSITORY / "examples/parcels"
 
 
@@ -51,6 +62,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer, as a model has it."""
     folder = tmp_path_factory.mktemp("model")
     TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a model whose chat template is Qwen3's, as every fine-tune has it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    # Of Qwen3's template, as the package renderers has them.
+    told = "import json; from renderers import qwen3; print(json.dumps([qwen3._TOOLS_HEADER, qwen3._TOOLS_FOOTER]))"
+    words = json.loads(subprocess.check_output([verifiers_python(VerifiersOptions()), "-c", told], text=True))
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = in_words(QWEN3, *words)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -158,6 +182,51 @@ async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Pat
         assert unrewarded.ended is EpisodeEnd.SERVER_ERROR
         with pytest.raises(EnvironmentCrashed, match="has not rewarded"):
             await world.evaluate()
+
+
+async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_its_templates(tuned: Path) -> None:
+    async with player(tuned, **TOOLS, renderer=None) as at:
+        call = '<tool_call>\n{"name": "shelf_look", "arguments": {"place": "shelf 3"}}\n</tool_call>'
+        at.sampler.lines = lambda prompt: f"{'It is gone.' if 'Nothing is on shelf 3' in prompt else call}{END}"
+        played, _ = await at.play("find")
+        assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None)
+        assert [step.observation for step in played.steps] == ["Nothing is on shelf 3.", None]
+        # The template itself says the same of the first turn.
+        assert "# Tools" in TOKENIZER.decode(at.sampler.asked[0])
+
+
+async def test_what_no_other_attempt_mends_ends_the_run_with_the_first_episode(model: Path) -> None:
+    async with player(model, **TOOLS, renderer=None) as at:
+        with pytest.raises(ConfigError, match=r"no renderer puts them into tokens .*renderer\.name to .*\(qwen3, "):
+            await at.play("find")
+    async with player(model) as at:
+        with pytest.raises(ConfigError, match="requirements are missing: ModuleNotFoundError: No module named 'a_p"):
+            await at.play("lacks")
+
+
+def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tools_are_known_of(
+    model: Path, tuned: Path
+) -> None:
+    def preflight(folder: Path, **options: Any) -> None:
+        config = load_config("verifiers", [f"model.path={folder}"])
+        environment = EnvironmentConfig(use="verifiers", options=options)
+        config = config.model_copy(update={"environment": environment})
+        task_prompts(config, make_environment(environment, DataConfig()), [])
+
+    with pytest.raises(ConfigError) as caught:
+        preflight(model, **TOOLS)
+    said = str(caught.value)
+    assert "taskset 'verifiers_tools' offers the policy tools" in said
+    assert f"the chat template of model {model} does" in said
+    assert "set environment.options.renderer.name to" in said
+    assert "\n" not in said
+    kinds = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)]}
+    bash = {"player": {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}}
+    with pytest.raises(ConfigError, match="harness 'bash' offers the policy tools"):
+        preflight(model, **kinds, env=bash)
+    for fine in ({**TOOLS, "renderer": {"name": "default"}}, kinds):
+        preflight(model, **fine)
+    preflight(tuned, **TOOLS)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from talk import TalkConfig
 
 __all__ = ["Kinds", "KindsEnv"]
 
-KINDS = ("talk", "twice", "raise", "hang", "silent", "judged", "unrewarded", "die", "untold")
+KINDS = ("talk", "twice", "raise", "hang", "silent", "judged", "unrewarded", "die", "untold", "lacks")
 
 
 class KindData(vf.TaskData):
@@ -52,6 +52,8 @@ class KindsEnv(vf.Env[KindConfig]):
         kind = task.data.name
         if kind == "silent":
             raise RuntimeError("nothing begins")
+        if kind == "lacks":
+            import a_package_that_nobody_has  # noqa: F401
         if kind == "judged":
             await agents.other.run(task)
         async with agents.player.interaction(task) as talk:

@@ -1,6 +1,7 @@
 """Between this package and verifiers: it runs in the Python of verifiers' own virtual environment, as a file.
 
     python bridge.py tasks            # what there is to do, as JSON; the options are read from standard input
+    python bridge.py renderer         # an error where no renderer is the model's, the option ``tokenizer``
     python bridge.py serve FD         # plays what is asked for on the socket FD, a JSON object a line each way
 
 It starts verifiers' environment server in a process of its own and asks it through verifiers' own client. Of a task's
@@ -87,7 +88,28 @@ class Found:
             "splits": {name: [self.ids[task.data.idx] for task in tasks] for name, tasks in self.splits.items()},
             "tasks": {name: _instruction(task.data) for name, task in self.tasks.items()},
             "rewarded": scored or not issubclass(kind, SingleAgentEnv),
+            "tools": self._tools_from(),
         }
+
+    def _tools_from(self) -> str | None:
+        """What offers the policy tools, as far as it is told before anything is played."""
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils.loaders import harness_class
+
+        config, taskset = self.config, f"taskset {self.config.taskset.id!r}"
+        with _said(taskset):
+            kind = type(self.taskset)
+            served = kind.toolsets(config.taskset) or kind.task_type().toolsets(config.taskset.task)
+        harnesses = config.agent_harnesses()
+        for role, spec in agent_config_fields(config).items():
+            harness = harness_class(harnesses[role].id)
+            # One that knows no tools of others may well act by what it reads in the text.
+            if spec.model is None and spec.client is None and harness.SUPPORTS_MCP:
+                if served:
+                    return taskset
+                if harness.EXECUTES_CODE:
+                    return f"harness {harnesses[role].id!r}"
+        return None
 
 
 def _check_version() -> None:
@@ -224,12 +246,129 @@ def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
+# -------------------------------------------------------------------------------------------------------- renderers
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks at a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+_DOWNLOADS = {"gpt-oss"}
+"""Renderers that fetch a vocabulary as they are made."""
+
+
+def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None) -> str | None:
+    """The renderer that puts messages, tools and calls into the same tokens as a model's own chat template.
+
+    The package renderers goes by hub names alone, and has no tools for a model that it does not know by name.
+
+    Args:
+        tokenizer: a folder, or a hub name.
+        chat_template_kwargs: what the template is told, as in the run.
+
+    Returns: its name; None where there is none, and where the package knows the model by its name.
+    """
+    from renderers import create_renderer
+    from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
+    from renderers.configs import config_from_name
+
+    if tokenizer in MODEL_RENDERER_MAP:
+        return None
+    loaded, told = load_tokenizer(tokenizer), chat_template_kwargs or {}
+
+    def same(renderer: Any, probe: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+        try:
+            expected = loaded.apply_chat_template(
+                [_with_read_calls(message) for message in probe],
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **told,
+            )
+            return list(renderer.render_ids(probe, tools=tools, add_generation_prompt=True)) == list(expected)
+        except Exception:
+            return False
+
+    whole = _probe()
+    found: dict[str, int] = {}
+    for name in renderer_names():
+        try:
+            renderer = create_renderer(loaded, config_from_name(name), chat_template_kwargs=told)
+        except Exception:
+            continue
+        if all(same(renderer, whole[:length], tools) for length in (2, 4, 6) for tools in ([_TOOL], None)):
+            # Which of several it is shows without a system prompt, and with thoughts.
+            found[name] = same(renderer, whole[1:], [_TOOL]) + same(renderer, _probe("I do not know."), [_TOOL])
+    return max(found, key=found.__getitem__, default=None)
+
+
+def renderer_names() -> list[str]:
+    """The renderers of the families, in the order of the package."""
+    from renderers import base
+
+    base._populate_registry()
+    return [name for name in base.RENDERER_REGISTRY if name not in {"default", *_DOWNLOADS}]
+
+
+def _probe(thought: str | None = None) -> list[dict[str, Any]]:
+    call = {"id": "call_0001", "type": "function", "function": {"name": "look", "arguments": '{"place": "shelf 3"}'}}
+    thoughts = {} if thought is None else {"reasoning_content": thought}
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": "I look.", **thoughts, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0001", "name": "look", "content": "Nothing is there."},
+        {"role": "assistant", "content": "It is not on shelf 3.", **thoughts},
+        {"role": "user", "content": "Look again."},
+    ]
+
+
+def _with_read_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as chat templates want it: arguments are no JSON in a string."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _no_renderer(taskset: str, offers: str, tokenizer: str) -> str:
+    names = ", ".join([*renderer_names(), *_DOWNLOADS])
+    return (
+        f"environment.options.taskset.id={taskset}: {offers} offers the policy tools, and no renderer puts them into "
+        f"tokens as the chat template of model {tokenizer} does: expected one whose tokens are the template's; set "
+        f"environment.options.renderer.name to that of the model's family ({names})"
+    )
+
+
+def check_renderer(options: dict[str, Any]) -> None:
+    """See that the model's messages can be put into tokens where there are tools. Raises: Unusable."""
+    _check_version()
+    from renderers.base import MODEL_RENDERER_MAP
+
+    tokenizer = options["tokenizer"]
+    try:
+        name = proven_renderer(tokenizer, options["sampling"].get("chat_template_kwargs"))
+    except Exception as error:
+        raise Unusable(f"model {tokenizer}: its tokenizer cannot be loaded: {_line(error)}") from None
+    if name is None and tokenizer not in MODEL_RENDERER_MAP:
+        raise Unusable(_no_renderer(options["taskset"]["id"], options["offers"], tokenizer))
+
+
 # ---------------------------------------------------------------------------------------------- verifiers' server
 
 
 def serve_environment(config: dict[str, Any], path: list[str], folder: str, truth: bool, parent: Any) -> None:
     """The main function of the process that is verifiers' environment server; it ends with its ``parent``."""
     sys.path[:0] = path
+    # It starts tool servers as modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
     from verifiers.v1.serve import EnvServer
     from verifiers.v1.utils.loaders import resolve_env_config
 
@@ -314,6 +453,8 @@ class Bridge:
         self._found, self._truth = found, truth
         self.client = EnvClient(address)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._renderers: dict[str, dict[str, Any] | None] = {}
+        self._choosing = asyncio.Lock()
 
     async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Do what is asked for until nobody asks any more."""
@@ -338,6 +479,8 @@ class Bridge:
     async def _answer(self, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
             answer = await self._play(order)
+        except Unusable as error:
+            answer = {"unusable": str(error)}
         except Exception as error:
             answer = {"lost": _line(error)}
         writer.write(json.dumps({**answer, "number": order["number"]}).encode() + b"\n")
@@ -350,14 +493,14 @@ class Bridge:
 
         task = self._found.tasks.get(order["task"])
         if task is None:
-            raise Unusable(f"no task {order['task']!r}")
+            raise LookupError(f"no task {order['task']!r}")
         assembly = EpisodeAssembly()
         client = TrainClientConfig.model_validate(
             {
                 "type": "train",
                 "base_url": order["base_url"],
                 "api_key_var": "DRACO_NO_KEY",
-                "renderer": self._found.options["renderer"],
+                "renderer": await self._renderer(order["tokenizer"]),
                 "renderer_model_name": order["tokenizer"],
             }
         )
@@ -372,7 +515,33 @@ class Bridge:
                 )
         except TimeoutError:
             return self._record(_traces(assembly), [], timeout=True)
+        self._check_usable(episode, order["tokenizer"])
         return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
+
+    async def _renderer(self, tokenizer: str) -> dict[str, Any] | None:
+        """The configuration of the renderer: the options', or what is proven of the model, once."""
+        options = self._found.options
+        if options["renderer"] is not None:
+            return dict(options["renderer"])
+        async with self._choosing:
+            if tokenizer not in self._renderers:
+                told = options["sampling"].get("chat_template_kwargs")
+                name = await asyncio.to_thread(proven_renderer, tokenizer, told)
+                print(f"renderer of {tokenizer}: {name or 'as the package renderers decides'}", flush=True)
+                self._renderers[tokenizer] = None if name is None else {"name": name}
+            return self._renderers[tokenizer]
+
+    def _check_usable(self, episode: Any, tokenizer: str) -> None:
+        """Raises: Unusable where an episode failed before anybody spoke, by what no other attempt mends."""
+        if any(node.sampled for trace in episode.traces for node in trace.nodes):
+            return
+        taskset = self._found.options["taskset"]["id"]
+        for error in [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
+            # As verifiers words it for code of its own process; a program's last words look otherwise.
+            if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
+                raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
+            if "DefaultRenderer does not support tools" in error.message and self._renderers.get(tokenizer) is None:
+                raise Unusable(_no_renderer(taskset, "it", tokenizer))
 
     def _record(self, traces: list[Any], errors: list[Any], *, timeout: bool) -> dict[str, Any]:
         """What is told of an episode. Rewards are in it only where the project asked for them."""
@@ -502,7 +671,11 @@ def main() -> int:
         asyncio.run(_serve(int(sys.argv[2]), options))
         return 0
     try:
-        answer = Found(options).told()
+        if sys.argv[1] == "renderer":
+            check_renderer(options)
+            answer = {}
+        else:
+            answer = Found(options).told()
     except Unusable as error:
         answer = {"error": str(error)}
     out.write(json.dumps(answer))

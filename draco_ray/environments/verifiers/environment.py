@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict, ended_by
 from draco_ray.environments.verifiers.options import read_options, told_to_bridge
-from draco_ray.environments.verifiers.process import Listing, leave_bridge, listing, need, shared_bridge
+from draco_ray.environments.verifiers.process import Listing, check_renderer, leave_bridge, listing, need, shared_bridge
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import Task, Termination, Trajectory
 
@@ -57,6 +58,16 @@ class VerifiersEnvironment(Environment):
             raise WorldError(f"taskset {self.options.taskset.get('id')!r}: no task {task_id!r}")
         return Task(task_id=task_id, instruction=instructions[task_id] or task_id)
 
+    def check_model(self, path: str) -> None:
+        """See `Environment`: tools that are known of can be put into its tokens."""
+        offers = self._listing.tools
+        if offers is None or self.options.renderer is not None:
+            return
+        told = told_to_bridge(self.options, self.config, ground_truth=False)
+        tokenizer = os.path.abspath(path) if os.path.isdir(path) else path
+        passed = tuple(self.options.pass_environment)
+        check_renderer(told, need(self.options), passed, tokenizer=tokenizer, offers=offers)
+
     async def open(self, task_id: str) -> VerifiersWorld:
         """See `Environment`."""
         return VerifiersWorld(self, self.task(task_id))
@@ -89,7 +100,7 @@ class VerifiersWorld:
         Args:
             action: JSON: ``base_url``, ``model``, ``tokenizer``, ``seconds``.
 
-        Returns: JSON: ``traces``, ``errors``, ``timeout``; no reward.
+        Returns: JSON: ``traces``, ``errors``, ``timeout``, no reward; or ``unusable``, why none can be played.
         Raises: EnvironmentCrashed.
         """
         environment, order = self._environment, json.loads(action)

@@ -28,8 +28,8 @@ class VerifiersOptions(Tree):
     """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit). Empty: ``dev``
     is the first fifth of the tasks, 50 at most, and ``train`` the others, the next 1000 of a taskset without an end."""
     renderer: dict[str, Any] | None = None
-    """What puts messages into tokens, of the package renderers: ``{name: qwen3}``. null: by the model's hub name; a
-    folder's chat template is then rendered as it is, without tools."""
+    """What puts messages into tokens, of the package renderers: ``{name: qwen3}``. null: by the model's hub name;
+    else the one whose tokens are the chat template's; where there is none the template as it is, without tools."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Of verifiers' sampling configuration: ``max_tokens``, ``chat_template_kwargs``. The rest is the run's."""
     success_at: float = 1.0

@@ -41,6 +41,8 @@ class Listing:
     """Of each task, by its id."""
     rewarded: bool
     """Whether it rewards episodes."""
+    tools: str | None
+    """What offers the policy tools, where that is known."""
 
 
 @functools.cache
@@ -54,9 +56,31 @@ def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
 
     Raises: ConfigError, one line: no verifiers, or no such version, no such taskset, its requirements missing.
     """
+    answer = _asked("taskset", "tasks", told, python, passed)
+    return Listing(
+        splits=answer["splits"], instructions=answer["tasks"], rewarded=answer["rewarded"], tools=answer["tools"]
+    )
+
+
+@functools.cache
+def check_renderer(told: str, python: str, passed: tuple[str, ...], *, tokenizer: str, offers: str) -> None:
+    """See that tools can be put into a model's tokens.
+
+    Args:
+        told, python, passed: as of `listing`.
+        tokenizer: the model's folder or hub name.
+        offers: what offers the tools, for the message.
+
+    Raises: ConfigError, one line.
+    """
+    told = json.dumps({**json.loads(told), "tokenizer": tokenizer, "offers": offers})
+    _asked("tokenizer", "renderer", told, python, passed)
+
+
+def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [python, str(_BRIDGE), "tasks"],
+            [python, str(_BRIDGE), mode],
             input=told,
             capture_output=True,
             encoding="utf-8",
@@ -66,7 +90,7 @@ def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"verifiers: the taskset could not be loaded within {_LIST_SECONDS:g} s") from None
+        raise ConfigError(f"verifiers: the {what} could not be loaded within {_LIST_SECONDS:g} s") from None
     except OSError as error:
         raise ConfigError(f"verifiers: {python} cannot be started: {error}") from None
     try:
@@ -74,11 +98,11 @@ def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
     except ValueError:
         last = " ".join(done.stderr.split())[-300:]
         raise ConfigError(
-            f"verifiers: the taskset could not be loaded: status {done.returncode}; last words: {last}"
+            f"verifiers: the {what} could not be loaded: status {done.returncode}; last words: {last}"
         ) from None
     if "error" in answer:
         raise ConfigError(f"verifiers: {answer['error']}")
-    return Listing(splits=answer["splits"], instructions=answer["tasks"], rewarded=answer["rewarded"])
+    return dict(answer)
 
 
 class BridgeProcess:

@@ -153,6 +153,8 @@ def _plan(
     api: ApiOptions | None,
 ) -> Plan:
     whole = environment.tasks(split)
+    if policy.api_model is None:
+        environment.check_model(config.model.path)
     tasks = whole[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
     if policy.api_model is not None:
