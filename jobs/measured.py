@@ -96,8 +96,14 @@ def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wante
                 f"seed {seed}: its runs start from 2 policies ({measured.policy}, {policies[seed]}), and a comparison "
                 "needs one: give those of each a folder of its own (--measured)"
             )
-    here = {wanted.preset: policy_of(Path(load_config(wanted.preset).model.path)) for wanted in waiting}
+    waiting = list(waiting)
+    starters = {preset: Path(load_config(preset).model.path) for preset in {wanted.preset for wanted in waiting}}
+    here = {preset: policy_of(starter) for preset, starter in starters.items()}
     possible = [wanted for wanted in waiting if policies.get(wanted.seed, here[wanted.preset]) == here[wanted.preset]]
+    if len(possible) < len(waiting) and (absent := [path for path in starters.values() if not path.is_dir()]):
+        sys.exit(
+            f"{absent[0]}: there is no starter policy, which those runs may start from; build it with `make world`"
+        )
     for seed in sorted({wanted.seed for wanted in waiting} - {wanted.seed for wanted in possible}):
         print(
             f"seed {seed}: its runs start from policy {policies[seed]}, which is not this machine's; what is missing "

@@ -2,8 +2,9 @@
 
 python jobs/soak.py [--steps 200] [--world DIR] [--model DIR]
 
-Memory is what a process has for itself (RssAnon: no page of a file or of the object store), all processes of a kind
-together, when a step has ended. A line through the second half of the steps says by how much it grows.
+Memory is what a process has for itself (Pss_Anon: no page of a file or of the object store, and of what n forked
+processes share an n-th), all processes of a kind together, when a step has ended. A line through the second half of the
+steps says by how much it grows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LOOK_SECONDS = 1.0
 KINDS = {
     "gcs_server": "Ray: GCS",
     "raylet/raylet": "Ray: raylet",
+    "ask_fork_server.py": "what stands for forked workers",
+    "fork_server.py": "fork server",
     "world_template": "AppWorld",
     "VLLM::": "engine core",
     "judge_server": "rule judge",
@@ -63,8 +66,8 @@ def kind_of(words: Sequence[str]) -> str | None:
 def own_mib(pid: int) -> float:
     """Memory that a process has for itself; 0 of one that has ended."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("RssAnon:"):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("Pss_Anon:"):
                 return int(line.split()[1]) / 1024
     return 0.0
 

@@ -114,7 +114,8 @@ def _start(config: DracoConfig, *, judges: bool) -> None:
 
 def _forked(config: DracoConfig, *, judges: bool) -> contextlib.AbstractContextManager[None]:
     """Let workers be forked where none of them has a GPU, with what the parts of this run import."""
-    if config.engine.gpus_per_engine or config.learner.gpus_per_worker or not sys.platform.startswith("linux"):
+    gpus = config.engine.gpus_per_engine or config.learner.gpus_per_worker
+    if gpus or not config.ray.fork_workers or not sys.platform.startswith("linux"):
         return contextlib.nullcontext()
     # An evaluation of an API model has no engines of its own.
     engines = config.engine.cpus_per_engine > 0

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ LOOK_SECONDS = 30.0
 
 GROWTH = 1.02
 """Factor of resident memory at which the exact figure is read anew."""
+AGAIN_SECONDS = 60.0
+"""After which it is read anew at any size: what forked processes share becomes each one's own as they write to it, and
+none of them grows by that."""
 
 
 def tree_memory_bytes(pid: int | None = None) -> int:
@@ -43,7 +47,8 @@ class PeakMemory:
     """Samples `tree_memory_bytes` in a thread while a ``with`` block runs.
 
     The kernel walks every page for that, a second of CPU for a run's processes; so it is read only where the sum of
-    resident memory, which counts shared pages often but costs nothing, is larger than at the last reading.
+    resident memory, which counts shared pages often but costs nothing, is larger than at the last reading, and once
+    a minute.
     """
 
     def __init__(self, every_seconds: float = 5.0, pid: int | None = None) -> None:
@@ -62,11 +67,11 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        highest = 0.0
+        highest, read = 0.0, time.monotonic()
         while not self._done.is_set():
             resident = _sum(self._pid, lambda process: process.memory_info().rss)
-            if resident > GROWTH * highest:
-                highest = resident
+            if resident > GROWTH * highest or time.monotonic() - read > AGAIN_SECONDS:
+                highest, read = max(highest, resident), time.monotonic()
                 self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._pid))
             self._done.wait(self._every)
 

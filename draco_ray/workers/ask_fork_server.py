@@ -25,8 +25,11 @@ AT_START = ("PYTHON", "LD_", "RAY_", "OMP_")
 NOT_AT_START = ("RAY_TRAIN_", "RAY_WARN_")
 """and of Ray Train's own, which are read when they are needed; it gives them to all of its actors."""
 LENGTH = struct.Struct("!I")
+"""Of a request, before it."""
 FORKED = b"+"
+"""What a client is told first."""
 STATUS = struct.Struct("!i")
+"""A worker's end, as `os.waitpid` gives it."""
 
 
 def wanted(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]] | None:

@@ -17,7 +17,6 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draco_ray.workers.ask_fork_server import FORKED, LENGTH, STATUS
+
 log = logging.getLogger("fork_server")
 
-LENGTH = struct.Struct("!I")
-"""Of a request, before it."""
-FORKED = b"+"
-"""What a client is told first."""
-STATUS = struct.Struct("!i")
-"""A worker's end, as `os.waitpid` gives it."""
 STANDARD = 3
 """Descriptors that come with a request: the client's input, output and error output."""
 REQUEST_SECONDS = 5.0
@@ -105,7 +100,7 @@ class ForkServer:
         client.settimeout(REQUEST_SECONDS)
         try:
             request, descriptors = receive(client)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             log.info("a client went away before it had asked: %s", error)
             client.close()
             return None
@@ -164,7 +159,10 @@ class ForkServer:
 
 
 def receive(client: socket.socket) -> tuple[Request, list[int]]:
-    """A client's request, and its descriptors. Raises: OSError, ValueError: it went away, or said nothing of use."""
+    """A client's request, and its descriptors.
+
+    Raises: OSError, ValueError, TypeError: it went away, or said nothing of use.
+    """
     descriptors: list[int] = []
     try:
         data, descriptors, _, _ = socket.recv_fds(client, LENGTH.size, STANDARD)
@@ -196,7 +194,6 @@ def become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
-    logging.getLogger().handlers.clear()
     gc.enable()
     if "numpy" in sys.modules:
         # Each worker's own, as it would be in a new interpreter; the module random sees to itself.
@@ -273,7 +270,12 @@ def drawn_in_a_fork() -> bytes:
 def main() -> None:
     """Read the command line, import, fork."""
     descriptor, *modules = sys.argv[1:]
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    # Of its own: the root logger is the workers', as a new interpreter has it.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
     # This folder's files are not to be imported by their bare names.
     sys.path.pop(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -265,9 +265,20 @@ def test_runs_of_a_seed_that_start_from_several_policies_are_not_compared(job: A
 
 
 def test_a_seed_that_began_from_another_policy_is_left_to_its_machine(
-    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
+    job: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    started: list[list[str]],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     other = from_elsewhere(job, tmp_path, "random", 0)
+    # Where this machine has built none yet, nobody knows whether that is another one.
+    with pytest.raises(SystemExit, match="there is no starter policy.*make world"):
+        run_job(job, tmp_path, seeds=2, print_only=False)
+    starter = tmp_path / ".cache" / "starter" / "model.safetensors"
+    starter.parent.mkdir(parents=True)
+    starter.write_bytes(b"trained here")
     with pytest.raises(SystemExit, match="draco-seed1-steps4 failed"):
         run_job(job, tmp_path, seeds=2, print_only=False)
     assert f"seed 0: its runs start from policy {other}, which is not this machine's" in capsys.readouterr().err

@@ -298,7 +298,7 @@ def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None)
     for name in renderer_names():
         try:
             renderer = create_renderer(loaded, config_from_name(name), chat_template_kwargs=told)
-        except Exception:
+        except Exception:  # One that this tokenizer lacks the tokens of.
             continue
         if all(same(renderer, whole[:length], tools) for length in (2, 4, 6) for tools in ([_TOOL], None)):
             # Which of several it is shows without a system prompt, and with thoughts.
