@@ -196,6 +196,11 @@ bench: world
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
+# What a short run costs with forked workers and with a new interpreter for each, in turn (six minutes).
+.PHONY: bench-start
+bench-start: world
+	$(VENV)/bin/python jobs/bench_start.py $(ARGS)
+
 # What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
 .PHONY: bench-store
 bench-store: setup
