@@ -26,6 +26,8 @@ NOT_AT_START = ("RAY_TRAIN_", "RAY_WARN_")
 """and of Ray Train's own, which are read when they are needed; it gives them to all of its actors."""
 LENGTH = struct.Struct("!I")
 """Of a request, before it."""
+FORK_SECONDS = 600.0
+"""For the fork server to answer, most of which it imports; after that it is taken to stand still."""
 FORKED = b"+"
 """What a client is told first."""
 STATUS = struct.Struct("!i")
@@ -68,10 +70,10 @@ def wanted(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]] | None:
     return rest, changed
 
 
-def ask(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+def ask(path: str, arguments: Sequence[str], variables: Mapping[str, str], seconds: float = FORK_SECONDS) -> int:
     """Have a worker forked and wait until it ends; returns its exit code.
 
-    Raises: OSError: nothing was forked: there is no fork server, or it could not.
+    Raises: OSError: nothing was forked: there is no fork server, it could not, or did not in so many seconds.
     """
     request = json.dumps(
         {
@@ -84,11 +86,13 @@ def ask(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -> in
         }
     ).encode()
     with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(seconds)
         server.connect(path)
         socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2])
         server.sendall(request)
         if server.recv(1) != FORKED:
             raise ConnectionError("the fork server has ended")
+        server.settimeout(None)
         status = server.recv(STATUS.size)
     # Without a status the fork server was killed: the worker lives on, and Ray knows it by now.
     return os.waitstatus_to_exitcode(*STATUS.unpack(status)) if status else 1

@@ -31,6 +31,9 @@ NIL_JOB = "ff" * 4
 """Ray's library keeps the job that it finds in the environment when it is loaded; one of this serves any."""
 WAITING = 64
 """Clients that may wait while modules are imported."""
+REGISTER_SECONDS = 900
+"""For a worker to register. Ray gives a minute, on a busy machine less than the imports take; it forgets one that is
+late, and a driver waits for ever for the first ones of its node."""
 
 
 @contextlib.contextmanager
@@ -54,6 +57,7 @@ def forked_workers(modules: Sequence[str], environment: Mapping[str, str]) -> It
             **(given.arguments.get("env_updates") or {}),
             ask_fork_server.SOCKET: str(at),
             ask_fork_server.OWN_START: given.arguments["setup_worker_path"],
+            "RAY_worker_register_timeout_seconds": str(REGISTER_SECONDS),
         }
         given.arguments["setup_worker_path"] = str(CLIENT)
         # Before the node manager starts: its first workers ask at once, and wait.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +20,7 @@ import json, logging, os, sys
 import ray
 from draco_ray.workers.forked import forked_workers
 
-with forked_workers(["colorsys", "no_such_module", "numpy", "ray.train.torch"], {"OF_THE_IMPORTS": "1"}):
+with forked_workers([*sys.argv[1:], "colorsys", "no_such_module", "numpy", "ray.train.torch"], {"OF_THE_IMPORTS": "1"}):
     ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
              logging_level=logging.ERROR)
 
@@ -46,9 +47,13 @@ for line in sys.stdin:
 class Driver:
     """A program that starts Ray, and an actor for every line it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str, **variables: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", DRIVER, *modules],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def another(self, **variables: str) -> list[dict[str, Any]]:
@@ -64,9 +69,9 @@ class Driver:
 
 
 @contextmanager
-def driving() -> Iterator[Driver]:
-    """A driver, ended with all that it has started."""
-    driver = Driver()
+def driving(*modules: str, **variables: str) -> Iterator[Driver]:
+    """A driver whose fork server imports these as well, ended with all that it has started."""
+    driver = Driver(*modules, **variables)
     try:
         yield driver
     finally:
@@ -120,3 +125,12 @@ def test_without_its_fork_server_ray_starts_workers_itself() -> None:
         before, new = driver.another()
         assert before["pid"] == first["pid"]
         assert not new["has"]
+
+
+def test_imports_may_take_longer_than_ray_waits_for_a_worker(tmp_path: Path) -> None:
+    """It forgets workers that register late, and the driver's start would wait for the first of them for ever."""
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(5)")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with driving("slow_to_import", PYTHONPATH=path, RAY_worker_register_timeout_seconds="1") as driver:
+        (told,) = driver.another()
+        assert told["has"]

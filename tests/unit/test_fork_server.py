@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from draco_ray.workers.ask_fork_server import OWN_START, SOCKET, wanted
+from draco_ray.workers.ask_fork_server import OWN_START, SOCKET, ask, wanted
 from draco_ray.workers.forked import CLIENT, SERVER
 
 WORKER = """
@@ -200,3 +200,10 @@ def test_variables_that_change_nothing_are_no_reason_for_an_interpreter() -> Non
         assert wanted(words) == (["worker.py", "--a=b"], {})
     finally:
         del os.environ["LD_X"]
+
+
+def test_a_fork_server_that_stands_still_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
+    with forking(tmp_path) as forks:
+        os.kill(forks.server.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            ask(str(forks.socket), ["worker.py"], {}, seconds=0.1)
