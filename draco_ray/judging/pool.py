@@ -128,7 +128,8 @@ class JudgePool:
         started = time.time()
 
         def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
-            judged, archived, summary = worker.ask.options(name=f"{phase.name} {label}").remote(phase, context, **given)
+            # Without the task: each process of Ray's keeps a metric of every name there ever was, and its export grows.
+            judged, archived, summary = worker.ask.options(name=phase.name).remote(phase, context, **given)
             return Sent((judged, archived), remote.answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None

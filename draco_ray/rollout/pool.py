@@ -168,9 +168,9 @@ class RolloutPool:
         given: list[Place[int]] = []
 
         def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], RolloutSummary]:
-            method = worker.rollout.options(name=f"rollout {request.group}/{request.rollout}")
             given.append(policy := self._policies.at_once())
-            trajectory, summary, evaluation = method.remote(request, policy.worker)
+            # Under no name of its own: see `draco_ray.judging.pool.JudgePool.ask`.
+            trajectory, summary, evaluation = worker.rollout.remote(request, policy.worker)
             asked.append(summary)
             return Sent((trajectory, evaluation), remote.answer(summary), partial(ray.cancel, summary))
 

@@ -56,6 +56,8 @@ class Worker:
         """As it has to be after it was stopped: its name is free then."""
         self.answers: RayError | None = None
         """What it answers when it is asked whether it is there."""
+        self.names: set[str] = set()
+        """Other names than the method's that rollouts were asked for under."""
 
     @property
     def up(self) -> Up:
@@ -69,7 +71,8 @@ class Worker:
     def stop(self) -> Stop:
         return Stop(self)
 
-    def options(self, **_: Any) -> Worker:
+    def options(self, name: str) -> Worker:
+        self.names.add(name)
         return self
 
     def remote(self, request: RolloutRequest, engine: int) -> tuple[None, asyncio.Future[RolloutSummary], None]:
@@ -216,6 +219,18 @@ async def test_a_world_that_the_policy_ended_is_a_result_and_a_lost_one_is_playe
         member = (await playing).member
         assert (member.summary.ended if member is not None else None) is expected
     assert pool.lost == 1
+
+
+async def test_the_names_of_calls_do_not_grow_with_the_run() -> None:
+    """Ray's metrics keep every name of a task that there ever was, in the driver and in each worker."""
+    worker = Worker()
+    pool = Crew([worker], slots=1, each=1).pool()
+    for step in range(50):
+        playing = asyncio.create_task(pool.run(f"t{step}", f"step{step}/t{step}", 0, step=step, priority=0))
+        await worker.asked.acquire()
+        worker.finish(0)
+        assert (await playing).member is not None
+    assert len(worker.names) <= 1
 
 
 async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers() -> None:

@@ -20,7 +20,8 @@ def soak() -> ModuleType:
     [
         (["ray::RunStoreActor.finish_step"], "RunStore"),
         (["ray::_AutoscalingCoordinatorActor"], "_AutoscalingCoordinator"),
-        (["ray::rollout step1/a_1/0"], None),
+        (["ray::RolloutWorkerActor.rollout"], "RolloutWorker"),
+        (["ray::score"], None),
         (["ray::PolicyEngineActor"], "PolicyEngine"),
         (["ray::LearnerFeed"], "LearnerFeed"),
         (["ray::IDLE", "", ""], "Ray: idle workers"),
@@ -65,9 +66,9 @@ def test_what_a_process_has_for_itself_is_read(soak: ModuleType) -> None:
 
 
 def test_an_actor_keeps_its_name_while_a_call_hides_it(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = iter(["ray::RolloutWorkerActor", "ray::rollout step1/a_1/0"])
+    called = iter(["ray::JudgeWorkerActor", "ray::score"])
     child = SimpleNamespace(pid=7, cmdline=lambda: [next(called)])
     monkeypatch.setattr(soak.psutil, "Process", lambda pid: SimpleNamespace(children=lambda recursive: [child]))
     monkeypatch.setattr(soak, "own_mib", lambda pid: float(pid))
     run = soak.Run(1)
-    assert run.memory() == run.memory() == {"driver": 1.0, "RolloutWorker": 7.0}
+    assert run.memory() == run.memory() == {"driver": 1.0, "JudgeWorker": 7.0}
