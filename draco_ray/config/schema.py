@@ -222,7 +222,7 @@ class EngineConfig(Tree):
     stall_seconds: float = Field(600.0, gt=0)
     """Time that an engine may do nothing while something is asked of it, before its process is replaced as stopped."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
-    """Where engines write the versions of the adapter they load."""
+    """Where engines write the versions of the adapter they load, and have their sockets."""
     sync: Literal["serve", "drain"] = "serve"
     """serve: a new adapter is for new requests, those under way end with theirs; drain: it comes once these have ended,
     and what arrives meanwhile waits for it, so that no two versions generate side by side."""

@@ -23,7 +23,7 @@ WRAPPER = "ForConditionalGeneration"
 
 
 class AdapterFiles:
-    """One engine's adapter versions below ``<root>/<run>/<engine>``.
+    """One engine's adapter versions below ``<root>/<run>/<engine>``, and whatever else is to go with it.
 
     The root is usually in memory (/dev/shm), so what a killed engine leaves there would cost memory until the machine
     is started anew. A living engine therefore holds a lock on its directory, and every engine that starts removes the

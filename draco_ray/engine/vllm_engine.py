@@ -43,6 +43,10 @@ more where ``train.staleness`` lets a request outlast several syncs."""
 SLEEP_LEVEL = 1
 """vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
 TURN_END = "<|im_end|>"
+SOCKET_BYTES = 107
+"""That the path of a Unix socket may have."""
+SOCKET_NAME_BYTES = 36
+"""Of vLLM's, which are UUIDs."""
 
 
 def live_adapters(staleness: int) -> int:
@@ -88,7 +92,8 @@ class VllmEngine:
             lora_rank: of the adapters that will come.
             seed: of requests that bring none.
             name: identity of this engine in the run, recorded with every trajectory.
-            run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``.
+            run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``; vLLM's sockets
+                lie there, too.
             use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
             own_process: this process is the engine's alone; see `draco_ray.engine.forked_core`.
             live_adapters: adapter versions that may generate side by side; requests of further ones wait.
@@ -408,7 +413,8 @@ class VllmEngine:
 
     def _launch(self) -> None:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
-        with _environment(vllm_environment(self._config, self._model)):
+        sockets = socket_environment(self._files.directory)
+        with _environment(vllm_environment(self._config, self._model) | sockets):
             with naming_extras(), uncollected():
                 import vllm.v1.engine.async_llm  # noqa: F401  # Nearly all that will be imported.
                 from vllm.platforms import current_platform
@@ -527,6 +533,16 @@ def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]
     if config.gpus_per_engine == 0:
         settings |= cpu_environment(config)
     return settings
+
+
+def socket_environment(folder: Path) -> dict[str, str]:
+    """Let vLLM's sockets lie in ``folder``: processes that are killed leave them behind.
+
+    Where their paths would be too long, or somebody has said where they are to be, nothing is changed.
+    """
+    folder = folder.absolute()
+    fits = len(os.fsencode(folder)) + 1 + SOCKET_NAME_BYTES <= SOCKET_BYTES
+    return {"VLLM_RPC_BASE_PATH": str(folder)} if fits and "VLLM_RPC_BASE_PATH" not in os.environ else {}
 
 
 def cpu_environment(config: EngineConfig) -> dict[str, str]:

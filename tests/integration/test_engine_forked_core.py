@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 
+from draco_ray.engine.adapter_files import AdapterFiles
+from draco_ray.engine.vllm_engine import socket_environment
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -117,3 +121,44 @@ def test_a_forked_core_serves_and_dies_with_its_front_end(tmp_path: Path) -> Non
     assert "multiprocessing" not in seen["commands"][0]
     _, alive = psutil.wait_procs(cores, timeout=60)
     assert not alive
+
+
+def test_the_sockets_of_a_core_that_is_killed_go_with_the_next_start(tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    # The path of a socket has 107 bytes at most, and pytest's folders have long names.
+    with tempfile.TemporaryDirectory() as short:
+        adapters, elsewhere = Path(short, "a"), Path(short, "t")
+        adapters.mkdir()
+        elsewhere.mkdir()
+        with subprocess.Popen(
+            [sys.executable, "-c", ACTOR, str(model), str(adapters)],
+            env={**os.environ, "TMPDIR": str(elsewhere)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as front:
+            assert front.stdout is not None
+            try:
+                line = front.stdout.readline()
+                assert line, "the engine's process ended before it served"
+                for core in json.loads(line)["children"]:
+                    os.kill(core, signal.SIGKILL)
+                front.communicate("\n", timeout=300)
+            finally:
+                front.kill()
+        assert front.returncode == 1
+        left = [path for path in Path(short).rglob("*") if path.is_socket()]
+        assert left
+        assert {path.parent for path in left} == {adapters / "run" / "engine-0"}
+        AdapterFiles(adapters, "later", "engine-0").claim()
+        assert not any(path.is_socket() for path in Path(short).rglob("*"))
+
+
+def test_sockets_whose_paths_would_be_too_long_stay_where_vllm_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    longest = Path("/", "d" * 69)
+    assert socket_environment(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
+    assert len(f"{longest}/{uuid.uuid4()}") == 107
+    assert socket_environment(Path(f"{longest}d")) == {}
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")
+    assert socket_environment(Path("/d")) == {}
