@@ -21,7 +21,7 @@ from draco_ray.engine.vllm_engine import vllm_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
 from draco_ray.training.preflight import SUBMITTED, check_resources, has_autoscaler
-from draco_ray.training.room import wait_for_room
+from draco_ray.training.room import wait_for_room, wait_for_turn
 from draco_ray.workers.forked import forked_workers
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
@@ -62,6 +62,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         judges: whether judge workers are part of it.
         console: is told what is waited for where others use the cluster, or nodes have yet to come.
 
+    On a cluster no other run begins until `draco_ray.training.room.begun`, or this process leaves it.
+
     Returns: the cluster's resources.
     Raises:
         ConfigError: if the cluster lacks ``judge`` slots and cannot get them, or GPUs that the configuration asks for.
@@ -101,6 +103,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     autoscaled = has_autoscaler()
     check_resources(config, resources, nodes, judges=judges, autoscaled=autoscaled)
     if address:
+        wait_for_turn(config, console)
         wait_for_room(config, console, judges=judges, autoscaled=autoscaled)
         resources = ray.cluster_resources()
     return resources

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ray
 import ray._private.state
 from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import RayError
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError
 from draco_ray.judging.outage import span
+from draco_ray.placement import beside_the_driver
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +34,66 @@ PARTS = 1e-6
 """Ray counts resources in ten-thousandths; sums of floats are off by less than this."""
 ASK_SECONDS = 5
 """In which Ray's head has to answer what waits for a place."""
+TURN, NAMESPACE = "begins", "draco-ray"
+"""Name of the actor of the run that begins, and where all runs of a cluster look for it."""
+_turns: list[Any] = []
+"""This process's."""
+
+
+class Turn:
+    """Is there for as long as a run begins, and ends with its driver: Ray gives its name to one at a time."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def who(self) -> str:
+        """Whose it is."""
+        return self._who
+
+
+def wait_for_turn(config: DracoConfig, console: Console | None) -> None:
+    """Return once no other run of the cluster begins, and let none begin until `begun`.
+
+    Of two that count what is free at the same moment both would find room, and each might get half of what it needs.
+
+    Raises:
+        ClusterError: another one begins for longer than ``watch.start_seconds``.
+    """
+    me = f"{config.run.name or config.setting} on {platform.node()}, process {os.getpid()}"
+    asked = ray.remote(Turn).options(
+        name=TURN, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=beside_the_driver()
+    )
+    began, said, limit = time.monotonic(), -float("inf"), config.watch.start_seconds
+    while True:
+        try:
+            _turns[:] = [asked.remote(me)]
+            return
+        except ValueError:
+            other = _whose_turn()
+        now = time.monotonic()
+        if limit is not None and now - began >= limit:
+            raise ClusterError(
+                f"another run still begins on the Ray cluster after watch.start_seconds={limit:g}: {other}"
+            )
+        if console is not None and now - said >= SAY_SECONDS:
+            said = now
+            line = f"waiting until another run has begun on the Ray cluster, for {span(now - began)}: {other}"
+            console.print(line, markup=False)
+        time.sleep(LOOK_SECONDS)
+
+
+def begun() -> None:
+    """Let the next run count what is free: the processes of this one have their places."""
+    while _turns:
+        ray.kill(_turns.pop())
+
+
+def _whose_turn() -> str:
+    try:
+        return str(ray.get(ray.get_actor(TURN, namespace=NAMESPACE).who.remote(), timeout=ASK_SECONDS))
+    except (ValueError, RayError) as error:  # it has just ended, or has no process yet
+        log.debug("the run that begins does not say which it is: %s", error)
+        return "it does not say which"
 
 
 def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:

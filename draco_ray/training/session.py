@@ -53,7 +53,7 @@ from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.room import unplaced
+from draco_ray.training.room import begun, unplaced
 from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
@@ -441,6 +441,7 @@ async def training_session(
                     f"{pending}"
                 ),
             )
+        begun()
 
         weights = WeightSync(
             learner,

@@ -41,6 +41,7 @@ from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
+from draco_ray.training.room import begun
 from draco_ray.training.session import checked_model, plain_error
 from draco_ray.workers.elastic import standing
 
@@ -277,6 +278,7 @@ class _Evaluator:
         self._workers.open()
         if self._fleet is not None:
             await self._fleet.start()
+        begun()
 
     def _api_policies(self, model: str) -> ApiPolicies:
         config, api = self._config, self._api

@@ -25,6 +25,7 @@ from draco_ray.runs.lock import sole_driver
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
+from draco_ray.training.room import begun
 from draco_ray.training.session import (
     Actors,
     checked_model,
@@ -110,6 +111,7 @@ async def _judge(
     rates = {}
     try:
         await actors.start()
+        begun()
         for checkpoint in policy.checkpoints:
             if checkpoint.adapter is not None:
                 await actors.fleet.load(ray.put(load_adapter(checkpoint)))

@@ -53,6 +53,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
+from draco_ray.training.room import begun
 from draco_ray.training.session import (
     Actors,
     checked_model,
@@ -164,6 +165,7 @@ class RubricAuthor:
         self._actors = Actors(self._config, self._judge, self._run, self._name)
         try:
             await self._actors.start()
+            begun()
             members, sets = await self._propose()
             rubric = await self._reduce(sets)
             measured = await self._measure(rubric, members)
