@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import ModelShape, check_heads, model_shape
+from draco_ray.engine.model_shape import ModelShape, check_heads, check_rounding, model_shape
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
     context_problem,
@@ -59,6 +59,7 @@ def plan(
     console = console or Console(highlight=False, soft_wrap=True)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
+    check_rounding(shape, config.learner, config.model.path)
     gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
     learner = learner_memory(config, shape)
     engine = engine_memory(config, shape, gpu, reserved)
@@ -252,9 +253,12 @@ def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> No
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
     linear = shape.layers.count("linear_attention")
     mixers = f", {linear} of them gated delta-net" if linear else ""
+    experts, active = shape.experts, ""
+    if experts is not None:
+        active = f", {shape.active_parameters:,} of them active ({experts.active} of {experts.number} experts),"
     console.print(
-        f"{config.model.path}: {shape.parameters:,} parameters in {len(shape.layers)} layers{mixers}; adapter of rank "
-        f"{learner.lora_rank}: {adapter:,}"
+        f"{config.model.path}: {shape.parameters:,} parameters{active} in {len(shape.layers)} layers{mixers}; adapter "
+        f"of rank {learner.lora_rank}: {adapter:,}"
     )
 
 

@@ -62,7 +62,7 @@ def _adapted(
     from draco_ray.training.sft import fine_tune as train
 
     config = checked_model(config)
-    check_trainable(config.model.path)
+    check_trainable(config.model.path, config.learner.model_copy(update={"context_parallel": 1}))
     if source.is_dir():
         run = RunDirectory.open(source)
         if run.setting("model.path") != config.model.path:

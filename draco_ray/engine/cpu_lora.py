@@ -3,15 +3,20 @@
 vLLM's own CPU path (0.32) copies an adapter's matrices once for every token of a batch, which makes the adapter the
 larger part of a small model's step. It takes "no adapter" for index -1: in a batch of base-model and adapter requests
 a base-model token gets the adapter of the last slot. And the engine core dies when a sequence is scored while others
-generate, because the LM head's adapter expects as many rows as there are requests.
+generate, because the LM head's adapter expects as many rows as there are requests. And where adapters are enabled it
+computes experts with Triton, which has no CPU, though it has kernels for CPUs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -92,11 +97,17 @@ def expand_batch_to_tokens(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
+def select_experts(moe_config: FusedMoEConfig) -> tuple[Any, Any]:
+    """vLLM's choice of kernels for experts without an adapter, as all are here (`draco_ray.engine.experts`)."""
+    return select_unquantized_moe_backend(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker with `RunwiseLora`, and with drafted tokens that are sampled at their temperature."""
+    """vLLM's CPU worker with `RunwiseLora`, experts, and drafted tokens that are sampled at their temperature."""
 
     def init_device(self) -> None:
         """Set up the device; the model that is loaded next asks the platform for its LoRA kernels."""
         current_platform.get_punica_wrapper = lambda: f"{__name__}.{RunwiseLora.__qualname__}"
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        unquantized_fused_moe_method.select_unquantized_moe_backend = select_experts
         super().init_device()

@@ -1,7 +1,7 @@
 """The shape of a model, from its ``config.json``: every matrix of the language model, and nothing loaded.
 
-Known are the dense architectures of `ARCHITECTURES`, of a multimodal one its text model: the learner and the engines
-load neither the vision tower nor the multi-token-prediction layer.
+Known are the architectures of `ARCHITECTURES`, of a multimodal one its text model: the learner and the engines load
+neither the vision tower nor the multi-token-prediction layer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
+from draco_ray.config.schema import LearnerConfig
+from draco_ray.engine.experts import FAMILIES, ExpertsShape, experts_shape, frozen_name, number_of_experts
 from draco_ray.errors import ConfigError
 
 PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
@@ -49,15 +51,23 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """The numbers of the two models' public ``config.json`` that decide their size, and how much text they accept."""
 
-ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3")
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3", *FAMILIES)
+QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+"""With gated delta nets between layers of attention, whose output passes a gate."""
 HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
 """Under which a ``config.json`` says how many heads a layer has that workers which share a row divide."""
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Under which a ``config.json`` says how many experts a layer has."""
 REPEATED = "num_key_value_heads"
-SPLIT_KEYS = ("num_attention_heads", REPEATED, "linear_num_value_heads", "linear_num_key_heads", "intermediate_size")
+SPLIT_KEYS = (
+    "num_attention_heads",
+    REPEATED,
+    "linear_num_value_heads",
+    "linear_num_key_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 """Under which a ``config.json`` says what tensor parallelism divides."""
-_TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
+_TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
 """Wrapper without a text_config of its own -> what it is then."""
 LayerKind = Literal["full_attention", "linear_attention"]
 
@@ -114,6 +124,7 @@ class ModelShape:
     vocabulary: int
     hidden: int
     intermediate: int
+    """MLP size; of a mixture of experts what a token passes of it."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -122,16 +133,17 @@ class ModelShape:
     tied: bool
     layers: tuple[LayerKind, ...]
     delta: DeltaShape | None
+    experts: ExpertsShape | None = None
 
     @property
     def query_norm(self) -> bool:
         """Whether queries and keys are normalised per head."""
-        return self.architecture in ("qwen3", "qwen3_5_text", "gemma3_text")
+        return self.architecture in ("qwen3", "qwen3_moe", *QWEN3_5, "gemma3_text")
 
     @property
     def gated(self) -> bool:
         """Whether attention's output passes a gate, computed by a query projection of twice the width."""
-        return self.architecture == "qwen3_5_text"
+        return self.architecture in QWEN3_5
 
     @property
     def queries(self) -> int:
@@ -144,7 +156,7 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def linears(self, kind: LayerKind) -> tuple[LinearShape, ...]:
-        """The linear layers of a decoder layer."""
+        """The linear layers of a decoder layer; of a mixture of experts those beside experts and router."""
         return (*self._mixer(kind), *self._mlp())
 
     def layer_parameters(self, kind: LayerKind) -> int:
@@ -157,6 +169,8 @@ class ModelShape:
             delta = self._delta()
             # Convolution, the gates' dt_bias and A_log, and the norm of one head's values.
             other += delta.channels * delta.kernel + 2 * delta.value_heads + delta.value_dim
+        if self.experts is not None:
+            other += self.experts.beside + self.experts.number * self.experts.of_one
         return sum(linear.parameters for linear in self.linears(kind)) + other
 
     @property
@@ -166,23 +180,58 @@ class ModelShape:
         return embeddings + self.hidden + sum(self.layer_parameters(kind) for kind in self.layers)
 
     @property
+    def active_parameters(self) -> int:
+        """Those of them that a token passes: all but the experts that it does not."""
+        if self.experts is None:
+            return self.parameters
+        return self.parameters - len(self.layers) * (self.experts.number - self.experts.active) * self.experts.of_one
+
+    @property
     def matrix_parameters(self) -> int:
-        """Weights that every token of a forward pass is multiplied with, the LM head apart."""
-        return sum(linear.inputs * linear.outputs for kind in self.layers for linear in self.linears(kind))
+        """Weights that a token of a forward pass is multiplied with, the LM head apart."""
+        beside = 0 if self.experts is None else self.experts.beside + self.experts.active * self.experts.of_one
+        shared = sum(linear.inputs * linear.outputs for kind in self.layers for linear in self.linears(kind))
+        return shared + len(self.layers) * beside
+
+    def read_parameters(self, tokens: int) -> float:
+        """Weights that a forward pass of so many tokens reads, the LM head apart."""
+        if self.experts is None:
+            return self.matrix_parameters
+        spared = self.experts.active * self.experts.of_one - self.experts.read(tokens)
+        return self.matrix_parameters - len(self.layers) * spared
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Names, below their decoder layers, of the linear layers that ``all-linear`` adapts."""
+        return tuple(dict.fromkeys(linear.name for kind in self.layers for linear in self.linears(kind)))
 
     def adapted(self, target: str) -> tuple[LinearShape, ...]:
         """The linear layers of the whole model that PEFT puts an adapter on.
 
         Args:
             target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
-        Raises: ConfigError if it reaches none.
+        Raises: ConfigError if it reaches none, or experts or their router, which stay frozen.
         """
-        found = tuple(
-            linear
+        return tuple(self.adapted_by_name(target).values())
+
+    def adapted_by_name(self, target: str) -> dict[str, LinearShape]:
+        """The same by the names of their modules. Raises: ConfigError, as of `adapted`."""
+        names = {
+            f"model.layers.{index}.{linear.name}": linear
             for index, kind in enumerate(self.layers)
             for linear in self.linears(kind)
-            if target == "all-linear" or re.fullmatch(target, f"model.layers.{index}.{linear.name}")
-        )
+        }
+        if target == "all-linear":
+            return names
+        if self.experts is not None:
+            frozen = frozen_name(target, len(self.layers), self.experts.number)
+            if frozen is not None:
+                raise ConfigError(
+                    f"learner.lora_target={target!r} asks for experts or their router ({frozen}), which stay frozen; "
+                    f"expected all-linear, which is {', '.join(self.adaptable)} here, or a regex that matches only "
+                    "such names"
+                )
+        found = {name: linear for name, linear in names.items() if re.fullmatch(target, name)}
         if not found:
             raise ConfigError(f"learner.lora_target={target!r} matches no linear layer; expected all-linear or a regex")
         return found
@@ -194,7 +243,7 @@ class ModelShape:
     def _mixer(self, kind: LayerKind) -> tuple[LinearShape, ...]:
         if kind == "full_attention":
             bias = self.attention_bias
-            # Qwen2 alone has it on queries, keys and values and not on the output; Mistral has none.
+            # Qwen2 alone has it on queries, keys and values and not on the output; Mistral and Mixtral have none.
             out_bias = bias and self.architecture != "qwen2"
             if self.architecture == "phi3":
                 fused = self._reader("self_attn.qkv_proj", self.queries + 2 * self.keys)
@@ -215,6 +264,17 @@ class ModelShape:
         )
 
     def _mlp(self) -> tuple[LinearShape, ...]:
+        if self.experts is not None:
+            shared = self.experts.shared
+            return (
+                ()
+                if not shared
+                else (
+                    self._reader("mlp.shared_expert.gate_proj", shared, reads="mlp input"),
+                    self._reader("mlp.shared_expert.up_proj", shared, reads="mlp input"),
+                    self._writer("mlp.shared_expert.down_proj", shared, "mlp product"),
+                )
+            )
         bias = self.mlp_bias
         down = self._writer("mlp.down_proj", self.intermediate, "mlp product", bias)
         if self.architecture == "phi3":
@@ -264,21 +324,49 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     return read_shape(config, str(file))
 
 
-def check_dense(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a mixture of experts, by the content of its ``config.json``.
-
-    PEFT adapts the experts of a layer as one tensor, partly with twice the rank, and vLLM takes no such adapter
-    (docs/decisions/0021-adapter-sync-colocation-checks-against-trl-and-on-a-gpu.md).
+def check_experts(config: Mapping[str, Any], learner: LearnerConfig, source: str) -> None:
+    """Refuse what cannot be trained of a mixture of experts, by its ``config.json``; a dense model passes.
 
     Raises: ConfigError.
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
-    for key in EXPERT_KEYS:
-        if isinstance(number := text.get(key), int) and number > 1:
-            raise ConfigError(
-                f"model {source}: a mixture of experts ({key}={number}), which is not trained here; expected a dense "
-                f"model: {', '.join(ARCHITECTURES)}"
-            )
+    if number_of_experts(config.get("text_config") or config) is None:
+        return
+    shape = read_shape(config, source)
+    shape.adapted(learner.lora_target)
+    check_rounding(shape, learner, source)
+
+
+def check_rounding(shape: ModelShape, learner: LearnerConfig, source: str) -> None:
+    """Refuse a mixture of experts in 8 bits. Raises: ConfigError."""
+    if shape.experts is not None and learner.base_precision != "model":
+        raise ConfigError(
+            f"learner.base_precision={learner.base_precision}: the experts of model {source}, nearly all of its "
+            "weights, are not linear layers, which alone are held in 8 bits; set it to model (learner.sharding=full "
+            "spreads the experts over the workers)"
+        )
+
+
+def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | list[str]:
+    """`learner.lora_target` as PEFT is told it: of a mixture of experts every module by its name.
+
+    PEFT (0.21) takes ``all-linear`` there for experts and router as well, and a regex for the last parts of the names
+    that it matches.
+
+    Raises: ConfigError: as of `check_experts`.
+    """
+    if number_of_experts(config.get("text_config") or config) is None:
+        return target
+    return [*read_shape(config, source).adapted_by_name(target)]
+
+
+def engine_targets(config: Mapping[str, Any], source: str) -> list[str] | None:
+    """Modules that an engine needs room for adapters on, by the last part of their names; None: all that vLLM adapts.
+
+    Raises: ConfigError: a mixture of experts that is not trained here.
+    """
+    if number_of_experts(config.get("text_config") or config) is None:
+        return None
+    return sorted({name.rpartition(".")[2] for name in read_shape(config, source).adaptable})
 
 
 def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
@@ -326,10 +414,10 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
 
     Raises: ConfigError: unknown architecture, or a key missing.
     """
-    check_dense(config, source)
     text: Mapping[str, Any] = config.get("text_config", config)
     architecture = str(text.get("model_type"))
     architecture = _TEXT_MODELS.get(architecture, architecture)
+    experts = experts_shape(dict(text) | _quantized(config), architecture, source)
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model config {source}: architecture {architecture} is not one whose sizes are known here; expected "
@@ -342,7 +430,8 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
             raise ConfigError(f"model config {source}: {key} is {value!r}, expected a positive whole number")
         return value
 
-    fixed, with_bias = ("qwen2", "phi3"), ("qwen3", "qwen3_5_text", "llama", "gemma2", "gemma3_text")
+    fixed = ("qwen2", "phi3")
+    with_bias = ("qwen3", "qwen3_moe", *QWEN3_5, "llama", "gemma2", "gemma3_text")
     if architecture.startswith(("qwen3", "gemma")) and text.get("head_dim") is None:
         number("head_dim")
     layers = _layer_kinds(text, number("num_hidden_layers"), architecture)
@@ -351,7 +440,7 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
         architecture=architecture,
         vocabulary=number("vocab_size"),
         hidden=hidden,
-        intermediate=number("intermediate_size"),
+        intermediate=number("intermediate_size") if experts is None else experts.passed,
         heads=heads,
         kv_heads=number("num_key_value_heads"),
         # Qwen2 and Phi-3 know no other head dimension, and Llama and Mistral take it where none is given.
@@ -370,12 +459,18 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
             value_dim=number("linear_value_head_dim"),
             kernel=number("linear_conv_kernel_dim"),
         ),
+        experts=experts,
     )
+
+
+def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a multimodal wrapper says of its language model's weights."""
+    return {key: config[key] for key in ("quantization_config",) if config.get(key)}
 
 
 def _layer_kinds(text: Mapping[str, Any], number: int, architecture: str) -> tuple[LayerKind, ...]:
     named = text.get("layer_types")
-    if architecture != "qwen3_5_text":
+    if architecture not in QWEN3_5:
         named = ["full_attention"] * number
     elif named is None:
         interval = int(text.get("full_attention_interval", 4))

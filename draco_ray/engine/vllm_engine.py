@@ -23,6 +23,7 @@ from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.forked_core import forked_core
 from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
+from draco_ray.engine.model_shape import engine_targets
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.statistics import EngineStatistics, collector
 from draco_ray.errors import EngineError
@@ -491,6 +492,8 @@ class VllmEngine:
         if self._use_adapter:
             rank = next((rank for rank in LORA_RANKS if rank >= self._lora_rank), LORA_RANKS[-1])
             arguments |= {"enable_lora": True, "max_loras": self._live_adapters, "max_lora_rank": rank}
+            if (targets := engine_targets(_model_config(self._model.path), self._model.path)) is not None:
+                arguments["lora_target_modules"] = targets
         if cpu:
             arguments |= {
                 "worker_cls": "draco_ray.engine.cpu_lora.CpuWorker",
@@ -585,6 +588,14 @@ def _register_imported(architectures: Sequence[str]) -> None:
         # What cannot be imported is left to vLLM, which says why.
         with contextlib.suppress(Exception):
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def _model_config(path: str) -> dict[str, Any]:
+    """A model's ``config.json``."""
+    from transformers import PreTrainedConfig
+
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    return dict(config)
 
 
 def _end_of_turn_ids(path: str) -> list[int]:

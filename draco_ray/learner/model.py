@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
-from draco_ray.engine.model_shape import check_heads
+from draco_ray.engine.model_shape import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.context import Context
 from draco_ray.learner.delta import use_kernels
@@ -62,9 +62,10 @@ class AdaptedModel:
                 the model, `__init__` included, is a collective of all of them.
             context: the workers that share a row with this one, of which the same is true; None: it has its own.
         Raises: ConfigError if the model cannot be loaded, its head is not a plain frozen linear layer, or it is not of
-                a kind whose rows can be shared.
+                a kind whose rows can be shared, or whose experts can be left as they are.
         """
         base = _load_base(model)
+        check_experts(base.config.to_dict(), config, model.path)
         if context is not None:
             check_heads(base.config.to_dict(), context.size, model.path)
         base.requires_grad_(False)
@@ -74,7 +75,7 @@ class AdaptedModel:
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             lora_dropout=0.0,
-            target_modules=config.lora_target,
+            target_modules=lora_target(base.config.to_dict(), config.lora_target, model.path),
             task_type="CAUSAL_LM",
         )
         lora._register_custom_module({torch.nn.Linear: FusedLora})
@@ -244,8 +245,9 @@ def _load_base(model: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(model.path)
         text = config.get_text_config()
-        if getattr(text, "attention_dropout", 0.0):
-            text.attention_dropout = 0.0
+        for noise in ("attention_dropout", "router_jitter_noise"):
+            if getattr(text, noise, 0.0):
+                setattr(text, noise, 0.0)
         return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=getattr(torch, model.dtype))
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_shape import check_dense, check_heads, check_split, model_shape
+from draco_ray.engine.model_shape import check_experts, check_heads, check_split, model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
@@ -97,22 +97,22 @@ def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
         return 0
 
 
-def check_trainable(model_path: str, context_parallel: int = 1, tensor_parallel: int = 1) -> None:
+def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: int = 1) -> None:
     """Check that a model can be adapted and divided as it is to be, where its ``config.json`` is on this machine.
 
     Args:
         model_path: `model.path`.
-        context_parallel: learner workers that divide its heads among them.
+        learner: what adapts it, with workers that may divide its heads among them.
         tensor_parallel: GPUs that an engine divides it among.
 
     Raises:
-        ConfigError: it is a mixture of experts, or does not divide.
+        ConfigError: it is a mixture of experts that is not trained here, or not so, or does not divide.
     """
     file = Path(model_path).expanduser() / "config.json" if Path(model_path).is_dir() else cached_config(model_path)
     if file is not None:
         config = json.loads(file.read_text(encoding="utf-8"))
-        check_dense(config, model_path)
-        check_heads(config, context_parallel, model_path)
+        check_experts(config, learner, model_path)
+        check_heads(config, learner.context_parallel, model_path)
         check_split(config, tensor_parallel, model_path)
 
 

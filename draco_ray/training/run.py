@@ -213,7 +213,7 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     find_learner(config.learner.use)
     config = checked_model(config)
     if config.learner.use == LearnerConfig().use:
-        check_trainable(config.model.path, config.learner.context_parallel, config.engine.tensor_parallel)
+        check_trainable(config.model.path, config.learner, config.engine.tensor_parallel)
     prompts = usable_prompts(config, environment, console)
     return config, prompts, task_order(config, list(prompts))
 

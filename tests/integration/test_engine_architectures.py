@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,26 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import run_canary
+from draco_ray.engine.sampler import Sample
 from draco_ray.engine.vllm_engine import VllmEngine
 from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.records import TrainingSample
 from tests.support.probes import probe_of
 from tests.support.tiny_model import VOCABULARY, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
 STUB = Path(__file__).resolve().parents[1] / "support" / "torchvision_stub"
+ROUTER = 20.0
+"""By what a router is sharper than a fresh one, whose choices are so near that rounding changes them."""
 PROBE = [int(token) for token in np.random.default_rng(0).integers(3, 500, 300)]
 SHARED = {
     "vocab_size": VOCABULARY,
@@ -44,6 +52,19 @@ SHARED = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+DELTA = {
+    **SHARED,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 256}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def qwen2() -> PreTrainedModel:
@@ -53,19 +74,28 @@ def qwen2() -> PreTrainedModel:
 
 def qwen3_5() -> PreTrainedModel:
     """Qwen3.6-27B's family: three gated delta-net layers to one of attention, wrapped with a vision tower."""
-    text = {
-        **SHARED,
-        "hidden_size": 256,
-        "intermediate_size": 384,
-        "head_dim": 64,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    }
-    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 256}
-    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=DELTA, vision_config=VISION))
+
+
+def qwen3_moe() -> PreTrainedModel:
+    """Qwen3-30B-A3B's family: experts alone behind attention."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    return with_sharp_routers(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS, **SHARED)))
+
+
+def qwen3_5_moe() -> PreTrainedModel:
+    """Qwen3.6-35B-A3B's family: gated delta nets, experts, and one that all tokens share."""
+    text = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 128}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+    return with_sharp_routers(Qwen3_5MoeForConditionalGeneration(config))
+
+
+def with_sharp_routers(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter *= ROUTER
+    return model
 
 
 async def plain_vllm_logprobs(engine: VllmEngine, checkpoint: Path) -> np.ndarray:
@@ -90,7 +120,28 @@ def plain_peft_logprobs(model: Path, checkpoint: Path) -> np.ndarray:
     return logits.float().log_softmax(-1).gather(1, token_ids[0, 1:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("architecture", [qwen2, qwen3_5])
+def a_group(rollouts: Sequence[Sample], prompts: Sequence[list[int]]) -> list[TrainingSample]:
+    """Rollouts of an engine as they are trained on, every other one to be made likelier."""
+    made = []
+    for rollout, (sample, prompt) in enumerate(zip(rollouts, prompts, strict=True)):
+        mask_T = np.arange(len(prompt) + len(sample.token_ids)) >= len(prompt)
+        made.append(
+            TrainingSample(
+                group="step0/t",
+                task_id="t",
+                rollout=rollout,
+                policy_version=1,
+                token_ids_T=np.asarray(prompt + sample.token_ids),
+                loss_mask_T=mask_T,
+                advantage_T=np.where(mask_T, (-1.0) ** rollout, 0.0).astype(np.float32),
+                logprob_T=np.asarray([0.0] * len(prompt) + sample.logprobs, dtype=np.float32),
+                prompt_length=len(prompt),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("architecture", [qwen2, qwen3_5, qwen3_moe, qwen3_5_moe])
 async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linear_layers(
     architecture: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +156,8 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
     (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
     model = ModelConfig(path=str(path), dtype="bfloat16")
 
-    learner = LoraLearner(model, LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False), seed=0)
+    settings = LearnerConfig(gpus_per_worker=0, gradient_checkpointing=False, learning_rate=0.01)
+    learner = LoraLearner(model, settings, seed=0)
     untrained = learner.adapter(0).tensors
     trained = {name: torch.from_numpy(values) + 0.03 * torch.randn(values.shape) for name, values in untrained.items()}
     learner.policy.load_adapter(trained, "a trained one")
@@ -125,6 +177,16 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
             for prompt, sample in zip(prompts, samples, strict=True)
         ]
         assert np.concatenate(gaps).mean() < 0.02
+
+        # One training step on what the engine sampled, and the engine has it.
+        assert learner.policy.packs
+        learner.accumulate(a_group(samples, prompts))
+        assert learner.step().skipped is None
+        await engine.load_adapter(learner.adapter(2))
+        before, expected = expected, learner.token_logprobs(PROBE)[1:]
+        stepped = np.asarray(await engine.logprobs(PROBE, adapter=True))
+        assert np.abs(stepped - expected).mean() < 0.02
+        assert np.abs(stepped - expected).mean() < np.abs(stepped - before).mean()
 
         learner.save(tmp_path / "checkpoint")
         assert np.abs(await plain_vllm_logprobs(engine, tmp_path / "checkpoint") - expected).mean() < 0.02

@@ -59,12 +59,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,
     },
+    "experts": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
 }
 CASES: dict[str, tuple[str, str, bool]] = {
     "qwen2": ("qwen2", "float32", False),
     "tied, checkpointed": ("tied", "float32", True),
     "qwen3_5, checkpointed": ("qwen3_5", "float32", True),
     "qwen2, bfloat16, checkpointed": ("qwen2", "bfloat16", True),
+    "experts, checkpointed": ("experts", "float32", True),
     "qwen2 in int8": ("qwen2", "float32", False),
     "qwen3_5 in fp8, checkpointed": ("qwen3_5", "float32", True),
 }
@@ -76,6 +86,7 @@ SHARED = {
     "qwen2": {"context_parallel": 2, "sharding": "full"},
     # A row over four, more than there are heads of keys.
     "tied, checkpointed": {"context_parallel": 4, "sharding": "none", "offload_activations": True},
+    "experts, checkpointed": {"context_parallel": 2, "sharding": "full"},
 }
 """Cases that four workers play as well, and with which keys."""
 MEASURED = {

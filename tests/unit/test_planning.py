@@ -27,6 +27,24 @@ from draco_ray.lab.planning.memory import (
 )
 from draco_ray.lab.planning.step_time import Assumptions, assumptions, learner_flops, step_time
 
+QWEN30 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+"""Of Qwen3-30B-A3B's config.json what decides its size."""
 QWEN27, QWEN32 = "Qwen/Qwen3.6-27B", "Qwen/Qwen2.5-32B-Instruct"
 
 
@@ -55,6 +73,39 @@ def test_public_models_have_their_published_sizes() -> None:
     assert shape_of(QWEN32).parameters == 32_763_876_352
     assert shape_of(QWEN27).parameters == 26_895_998_464
     assert shape_of(QWEN27).layers.count("linear_attention") == 48
+
+
+def test_a_mixture_of_experts_is_counted_whole_where_it_is_kept_and_by_a_token_s_experts_where_it_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """30.5B and 3.3B by its model card."""
+    shape = read_shape(QWEN30, "config.json")
+    assert shape.parameters == 30_532_122_624
+    assert shape.active_parameters == 3_353_032_704
+    # All but the embedding (and norms) is multiplied with.
+    assert shape.matrix_parameters + 2 * 151936 * 2048 == pytest.approx(shape.active_parameters, rel=1e-3)
+    assert shape.adapter_parameters("all-linear", 16) == 16 * 48 * (2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048)
+    # One sequence reads its own eight experts, many together nearly all of the 128.
+    assert shape.read_parameters(1) == pytest.approx(shape.matrix_parameters)
+    everything = shape.parameters - 2 * 151936 * 2048
+    assert 0.96 * everything < shape.read_parameters(64) < everything
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN30))
+    words = ("qwen3.6-27b", "model.path=Qwen/Qwen3-30B-A3B", "--model-config", str(file))
+    output = printed(capsys, *words)
+    said = (
+        "30,532,122,624 parameters, 3,353,032,704 of them active (8 of 128 experts), in 48 layers; adapter of rank 16: "
+    )
+    assert said in output
+    config = load_config("qwen3.6-27b", ["model.path=Qwen/Qwen3-30B-A3B"])
+    assert engine_memory(config, shape, 80 * GIB, 0).items[0].bytes == shape.parameters
+    assert base_parameters(config, shape) == pytest.approx(shape.parameters / 4, rel=1e-3)
+    assert "all-linear, which is self_attn.q_proj" in refused(capsys, *words, "learner.lora_target='.*_proj'")
+    dense = dataclasses.replace(shape, experts=None)
+    assert learner_flops(config, shape, length=4096, sampled_share=0.5) < 2 * learner_flops(
+        config, dense, length=4096, sampled_share=0.5
+    )
 
 
 @pytest.mark.parametrize("preset", ["qwen3.6-27b", "qwen2.5-32b"])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draco_ray.config.schema import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, read_shape
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, lora_target, read_shape
 from draco_ray.lab.planning.memory import (
     LearnerMemory,
     chunk_bytes,
@@ -59,7 +59,18 @@ QWEN3_5 = {
     "tie_word_embeddings": False,
 }
 """Qwen3.6-27B's proportions at a sixteenth of its width."""
-TOYS = {"qwen2": QWEN2, "qwen3_5": QWEN3_5}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+QWEN3_MOE = QWEN2 | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 64, "num_attention_heads": 8}
+"""Qwen3-30B-A3B's kind of layers."""
+QWEN3_5_MOE = QWEN3_5 | EXPERTS | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe bias": QWEN3_MOE | {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "mixtral": QWEN2 | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+TOYS = {"qwen2": QWEN2, "qwen3_5": QWEN3_5, "qwen3_moe": QWEN3_MOE, "qwen3_5_moe": QWEN3_5_MOE}
+DENSE = ("qwen2", "qwen3_5")
 
 
 def transformers_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -104,8 +115,28 @@ def test_parameters_equal_those_of_the_real_model_and_its_adapter(name: str, tar
     assert shape.adapter_parameters(target, 3) == count(peft, adapter=True)
 
 
-def test_a_multimodal_wrapper_counts_as_its_language_model() -> None:
-    wrapper = AutoConfig.for_model("qwen3_5", text_config={k: v for k, v in QWEN3_5.items() if k != "model_type"})
+@pytest.mark.parametrize("target", ["all-linear", r"model\.layers\.[02]\..*\.(q_proj|in_proj_qkv|o_proj)"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_of_a_mixture_of_experts_the_adapter_is_on_what_is_beside_the_experts(name: str, target: str) -> None:
+    config = transformers_config(MIXTURES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        modules = lora_target(config.to_dict(), target, name)
+        peft = get_peft_model(model, LoraConfig(r=3, target_modules=modules, task_type="CAUSAL_LM"))
+    shape = read_shape(config.to_dict(), name)
+    assert shape.parameters == count(peft, adapter=False)
+    assert shape.adapter_parameters(target, 3) == count(peft, adapter=True)
+    adapted = [name for name, _ in peft.named_parameters() if "lora_" in name]
+    assert not any("experts" in name or ".gate." in name or "router" in name for name in adapted)
+    experts = [parameter for name, parameter in peft.named_parameters() if ".experts." in name]
+    assert shape.experts is not None
+    spared = sum(p.numel() for p in experts) * (1 - shape.experts.active / shape.experts.number)
+    assert shape.active_parameters == shape.parameters - round(spared)
+
+
+@pytest.mark.parametrize(("kind", "values"), [("qwen3_5", QWEN3_5), ("qwen3_5_moe", QWEN3_5_MOE)])
+def test_a_multimodal_wrapper_counts_as_its_language_model(kind: str, values: dict[str, Any]) -> None:
+    wrapper = AutoConfig.for_model(kind, text_config={k: v for k, v in values.items() if k != "model_type"})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(wrapper)
     assert read_shape(wrapper.to_dict(), "wrapper").parameters == count(model, adapter=False)
@@ -241,8 +272,11 @@ def test_what_a_layer_keeps_is_what_the_plan_says(tmp_path: Path, name: str, dty
         assert planned == pytest.approx(measured.saved(index), rel=tolerance)
 
 
-@pytest.mark.parametrize(("checkpointing", "base"), [(False, "model"), (True, "model"), (True, "int8")])
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "base"),
+    [(name, checkpointing, "model") for name in TOYS for checkpointing in (False, True)]
+    + [(name, True, "int8") for name in DENSE],
+)
 def test_the_peak_of_a_real_update_is_within_the_plan(
     tmp_path: Path, name: str, checkpointing: bool, base: str
 ) -> None:

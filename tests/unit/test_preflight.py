@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from pydantic import ValidationError
@@ -262,31 +262,86 @@ def test_a_node_looks_for_the_data_and_the_model(tmp_path: Path) -> None:
     assert probe_node([str(tmp_path), "/no/such/model", "/nor/this"]) == "/no/such/model"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [{"num_experts": 4}, {"text_config": {"num_experts": 4}}, {"num_local_experts": 8}, {"n_routed_experts": 256}],
-)
-def test_a_mixture_of_experts_is_refused_in_one_line(
-    tmp_path: Path, text: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import Qwen3MoeConfig
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 65536,
+}
+OTHER = {"model_type": "gpt_oss"}
 
-    tiny = Qwen3MoeConfig(num_experts=1, hidden_size=64, num_hidden_layers=2, num_attention_heads=4).to_dict()
-    (tmp_path / "config.json").write_text(json.dumps({**tiny, **text}))
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ({"num_experts": 4} | OTHER, r"of a family \(gpt_oss\) that is not trained here; expected one of qwen3_moe, "),
+        ({"text_config": {"num_experts": 4} | OTHER}, r"of a family \(gpt_oss\)"),
+        ({"num_local_experts": 8} | OTHER, r"of a family \(gpt_oss\)"),
+        ({"n_routed_experts": 256} | OTHER, r"of a family \(gpt_oss\)"),
+        ({"num_experts": 4, "mlp_only_layers": [0]}, r"in some layers only \(mlp_only_layers, decoder_sparse_step\)"),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, r"in some layers only \(mlp_only_layers, decoder_sparse_step\)"),
+        ({"num_experts": 4, "quantization_config": {"bits": 4}}, r"in a quantized checkpoint \(quantization_config\)"),
+    ],
+)
+def test_a_mixture_of_experts_that_is_not_trained_here_is_refused_in_one_line(
+    tmp_path: Path, text: dict[str, Any], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS | {"num_experts": 1} | text))
     inner = text.get("text_config", text)
-    assert isinstance(inner, dict)
-    ((key, number),) = inner.items()
-    with pytest.raises(ConfigError, match=rf"^model .*: a mixture of experts \({key}={number}\), .*; expected a dense"):
-        check_trainable(str(tmp_path))
+    key, number = next(iter(inner.items()))
+    with pytest.raises(
+        ConfigError, match=rf"^model .*: a mixture of experts \({key}={number}\) {problem}.*dense model$"
+    ):
+        check_trainable(str(tmp_path), LearnerConfig())
     # The plan says the same of it.
     with pytest.raises(SystemExit):
         main(["plan", "qwen3.6-27b", f"model.path={tmp_path}"])
     assert f"a mixture of experts ({key}={number})" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("target", "asked"),
+    [
+        (r".*_proj", r"model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        (r".*\.(q_proj|down_proj)", r"model\.layers\.0\.mlp\.experts\.down_proj"),
+        (r"model\.layers\.1\..*\.experts\.3\.w1", r"model\.layers\.1\.mlp\.experts\.3\.w1"),
+        (r".*\.(o_proj|gate)", r"model\.layers\.0\.mlp\.gate"),
+        (r".*", r"model\.layers\.0\.mlp\.gate"),
+    ],
+)
+def test_a_target_that_asks_for_experts_is_refused_in_one_line(
+    tmp_path: Path, target: str, asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    refused = rf"^learner\.lora_target=.* asks for experts or their router \({asked}\), which stay frozen; "
+    advice = r"expected all-linear, which is self_attn\.q_proj, .*, self_attn\.o_proj here, or a regex"
+    with pytest.raises(ConfigError, match=refused + advice):
+        check_trainable(str(tmp_path), LearnerConfig(lora_target=target))
+    with pytest.raises(SystemExit):
+        main(["plan", "qwen3.6-27b", f"model.path={tmp_path}", f"learner.lora_target='{target}'"])
+    assert "asks for experts or their router" in capsys.readouterr().err
+
+
+def test_experts_in_8_bits_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    check_trainable(str(tmp_path), LearnerConfig())
+    with pytest.raises(ConfigError, match=r"^learner\.base_precision=int8: the experts .*; set it to model"):
+        check_trainable(str(tmp_path), LearnerConfig(base_precision="int8"))
+    with pytest.raises(SystemExit):
+        main(["plan", "qwen3.6-27b", f"model.path={tmp_path}", "learner.base_precision=fp8"])
+    assert "learner.base_precision=fp8: the experts" in capsys.readouterr().err
+
+
 def test_dense_models_and_those_that_are_not_here_pass(tmp_path: Path) -> None:
-    check_trainable(str(build_tiny_model(tmp_path / "model")))
-    check_trainable("somebody/unknown")
+    check_trainable(str(build_tiny_model(tmp_path / "model")), LearnerConfig())
+    check_trainable("somebody/unknown", LearnerConfig())
 
 
 @pytest.mark.parametrize(("workers", "key", "heads"), [(4, "num_attention_heads", 6), (3, "linear_num_value_heads", 8)])
@@ -302,10 +357,10 @@ def test_heads_that_workers_cannot_share_are_refused_in_one_line(
     }
     for config in (shape, {"model_type": "qwen3_5", "text_config": shape}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        check_trainable(str(tmp_path), 2)
+        check_trainable(str(tmp_path), LearnerConfig(workers=2, context_parallel=2))
         line = f"learner.context_parallel={workers} does not divide the {heads} heads of model {tmp_path} ({key}); "
         with pytest.raises(ConfigError, match=f"^{re.escape(line)}expected one of 1, 2$"):
-            check_trainable(str(tmp_path), workers)
+            check_trainable(str(tmp_path), LearnerConfig(workers=workers, context_parallel=workers))
         keys = [f"model.path={tmp_path}", f"learner.workers={workers}", f"learner.context_parallel={workers}"]
         with pytest.raises(SystemExit):
             main(["plan", "qwen3.6-27b", *keys])
@@ -325,10 +380,10 @@ def test_gpus_that_do_not_divide_a_model_are_refused_before_an_engine_loads_it(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS[model]))
     for good in (1, 2, 4, 8):
-        check_trainable(str(tmp_path), tensor_parallel=good)
+        check_trainable(str(tmp_path), LearnerConfig(), good)
     line = f"engine.tensor_parallel={gpus} does not divide model {tmp_path} ({key}); expected one of {fitting}"
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
-        check_trainable(str(tmp_path), tensor_parallel=gpus)
+        check_trainable(str(tmp_path), LearnerConfig(), gpus)
 
 
 def test_training_on_gpus_that_do_not_divide_a_model_ends_before_anything_starts(
@@ -348,7 +403,7 @@ def test_workers_that_do_not_divide_into_groups_are_refused() -> None:
         LearnerConfig(workers=4, context_parallel=3)
 
 
-def test_training_a_mixture_of_experts_ends_before_anything_starts(
+def test_training_a_mixture_of_experts_of_another_family_ends_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_tiny_model(tmp_path / "model")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.experts import ExpertsShape
 from draco_ray.engine.model_shape import LayerKind, ModelShape, check_split
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
@@ -150,9 +151,11 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         bytes=min(learner.logprob_chunk_tokens, part) * shape.vocabulary * chunk_bytes(config),
         keys="learner.logprob_chunk_tokens",
     )
+    # Of what each expert of a token puts out, and of its product with the expert's weight.
+    routed = 0 if shape.experts is None else 2 * shape.experts.active * shape.hidden * width
     slope = Item(
         name="gradients of activations",
-        bytes=part * (shape.intermediate + shape.hidden) * FLOAT32,
+        bytes=part * ((shape.intermediate + shape.hidden) * FLOAT32 + routed),
         keys=LENGTH_KEYS,
     )
     exchange = Item(
@@ -315,11 +318,25 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int, *, ke
     adapters = width * (sum(read.values()) + rank * len(linears))
     # What two norms read, and their scale.
     norms = 2 * (width * shape.hidden + FLOAT32)
-    # Gate and up projection; where they are not one operation, the gate's activation as well.
-    mlp = (3 if shape.architecture in UNFUSED_MLPS else 2) * width * shape.intermediate
+    if shape.experts is None:
+        # Gate and up projection; where they are not one operation, the gate's activation as well.
+        mlp = (3 if shape.architecture in UNFUSED_MLPS else 2) * width * shape.intermediate
+    else:
+        mlp = _experts_bytes(shape.experts, width)
     delta = _delta_kernel_bytes if kernels else _delta_bytes
     mixer = _attention_bytes(shape, width) if kind == "full_attention" else delta(shape, width)
     return adapters + norms + mlp + mixer
+
+
+def _experts_bytes(experts: ExpertsShape, width: int) -> int:
+    """What a mixture of experts keeps, bytes a token: of its router, its experts, and the one that is shared."""
+    # Gate and up projection and the gate's activation; what comes out, since its weight has a gradient.
+    routed = experts.active * width * (3 * experts.width + experts.hidden + 1)
+    # Where each token goes, and where it comes back from, in whole numbers of 8 bytes; the router's probabilities.
+    places = 4 * 8 * experts.active + FLOAT32 * experts.number
+    # As of a dense MLP, and its output, which a gate weighs.
+    shared = width * (2 * experts.shared + experts.hidden + 1) if experts.shared else 0
+    return routed + places + shared
 
 
 def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, kind: LayerKind) -> int:
@@ -477,7 +494,10 @@ def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: in
 def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
     engine = config.engine
     split = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    split["intermediate_size"] = shape.intermediate
+    if shape.experts is None:
+        split["intermediate_size"] = shape.intermediate
+    else:
+        split |= {"moe_intermediate_size": shape.experts.width, "shared_expert_intermediate_size": shape.experts.shared}
     if shape.delta is not None:
         split |= {"linear_num_value_heads": shape.delta.value_heads, "linear_num_key_heads": shape.delta.key_heads}
     check_split(split, engine.tensor_parallel, config.model.path)

@@ -140,8 +140,9 @@ def _decode_seconds(
 ) -> float:
     """Seconds for one token of each of `concurrent` sequences, which are on average half as long as they become."""
     parallel, width = config.engine.tensor_parallel, DTYPE_BYTES[config.model.dtype]
-    read = shape.matrix_parameters + shape.vocabulary * shape.hidden
+    head = shape.vocabulary * shape.hidden
+    read = shape.read_parameters(concurrent) + head
     cache = length / 2 * kv_bytes(shape, parallel, kv_width(config)) + 2 * state_bytes(shape, parallel, width)
     moved = (read * width / parallel + concurrent * cache) / (given.gpu_gb_per_second * 1e9)
-    computed = concurrent * 2 * read / parallel / (given.gpu_tflops * 1e12)
+    computed = concurrent * 2 * (shape.matrix_parameters + head) / parallel / (given.gpu_tflops * 1e12)
     return max(moved, computed) / given.decode_efficiency
