@@ -553,7 +553,8 @@ class LearnerConfig(Tree):
     lora_alpha: int = Field(32, ge=1)
     """The adapter is scaled by lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
-    """Modules that are adapted, as PEFT's target_modules names them."""
+    """Modules that are adapted: all-linear, or a regex over their names. Of a mixture of experts all-linear is all that
+    is beside experts and router, which stay frozen."""
     learning_rate: float = Field(5e-5, gt=0)
     """Constant, no warm-up."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
