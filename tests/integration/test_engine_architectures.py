@@ -38,8 +38,6 @@ from tests.support.tiny_model import VOCABULARY, tiny_tokenizer
 pytestmark = pytest.mark.slow
 
 STUB = Path(__file__).resolve().parents[1] / "support" / "torchvision_stub"
-ROUTER = 20.0
-"""By what a router is sharper than a fresh one, whose choices are so near that rounding changes them."""
 PROBE = [int(token) for token in np.random.default_rng(0).integers(3, 500, 300)]
 SHARED = {
     "vocab_size": VOCABULARY,
@@ -80,22 +78,16 @@ def qwen3_5() -> PreTrainedModel:
 def qwen3_moe() -> PreTrainedModel:
     """Qwen3-30B-A3B's family: experts alone behind attention."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    return with_sharp_routers(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS, **SHARED)))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS, **SHARED))
 
 
 def qwen3_5_moe() -> PreTrainedModel:
-    """Qwen3.6-35B-A3B's family: gated delta nets, experts, and one that all tokens share."""
-    text = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 128}
-    config = Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
-    return with_sharp_routers(Qwen3_5MoeForConditionalGeneration(config))
+    """Qwen3.6-35B-A3B's family: gated delta nets, experts, and one that all tokens share.
 
-
-def with_sharp_routers(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter *= ROUTER
-    return model
+    A token passes all experts: where a fresh router chooses, the delta nets' rounding changes its choices.
+    """
+    text = {**DELTA, **EXPERTS, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 128}
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=VISION))
 
 
 async def plain_vllm_logprobs(engine: VllmEngine, checkpoint: Path) -> np.ndarray:
