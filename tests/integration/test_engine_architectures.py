@@ -38,6 +38,8 @@ from tests.support.tiny_model import VOCABULARY, tiny_tokenizer
 pytestmark = pytest.mark.slow
 
 STUB = Path(__file__).resolve().parents[1] / "support" / "torchvision_stub"
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
+"""Before the first of these tests has imported what stands in for it."""
 PROBE = [int(token) for token in np.random.default_rng(0).integers(3, 500, 300)]
 SHARED = {
     "vocab_size": VOCABULARY,
@@ -137,7 +139,7 @@ def a_group(rollouts: Sequence[Sample], prompts: Sequence[list[int]]) -> list[Tr
 async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linear_layers(
     architecture: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if importlib.util.find_spec("torchvision") is None:
+    if not HAS_TORCHVISION:
         # Also for the engine core: a spawned process gets this one's sys.path.
         monkeypatch.syspath_prepend(str(STUB))
     torch.manual_seed(0)
