@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draco_ray.cli import main
@@ -32,7 +33,7 @@ from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.worker import JudgeWorkerActor, phase_summary
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.pipeline import Group
-from draco_ray.records import Attribution, Criterion, Judged
+from draco_ray.records import Attribution, Criterion, EpisodeEnd, Judged
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.metrics import step_metrics
@@ -163,6 +164,39 @@ def test_the_examples_are_of_one_group_and_show_what_each_phase_is_given() -> No
     assert {each.identity for each in (stage2, score, credit, union)} == {rollout.group}
 
 
+@pytest.mark.parametrize(
+    ("rollout", "read", "count"),
+    [
+        (0, "songs = apis.spotify.show_song_library(page_index=0)", "5"),
+        (1, "songs = [song for page in range(9) for song in apis.spotify.show_song_library(page_index=page)]", "17"),
+        (2, "songs = apis.spotify.show_song_library(page_index=0)", "5"),
+    ],
+)
+def test_the_examples_rollouts_are_whole_and_only_the_second_reads_all_pages(
+    rollout: int, read: str, count: str
+) -> None:
+    played = example_trajectory(rollout)
+    look, submit = f"{read}\nprint(len(songs))", "apis.supervisor.complete_task(answer=len(songs))"
+    assert [(turn.text, turn.action, turn.observation) for turn in played.turns] == [
+        (f"<think>Next, step 1.</think>\n<code>\n{look}\n</code>", look, count),
+        (f"<think>Next, step 2.</think>\n<code>\n{submit}\n</code>", submit, "Execution successful."),
+        ("Done.", None, None),
+    ]
+    # What was sampled is what the turns hold; the closing turn is no step, and one token stands behind each step.
+    spoken = [range(turn.first_token, turn.last_token) for turn in played.turns]
+    assert np.flatnonzero(played.sampled_T).tolist() == [token for turn in spoken for token in turn]
+    assert {int(step): np.flatnonzero(played.step_T == step).tolist() for step in (0, 1)} == {
+        step: list(spoken[step]) for step in (0, 1)
+    }
+    assert [turn.first_token for turn in played.turns] == [2, 4, 6]
+    assert (played.tokens_M.tolist(), played.prompt_length) == ([1, 1], 2)
+    assert (played.token_ids_T.tolist(), played.logprob_T.tolist()) == (list(range(7)), [0.0] * 7)
+    assert (played.prompt, played.ended, played.name, played.group) == (
+        PROMPT, EpisodeEnd.FINISHED, f"example_1/{rollout}", "step0/example_1",
+    )  # fmt: skip
+    assert (played.attempt, played.policy_version, played.started_at, played.ended_at) == (0, 0, 0.0, 1.0)
+
+
 @pytest.mark.parametrize("phase", PHASES.values(), ids=list(PHASES))
 def test_every_placeholder_is_filled_and_evidence_carries_the_code(phase: Phase) -> None:
     values = phase.example().values("c0de")
@@ -182,7 +216,7 @@ def test_verdicts_and_citations_of_no_rollout_are_no_rows() -> None:
         assert asked.rows(1, "t_1", None, value) is None
         found = asked.rows(1, "t_1", 3, value)
         assert (found[0], len(found[1])) == (table, rows)
-        assert {(row["task_id"], row["rollout"]) for row in found[1]} == {("t_1", 3)}
+        assert {(row["training_step"], row["task_id"], row["rollout"]) for row in found[1]} == {(1, "t_1", 3)}
 
 
 def test_later_phases_are_more_urgent_and_what_is_of_no_phase_is_least() -> None:

@@ -382,6 +382,7 @@ def test_reasoning_may_hold_drafts_whole_or_broken() -> None:
         ("search(q=1)", "tool_calls", "the judge called a tool instead of answering, and there is none: 'search(q=1)'"),
         ("", "reasoning", "the reply is reasoning that no answer follows"),
         (PLAIN, "abort", "the provider broke the reply off ('abort'); answer again"),
+        (PLAIN, "x" * 61, f"the provider broke the reply off ({'x' * 60!r}); answer again"),
         (" \n", "stop", "the reply is empty"),
         (
             "x" * (MAX_REPLY_CHARACTERS + 1),
@@ -531,6 +532,7 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
     [
         ({"result": "FAIL"}, "result FAIL"),
         ({"Status": " failed "}, "Status  failed "),
+        ({"x" * 61: "FAIL"}, f"{'x' * 60} FAIL"),
         ({"passed": False}, "passed False"),
         ({"fail": True}, "fail True"),
         ({"not_applicable": True}, "not_applicable True"),
