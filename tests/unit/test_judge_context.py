@@ -13,16 +13,22 @@ from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import AgentConfig, DracoConfig
+from draco_ray.config.schema import AgentConfig, DracoConfig, JudgeConfig
 from draco_ray.engine.model_shape import model_shape
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
+    LEAST_ROOM,
+    JudgeContext,
     api_warning,
     context_problem,
     context_tokens,
+    context_warning,
     judge_context,
+    judge_room,
+    judge_tokens,
     model_positions,
+    uses_self_judge,
 )
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union
@@ -173,7 +179,7 @@ def test_of_a_judge_that_is_not_known_nothing_is_said() -> None:
         ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131_072),
         (
             {
-                "max_position_embeddings": 131_072,
+                "max_position_embeddings": 40_960,
                 "rope_parameters": {
                     "rope_type": "yarn",
                     "factor": 4.0,
@@ -183,6 +189,9 @@ def test_of_a_judge_that_is_not_known_nothing_is_said() -> None:
             131_072,
         ),
         ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}, 4096),
+        ({"max_position_embeddings": 1000, "rope_scaling": {"rope_type": "yarn", "factor": 1.5559}}, 1555),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn"}}, 4096),
+        ({"max_position_embeddings": "4096"}, None),
         ({}, None),
         ([], None),
     ],
@@ -218,3 +227,87 @@ def test_the_parts_are_what_the_limits_make_of_them(setting: str, rollouts: int,
     template = load_prompts(config.judge.prompts).templates[longest.name]
     assert found.instructions == math.ceil(len(template) / 3) + 2 * 50
     assert ("union" in found.shows) is (setting != "static")
+    assert found.shows == (
+        "a credit prompt shows a rollout" if setting == "static" else "the union prompt shows all 6 rollouts of a group"
+    )
+    parts = (found.rollouts, found.criteria, found.instructions, found.reply)
+    assert found.tokens == sum(parts)
+
+
+def test_the_context_is_told_with_its_parts() -> None:
+    context = JudgeContext(shows="all", instructions=1_000, rollouts=20_000, criteria=300, reply=4)
+    said = "21,304 tokens (rollouts 20,000, criteria 300, instructions 1,000, reply 4)"
+    assert (context.tokens, str(context)) == (21_304, said)
+
+
+def test_each_line_about_the_context_says_what_is_too_short_by_how_much_and_what_to_change() -> None:
+    key = "judge.self_judge.context_tokens"
+    config = load_config("sandbox", [f"{key}=null"], "self-judge")
+    needed, path = judge_context(config), config.model.path
+    assert context_problem(config, needed.tokens) is None
+    assert context_problem(config, needed.tokens - 1) == (
+        f"self-judge: {needed.shows}, at full length {needed}, and {path} accepts {needed.tokens - 1:,}: choose a "
+        f"model with a longer context, or lower agent.max_response_length ({config.agent.max_response_length:,}), "
+        "algorithm.group_size or judge.max_tokens; with judge.self_judge.context_tokens set, longer prompts fail their "
+        "call unless judge.context_tokens cuts them"
+    )
+    assert context_warning(config) is None
+
+    given = load_config("sandbox", [f"{key}=8000"], "self-judge")
+    assert context_problem(given, 8_000) is None
+    assert context_problem(given, 7_999) == f"{key}=8,000, but {path} accepts 7,999 tokens"
+    assert context_warning(given) == (
+        f"self-judge: {key}=8,000; {needed.shows}, at full length {needed}: a call whose prompt is longer fails, "
+        "unless judge.context_tokens cuts it; null sizes it"
+    )
+    assert context_warning(load_config("sandbox", [f"{key}={needed.tokens}"], "self-judge")) is None
+
+    needed = judge_context(load_config("sandbox", [], "draco"))
+    enough, short = (
+        load_config("sandbox", [f"judge.context_tokens={tokens}"], "draco")
+        for tokens in (needed.tokens, needed.tokens - 1)
+    )
+    assert api_warning(enough) is None
+    assert api_warning(short) == (
+        f"judge {short.judge.model} reads {needed.tokens - 1:,} tokens; {needed.shows}, at full length {needed}: "
+        "longer prompts are cut, outputs first (judge.context_tokens)"
+    )
+    assert api_warning(load_config("sandbox", ["judge.context_tokens=2000"], "self-judge")) is None
+
+
+def test_the_policy_judges_itself_only_where_a_rubric_is_judged() -> None:
+    own = ["judge.self_judge.enabled=true"]
+    assert uses_self_judge(load_config("sandbox", own, "draco"))
+    assert not uses_self_judge(load_config("sandbox", [], "draco"))
+    assert not uses_self_judge(load_config("sandbox", own, "outcome"))
+    assert context_problem(load_config("sandbox", own, "outcome"), 1) is None
+
+
+def test_how_much_a_judge_of_ones_own_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    local = JudgeConfig.model_validate({"model": "hosted_vllm/~/model", "local": {"enabled": True}})
+    assert judge_tokens(local) == 4096
+    assert judge_tokens(local.model_copy(update={"context_tokens": 3000})) == 3000
+    shorter = local.local.model_copy(update={"context_tokens": 2048})
+    assert judge_tokens(local.model_copy(update={"local": shorter})) == 2048
+    # The policy's engines have room for what a run shows: nothing is cut by what its name would say.
+    own = JudgeConfig.model_validate({"model": "openai/gpt-4o", "self_judge": {"enabled": True}})
+    assert judge_tokens(own) is None
+    assert model_positions("somebody/else", tmp_path / "model" / "config.json") == 4096
+    (tmp_path / "model" / "config.json").write_bytes(b"\xff")
+    assert model_positions("~/model") is None
+
+
+def test_a_prompt_has_the_room_that_a_reply_and_a_quoted_one_leave_in_the_shortest_context() -> None:
+    """3 characters a token; 20,000 for each refused reply that may be quoted."""
+    config = JudgeConfig(model="openai/no-such", context_tokens=30_000, max_tokens=1_000, reasks=0)
+    assert judge_room(config) == 3 * 29_000
+    assert judge_room(config.model_copy(update={"reasks": 2})) == 3 * 29_000 - 40_000
+    assert judge_room(config.model_copy(update={"context_tokens": 1_000 + LEAST_ROOM // 3})) == LEAST_ROOM
+    others = [{"model": "openai/gpt-4"}, {"model": "openai/gpt-4o", "api_base": "http://127.0.0.1:1/v1"}]
+    fallbacks = JudgeConfig.model_validate({"model": "m", "fallbacks": others}).fallbacks
+    # GPT-4 reads 8,192; behind an endpoint of one's own a name says nothing.
+    assert judge_room(config.model_copy(update={"fallbacks": fallbacks})) == 3 * 7_192
+    assert judge_room(config.model_copy(update={"fallbacks": fallbacks[1:]})) == 3 * 29_000
