@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig, Price, SelfJudgeConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
-from draco_ray.judging.complete import Request
+from draco_ray.judging import self_judge
+from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases.stage1 import Stage1
@@ -95,9 +98,11 @@ async def test_votes_are_drawn_independently_and_repeatably() -> None:
     complete, engine = client(QWEN3, "fine", thinking=False)
     for vote in (0, 1, 2, 0):
         await complete(Request(messages=HELLO.messages, vote=vote))
+    await complete(Request(messages=(Message(role="user", content="Judge that."),)))
     seeds = [asked["seed"] for asked in engine.asked]
-    assert len(set(seeds)) == 3
+    assert len(set(seeds)) == 4
     assert seeds[0] == seeds[3]
+    assert all(0 <= seed < 2**32 for seed in seeds)
 
 
 async def test_a_prompt_beyond_the_context_fails_the_call_only() -> None:
@@ -134,3 +139,125 @@ def test_settings() -> None:
     assert plain.self_judge.enabled
     assert not plain.self_judge.thinking
     assert plain.score_votes == 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call begins at 5 and takes 2.5 seconds."""
+    times = iter([10.0, 12.5])
+    monkeypatch.setattr(self_judge, "time", SimpleNamespace(time=lambda: 5.0, perf_counter=lambda: next(times)))
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "ended", "text", "finish_reason"),
+    [
+        (QWEN3, "fine", "stop", "fine", "stop"),
+        (QWEN35, "so\n</think>\n\nfine", "stop", "fine", "stop"),
+        # A draft in reasoning that the template has opened.
+        (QWEN35, '[{"score": 1, so\n</think>fine', "stop", "fine", "stop"),
+        (QWEN3, " <think>so</think> fine", "abort", "fine", "abort"),
+        (QWEN35, "fine", "stop", "fine", "length"),
+        (QWEN3, "<think>fine", "stop", "<think>fine", "length"),
+    ],
+)
+@pytest.mark.usefixtures("clock")
+async def test_what_an_answer_says_of_itself(
+    template: str, reply: str, ended: str, text: str, finish_reason: str
+) -> None:
+    complete, engine = client(template, reply, finish_reason=ended)
+    answer = await complete(HELLO)
+    read, written = len(engine.asked[0]["prompt"]), len(engine.tokenizer.encode(reply, add_special_tokens=False))
+    assert answer == Completion(
+        text=text,
+        finish_reason=finish_reason,
+        model="self/toy",
+        input_tokens=read,
+        cached_tokens=0,
+        output_tokens=written,
+        dollars=(read + 2 * written) / 1e6,
+        started_at=5.0,
+        seconds=2.5,
+        requests=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "said"),
+    [
+        ({"room": 3}, "prompt of {read} tokens leaves no room", ""),
+        (
+            {"finish_reason": "length"},
+            "a prompt of {read} tokens left {written} of judge.max_tokens=777 for the reply: "
+            "raise judge.self_judge.context_tokens",
+            "ab",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("clock")
+async def test_what_a_call_without_an_answer_says_of_itself(engine: dict[str, Any], error: str, said: str) -> None:
+    complete, sampler = client(QWEN3, "ab", thinking=False, **engine)
+    answer = await complete(HELLO)
+    read = len(complete._chat.prompt(HELLO.messages))
+    written = len(sampler.tokenizer.encode(said, add_special_tokens=False))
+    assert answer == Completion(
+        text="",
+        finish_reason="error",
+        model="self/toy",
+        input_tokens=read,
+        cached_tokens=0,
+        output_tokens=written,
+        dollars=0.0,
+        started_at=5.0,
+        seconds=2.5,
+        requests=1,
+        error=error.format(read=read, written=written),
+    )
+
+
+async def test_a_reply_as_long_as_it_may_be_is_cut_by_its_own_limit() -> None:
+    complete, engine = client(QWEN3, "x", thinking=False, finish_reason="length")
+    complete._config = complete._config.model_copy(update={"max_tokens": 1})
+    answer = await complete(HELLO)
+    assert (answer.text, answer.finish_reason, answer.error) == ("x", "length", None)
+    assert [asked["max_tokens"] for asked in engine.asked] == [1]
+
+
+class Gate(Engine):
+    """Says when it is asked, and answers once it is open."""
+
+    def __init__(self, number: int, asked: asyncio.Queue[int], *words: Any, **given: Any) -> None:
+        super().__init__(*words, **given)
+        self.number, self.told, self.open = number, asked, asyncio.Event()
+
+    async def sample(self, token_ids: list[int], **given: Any) -> Sample:
+        self.told.put_nowait(self.number)
+        await self.open.wait()
+        return await super().sample(token_ids, **given)
+
+
+async def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:
+    tokenizer, asked = chat_tokenizer(QWEN3), asyncio.Queue[int]()
+    judge = JudgeConfig(self_judge=SelfJudgeConfig(enabled=True, thinking=False))
+    # Every call to the first fails, and is in flight no more all the same.
+    engines = [Gate(0, asked, tokenizer, "fine", room=3), Gate(1, asked, tokenizer, "fine")]
+    complete = SelfJudgeClient(engines, tokenizer, judge, model="self/toy")
+    running: list[list[asyncio.Task[Completion]]] = [[], []]
+
+    async def start() -> int:
+        task = asyncio.create_task(complete(HELLO))
+        engine = await asked.get()
+        running[engine].append(task)
+        return engine
+
+    async def end(engine: int) -> None:
+        engines[engine].open.set()
+        await asyncio.gather(*running[engine])
+
+    assert [await start() for _ in range(4)] == [0, 1, 0, 1]
+    await end(1)
+    assert await start() == 1
+    await end(1)
+    await end(0)
+    for _ in range(3):
+        assert await start() == 0
+        await end(0)
