@@ -17,7 +17,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import prompts_of
-from draco_ray.judging.labels import Label, corrected, examples_text, load_labels
+from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.prompt_cache import shared_ends
@@ -79,6 +79,7 @@ def test_the_judge_is_shown_what_was_said_and_what_is_right_and_nothing_that_is_
         ("[]", "line 2: no label: Input should be an object"),
         (json.dumps(a_label(verdict=2)), "line 2: no label: verdict"),
         (json.dumps(a_label(verdict=True)), "line 2: no label: verdict"),
+        (json.dumps(a_label(cited=["x"])), r"line 2: no label: cited\.0: "),
         (json.dumps(a_label(verdict=None)), "labels neither the verdict nor the citation"),
         (json.dumps(a_label(citation=True, cited=[1], steps=[2])), "yet its steps"),
         (json.dumps(a_label(training_step=10**30)), "line 2: no label: training_step"),
@@ -105,6 +106,60 @@ def test_files_without_labels_are_said(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_labels([tmp_path / name])
+
+
+def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -> None:
+    path, other, empty, none, binary = (tmp_path / name for name in ("a", "b", "empty", "none", "binary"))
+    page, long = "expected what draco report's page exports", "T" * 81
+    empty.write_text("\n")
+    binary.write_bytes(b"\xff")
+    written(path, a_label(title=long), a_label(criterion=1))
+    for content, files, problem in (
+        (
+            a_label(verdict=2),
+            [path, other],
+            f"{other}, line 1: no label: verdict: Input should be less than or equal to 1; {page}",
+        ),
+        (
+            a_label(citation=True, cited=[1], steps=[2]),
+            [path, other],
+            f"{other}, line 1: no label: Value error, its citation is right, and yet its steps (2,) are not those "
+            f"cited (1,); {page}",
+        ),
+        (
+            a_label(title=long, judge=-1),
+            [path, other],
+            f"{other}, line 1: the judge's verdict on criterion 0, {long[:80]!r}, is -1; in {path}, line 1 it is +1 on "
+            f"{long[:80]!r}: labels of two runs",
+        ),
+        (
+            a_label(),
+            [empty, empty],
+            f"{empty}, {empty}: no label in there; export some from draco report's page",
+        ),
+        (a_label(), [none], f"{none}: labels cannot be read: No such file or directory"),
+        (a_label(), [binary], f"{binary}: labels cannot be read: it is not UTF-8"),
+    ):
+        written(other, content)
+        with pytest.raises(ConfigError) as told:
+            load_labels(files)
+        assert str(told.value) == problem
+    with pytest.raises(ConfigError) as told:
+        examples_of(JudgeConfig(examples=path))
+    assert str(told.value) == f"judge.examples={path}: no verdict in there was marked wrong; leave the key out"
+    assert examples_of(JudgeConfig()) == ""
+
+
+def test_of_one_persons_labels_those_are_counted_that_say_another_thing_than_before() -> None:
+    def label(**said: Any) -> Label:
+        return Label(**a_label(**said))
+
+    first = label(by="ann")
+    assert taken_back([first, first, label(by="bob", verdict=-1), label(by="ann", criterion=1, verdict=-1)]) == 0
+    # Each is compared with the one before it, not with the first.
+    assert taken_back([first, label(by="ann", verdict=-1), label(by="ann")]) == 2
+    assert taken_back([first, label(by="ann", citation=True), label(by="ann", verdict=None, citation=True)]) == 1
+    assert taken_back([label(verdict=None, citation=True), label(citation=False)]) == 1
 
 
 def labels_of(*pairs: tuple[int, int], by: str = "", groups: int = 4) -> list[Label]:
