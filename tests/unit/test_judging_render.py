@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import unicodedata
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draco_ray.environments.appworld.environment import FACTS
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging import render
 from draco_ray.judging.escaping import TAGS, escape, json_text, unescape
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
@@ -27,7 +28,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.prompts import evidence_key, load_prompts, render_phase
+from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts, render_phase
 from draco_ray.records import PROGRAM, Criterion, EpisodeEnd, Message, Trajectory, Turn
 
 CODE = "c0de1234"
@@ -506,22 +507,78 @@ def copy_of_the_set(folder: Path) -> Path:
 
 def test_a_prompt_with_an_unknown_placeholder_is_refused(tmp_path: Path) -> None:
     path = copy_of_the_set(tmp_path) / "score_rubrics.txt"
-    path.write_text(path.read_text() + "{{ ground_truth }}")
-    with pytest.raises(ConfigError, match="unknown placeholder {{ ground_truth }}"):
+    path.write_text(path.read_text() + "{{ ground_truth }} {{ answer }}")
+    with pytest.raises(ConfigError) as told:
         load_prompts(tmp_path)
+    assert str(told.value) == (
+        f"prompt {path}: unknown placeholder {{{{ answer }}}}; score knows agent_prompt, agent_trajectory, "
+        "environment_facts, rubrics, task_input"
+    )
 
 
 def test_a_prompt_that_shows_no_trajectory_is_refused(tmp_path: Path) -> None:
     path = copy_of_the_set(tmp_path) / "credit_assignment.txt"
     path.write_text(path.read_text().replace("{{ steps_summary }}", ""))
-    with pytest.raises(ConfigError, match="{{ agent_trajectory }} or {{ steps_summary }} is missing"):
+    with pytest.raises(ConfigError) as told:
         load_prompts(tmp_path)
+    assert str(told.value) == (
+        f"prompt {path}: {{{{ agent_trajectory }}}} or {{{{ steps_summary }}}} is missing; without it the judge sees "
+        "nothing to judge"
+    )
 
 
 def test_a_set_without_a_file_is_refused(tmp_path: Path) -> None:
     (copy_of_the_set(tmp_path) / "union_rubrics.txt").unlink()
-    with pytest.raises(ConfigError, match=r"union_rubrics\.txt cannot be read"):
+    with pytest.raises(ConfigError) as told:
         load_prompts(tmp_path)
+    problem = f"[Errno 2] No such file or directory: '{tmp_path / 'union_rubrics.txt'}'"
+    assert str(told.value) == f"prompt set {tmp_path}: union_rubrics.txt cannot be read: {problem}"
+
+
+def test_a_template_is_filled_in_one_pass_and_a_block_begins_a_line() -> None:
+    template = "{{ rubrics }} of {{task_input}}, {{ rubrics }}:\n{{ rubrics }}\n{{ environment_facts }}"
+    values = {"rubrics": "one\n{{ task_input }}", "task_input": 7}
+    prompts = Prompts(folder=Path(), templates={"score": template, "credit": template}, facts=" f ", examples="E\n")
+    block = "one\n{{ task_input }}"
+    filled = f"{block} of 7, \n{block}:\n{block}\nf"
+    assert prompts.fill("credit", values) == filled
+    assert prompts.fill("score", values) == f"E\n{filled}"
+    assert (prompts.length("credit"), prompts.length("score")) == (len(template), len(template) + 2)
+    assert replace(prompts, facts=" ").fill("credit", values).endswith("\n- Nothing beyond what the agent was told.")
+
+
+def test_a_prompt_set_is_loaded_with_what_is_said_beside_it() -> None:
+    prompts = load_prompts(SETS[0], b"k", "Facts.", "Examples.")
+    assert (prompts.folder, prompts.key, prompts.facts, prompts.examples) == (SETS[0], b"k", "Facts.", "Examples.")
+    assert list(prompts.templates) == list(PHASES)
+    bare = load_prompts(SETS[0])
+    assert (bare.key, bare.facts, bare.examples) == (b"", "", "")
+    assert FACTS in render_phase("score", SETS[0])
+
+
+def test_of_two_judge_workers_that_make_a_key_the_first_ones_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, link = tmp_path / "run" / "replies", os.link
+
+    def come_second(draft: Path, path: Path) -> None:
+        path.write_text("the other's")
+        link(draft, path)
+
+    monkeypatch.setattr(os, "link", come_second)
+    assert evidence_key(folder) == b"the other's"
+    assert [path.name for path in folder.iterdir()] == ["evidence_key"]
+    # The folder may be there before its key.
+    (folder / "evidence_key").unlink()
+    assert evidence_key(folder) == b"the other's"
+
+
+def test_a_key_that_cannot_be_kept_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError) as told:
+        evidence_key(tmp_path / "file" / "replies")
+    place = tmp_path / "file" / "replies" / "evidence_key"
+    assert str(told.value) == f"the judge's evidence key cannot be kept in {place}: Not a directory"
 
 
 def test_the_agent_prompts_differ_only_in_their_last_lines() -> None:
