@@ -41,7 +41,7 @@ def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
             criterion = _Criterion.model_validate(entry)
         except ValidationError as error:
             problem = error.errors()[0]
-            field = ".".join(str(part) for part in problem["loc"]) or "entry"
+            field = next(iter(problem["loc"]), "entry")
             raise ConfigError(f"static rubric {path}: criterion {number}: {field}: {problem['msg']}") from None
         if any(criterion.title.casefold() == other.title.casefold() for other in criteria):
             raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} comes twice")

@@ -15,7 +15,7 @@ from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.trouble import retry_after_seconds
 from draco_ray.lab.runs.phase_costs import PhaseCost, cost_table, phase_costs, total_cost
-from draco_ray.records import JudgeCall
+from draco_ray.records import Criterion, JudgeCall
 
 TITLES = (
     "Protects secret values",
@@ -69,22 +69,48 @@ def test_the_static_rubric_is_the_papers_table() -> None:
     assert all("ail" in criterion.evaluator_instruction for criterion in rubric)
 
 
+def static(title: str = "x", **changes: object) -> dict[str, object]:
+    return {"title": title, "description": "y", "evaluator_instruction": "z"} | changes
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "problem"),
     [
-        ([], "expected a list"),
-        ({"title": "x"}, "expected a list"),
-        ([{"title": "x", "description": "y"}], "evaluator_instruction"),
-        ([{"title": " ", "description": "y", "evaluator_instruction": "z"}], "criterion 1: title"),
-        ([{"title": "x", "description": "y", "evaluator_instruction": "z", "weight": 2}], "weight"),
-        ([{"title": t, "description": "y", "evaluator_instruction": "z"} for t in ("Aa", "aA")], "comes twice"),
+        ([], "expected a list of criteria, found an empty list"),
+        (static(), "expected a list of criteria, found dict"),
+        (None, "expected a list of criteria, found NoneType"),
+        ([{"title": "x", "description": "y"}], "criterion 1: evaluator_instruction: Field required"),
+        ([static("w"), static(" ")], "criterion 2: title: String should have at least 1 character"),
+        ([static(weight=2)], "criterion 1: weight: Extra inputs are not permitted"),
+        ([static("w"), "x"], "criterion 2: entry: Input should be a valid dictionary or instance of _Criterion"),
+        ([static("Aa"), static("aA")], "criterion 2: the title 'aA' comes twice"),
     ],
 )
-def test_a_rubric_file_that_cannot_be_used_is_told(tmp_path: Path, content: object, message: str) -> None:
+def test_a_rubric_file_that_cannot_be_used_is_told(tmp_path: Path, content: object, problem: str) -> None:
     path = tmp_path / "rubric.yaml"
     path.write_text(yaml.safe_dump(content))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as told:
         load_static_rubric(path)
+    assert str(told.value) == f"static rubric {path}: {problem}"
+
+
+def test_a_rubric_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rubric.yaml"
+    for content, problem in ((b"[x, y", "while parsing a flow sequence in "), (b"\xff", "'utf-8' codec can't decode")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError) as told:
+            load_static_rubric(path)
+        assert str(told.value).startswith(f"static rubric {path}: cannot be read: {problem}")
+        assert "\n" not in str(told.value)
+
+
+def test_the_criteria_of_a_file_keep_their_order_and_lose_the_space_around_them(tmp_path: Path) -> None:
+    path = tmp_path / "rubric.yaml"
+    path.write_text(yaml.safe_dump([static(" b "), static("a", description="d\n", evaluator_instruction="e")]))
+    assert load_static_rubric(path) == (
+        Criterion(title="b", description="y", evaluator_instruction="z", source="static"),
+        Criterion(title="a", description="d", evaluator_instruction="e", source="static"),
+    )
 
 
 def test_costs_add_up_by_phase_and_replays_are_free() -> None:
