@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draco_ray.judging import model_limits
-from draco_ray.judging.model_limits import model_limit, quiet_litellm
+from draco_ray.judging.model_limits import model_limit, quiet_litellm, refuses_temperature
 
 
 def test_the_price_list_is_the_packages_own_and_nothing_is_sent_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +40,41 @@ def test_a_limit_is_a_number_of_tokens_or_not_known(
     monkeypatch.setattr(model_limits, "quiet_litellm", lambda: table)
     assert model_limit("openai/m", "max_input_tokens") == limit
     assert model_limit("openai/m", "max_output_tokens") == 7
+
+
+class Table:
+    """Of LiteLLM what is asked of a temperature: model ``cold`` takes 1 alone, provider ``nobody`` is not known."""
+
+    class UnsupportedParamsError(Exception): ...
+
+    class BadRequestError(Exception): ...
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.utils = self
+
+    def get_llm_provider(self, model: str, *, api_base: str | None) -> tuple[str, str, None, None]:
+        provider, _, name = model.partition("/")
+        self.asked.append(api_base)
+        if provider == "nobody":
+            raise self.BadRequestError
+        return name, provider, None, None
+
+    def get_optional_params(self, *, model: str, custom_llm_provider: str, temperature: float) -> None:
+        self.asked.append((model, custom_llm_provider, temperature))
+        if model == "cold" and temperature != 1.0:
+            raise self.UnsupportedParamsError
+
+
+@pytest.mark.parametrize(
+    ("model", "temperature", "refuses"),
+    [("p/cold", 0.1, True), ("p/cold", 1.0, False), ("p/warm", 0.1, False), ("nobody/cold", 0.1, False)],
+)
+def test_a_temperature_is_refused_where_it_is_known_to_be(
+    monkeypatch: pytest.MonkeyPatch, model: str, temperature: float, refuses: bool
+) -> None:
+    table = Table()
+    monkeypatch.setattr(model_limits, "quiet_litellm", lambda: table)
+    assert refuses_temperature.__wrapped__(model, "http://own", temperature) is refuses
+    asked = [] if model == "nobody/cold" else [(model[2:], "p", temperature)]
+    assert table.asked == ["http://own", *asked]
