@@ -197,12 +197,22 @@ async def test_the_canary_compares_sampled_tokens(
     token_ids, compared_T = actor.probe(cut, sampled, most)
     start = 100 * int(prompts[1] == 5)
     assert token_ids == list(range(start, start + tokens))
-    assert len(compared_T) == tokens - 1
+    assert (len(compared_T), compared_T.dtype) == (tokens - 1, np.bool_)
     assert compared_T.sum() == compared
 
 
-def test_of_no_sample_nothing_is_compared() -> None:
-    actor: Any = AdvantageComputerActor(AlgorithmConfig())
+async def test_a_sample_has_to_have_a_token_between_its_first_and_its_last() -> None:
+    actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
+    samples, *_ = await actor.from_noise("step1/example_1", range(1), trajectories(1), (0, 1, 0))
+    unsampled = np.zeros(4, dtype=np.bool_)
+    lengths = {}
+    for length in (2, 3, 4):
+        cut = replace(samples[0], token_ids_T=np.arange(length), loss_mask_T=unsampled[:length])
+        lengths[length] = actor.probe([cut], 2, 99)
+    assert lengths[2] is None
+    # Of what nobody sampled all is compared, up to as many tokens as sampled ones would be enough.
+    for token_ids, compared_T in (lengths[3], lengths[4]):
+        assert (token_ids, compared_T.tolist()) == ([0, 1], [True])
     assert actor.probe([], 2, 99) is None
 
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from draco_ray.algorithm.advantage import group_advantages_G
 from draco_ray.algorithm.credit import unanimous_attributions
-from draco_ray.algorithm.group import group_advantages, group_advantages_from_rewards, training_samples
+from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_samples
 from draco_ray.algorithm.reward import random_rewards, rubric_rewards, surviving_criteria
 from draco_ray.algorithm.rules import AdvantageRule, Grpo
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
@@ -283,8 +283,10 @@ def without_steps(rollout: int) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("attributed", [(), None])
-def test_a_rollout_without_a_step_takes_the_advantage_on_all_it_sampled(attributed: tuple[Attribution] | None) -> None:
+@pytest.mark.parametrize("attributed", [(), None, Uncalled.UNANIMOUS])
+def test_a_rollout_without_a_step_takes_the_advantage_on_all_it_sampled(
+    attributed: tuple[Attribution, ...] | Uncalled | None,
+) -> None:
     played, idle = trajectory(), without_steps(5)
     cited = [[Attribution(criterion=0, verdict=Verdict.PASS, steps=(1,))], attributed]
     acted, idled = group_advantages(
@@ -438,6 +440,20 @@ def test_the_branches_of_a_rollout_share_its_advantage_and_are_samples_of_their_
     assert sub.advantage_T.tolist() == pytest.approx([0, 0, 0, a_M[1], a_M[1], a_M[1]])
     plain = training_samples(played, member, credit=False)
     assert [sample.advantage_T.sum() for sample in plain] == pytest.approx([3 * member.advantage] * 2)
+
+
+def test_a_branch_in_which_nothing_was_sampled_is_all_prompt() -> None:
+    played = branched()
+    silent = replace(
+        played,
+        turns=played.turns[::2],
+        sampled_T=played.sampled_T & (np.arange(13) < 7),
+        step_T=np.array([-1, -1, 0, 0, -1, 1, *[-1] * 7]),
+    )
+    member = group_advantages_from_rewards(
+        "g", np.array([1.0, 0.0]), [silent.tokens_M] * 2, [4, 5], rule=GRPO
+    ).rollouts[0]
+    assert [sample.prompt_length for sample in training_samples(silent, member, credit=True)] == [2, 6]
 
 
 @pytest.mark.parametrize("branches", [(), (1,), (0, 0), (0, 9, 7), (0, 13)])
