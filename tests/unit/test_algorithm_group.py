@@ -431,6 +431,8 @@ def test_the_branches_of_a_rollout_share_its_advantage_and_are_samples_of_their_
     assert main.token_ids_T.tolist() == list(range(7))
     assert sub.token_ids_T.tolist() == list(range(7, 13))
     assert (main.prompt_length, sub.prompt_length) == (2, 3)
+    # Of its main line a rollout has recorded it.
+    assert training_samples(replace(played, prompt_length=1), member, credit=True)[0].prompt_length == 1
     assert sub.logprob_T.tolist() == played.logprob_T[7:].tolist()
     assert sub.loss_mask_T.tolist() == [False] * 3 + [True] * 3
     # The total over all branches is the rollout's, each token taking its own step's part.

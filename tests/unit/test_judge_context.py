@@ -30,6 +30,7 @@ from draco_ray.judging.judge_context import (
     model_positions,
     uses_self_judge,
 )
+from draco_ray.judging.labels import examples_of
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
@@ -232,6 +233,18 @@ def test_the_parts_are_what_the_limits_make_of_them(setting: str, rollouts: int,
     )
     parts = (found.rollouts, found.criteria, found.instructions, found.reply)
     assert found.tokens == sum(parts)
+
+
+def test_corrected_verdicts_count_towards_the_instructions(tmp_path: Path) -> None:
+    label = {"run": "r", "training_step": 1, "task_id": "a_1", "rollout": 0, "criterion": 0, "title": "T", "judge": 1}
+    (tmp_path / "labels.jsonl").write_text(json.dumps(label | {"verdict": -1}))
+    plain, shown = (
+        load_config("sandbox", ["agent.max_prompt_length=50", *given], "draco")
+        for given in ([], [f"judge.examples={tmp_path / 'labels.jsonl'}"])
+    )
+    template = load_prompts(plain.judge.prompts).templates["union"]
+    assert judge_context(plain).instructions == math.ceil(len(template) / 3) + 100
+    assert judge_context(shown).instructions == math.ceil((len(template) + len(examples_of(shown.judge))) / 3) + 100
 
 
 def test_the_context_is_told_with_its_parts() -> None:

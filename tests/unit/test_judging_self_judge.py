@@ -52,7 +52,7 @@ def client(template: str, text: str, *, thinking: bool = True, **engine: Any) ->
     tokenizer = chat_tokenizer(template)
     judge = JudgeConfig(
         self_judge=SelfJudgeConfig(enabled=True, thinking=thinking),
-        prices={"toy": Price(input=1.0, output=2.0)},
+        prices={"toy": Price(input=1.0, cached_input=0.5, output=2.0)},
         max_tokens=777,
     )
     sampler = Engine(tokenizer, text, **engine)

@@ -38,8 +38,10 @@ def naive_loss(tokens: list[tuple[float, ...]], config: LearnerConfig) -> float:
 def test_the_sum_equals_a_loop_over_tokens(tokens: list[tuple[float, ...]], kl: float, entropy: float) -> None:
     config = LearnerConfig(kl_coefficient=kl, entropy_coefficient=entropy, clip_low=0.2, clip_high=0.28)
     now, old, reference, advantage, entropies = torch.tensor(tokens, dtype=torch.float64).T
-    total = grpo_loss(now, old, reference, advantage, entropies, config).total
-    assert total.item() == pytest.approx(naive_loss(tokens, config), rel=1e-9, abs=1e-9)
+    found = grpo_loss(now, old, reference, advantage, entropies, config)
+    assert found.total.item() == pytest.approx(naive_loss(tokens, config), rel=1e-9, abs=1e-9)
+    parts = found.policy + kl * found.kl - entropy * entropies.sum()
+    assert parts.item() == pytest.approx(found.total.item(), rel=1e-9, abs=1e-9)
 
 
 def gradient(now: float, old: float, advantage: float) -> float:
@@ -103,6 +105,12 @@ def test_log_probs_far_apart_leave_loss_and_gradient_finite(advantage: float) ->
         assert torch.isfinite(loss.total)
         assert logprob.grad is not None
         assert torch.isfinite(logprob.grad).all()
+
+
+def test_a_token_that_the_policy_has_all_but_given_up_counts_with_the_least_ratio() -> None:
+    far, one = torch.tensor([-100.0], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    total = grpo_loss(far, 0 * one, None, one, one, LearnerConfig(kl_coefficient=0.0)).total
+    assert total.item() == pytest.approx(-math.exp(-20), rel=1e-6, abs=0)
 
 
 weighed = st.tuples(token, st.floats(0, 5))
