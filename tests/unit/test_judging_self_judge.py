@@ -252,12 +252,15 @@ async def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:
     async def end(engine: int) -> None:
         engines[engine].open.set()
         await asyncio.gather(*running[engine])
+        engines[engine].open.clear()
 
-    assert [await start() for _ in range(4)] == [0, 1, 0, 1]
+    assert [await start() for _ in range(2)] == [0, 1]
+    await end(1)
+    assert [await start() for _ in range(3)] == [1, 0, 1]
     await end(1)
     assert await start() == 1
     await end(1)
     await end(0)
-    for _ in range(3):
+    for _ in range(4):
         assert await start() == 0
         await end(0)
