@@ -177,6 +177,8 @@ async def test_all_of_a_panel_have_to_answer(gone: int | None) -> None:
     else:
         with pytest.raises(JudgeUnavailable, match=judges[gone].model):
             await judge.check()
+    _, undecided = panel(Scores("a"), [Scores("b")])
+    await undecided.check()
 
 
 @pytest.mark.parametrize("strong", [None, "agrees", "decides", "fails"])
@@ -312,7 +314,7 @@ def test_only_the_last_judge_that_stands_in_is_waited_for() -> None:
     first, second = (other(config, each) for each in config.fallbacks)
     assert opened == [config.model_copy(update=impatient), first.model_copy(update=impatient), second]
     opened.clear()
-    alone = config.model_copy(update={"fallbacks": ()})
+    alone = config.model_copy(update={"strong": None, "fallbacks": ()})
     assert isinstance(with_fallbacks(alone, open_one), Scores)
     assert opened == [alone]
 

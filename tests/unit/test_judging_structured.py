@@ -128,6 +128,14 @@ async def test_an_endpoint_that_refuses_it_and_answers_without_is_not_asked_for_
     ]
 
 
+async def test_of_a_long_refusal_the_beginning_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    table = Table("m", error=Refused(400, "x" * 201))
+    await StructuredOutput(JudgeConfig(model="m")).complete(table, SCHEMA)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f" without: {'x' * 200}")
+
+
 async def test_what_is_refused_either_way_or_for_another_reason_does_not_speak_against_schemas() -> None:
     structured = StructuredOutput(JudgeConfig(model="m"))
 
