@@ -477,6 +477,21 @@ async def test_an_answer_is_kept_for_whoever_asks_the_same_in_the_same_way(monke
     assert len({each.client._keys(a_request())[0] for each in servers}) == 1
 
 
+def test_where_the_endpoint_does_not_count_answers_kept_with_it_are_found_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keys(**config: Any) -> list[str]:
+        return LiteLLMClient(Scripted(monkeypatch, **config).config, endpoint_counts=False)._keys(a_request())
+
+    with_endpoint, without = (
+        Scripted(monkeypatch, api_base=base).client._keys(a_request()) for base in ("http://judge", None)
+    )
+    assert keys() == [*without, *with_endpoint]
+    assert keys(api_base=None) == without
+    # A server that the run starts had another port every time.
+    assert keys(rule_judge={"start": True}) == without
+
+
 async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Scripted(monkeypatch, said("OK"), max_attempts=9)
     await scripted.client.check()
