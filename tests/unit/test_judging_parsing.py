@@ -361,6 +361,20 @@ def test_what_a_rollout_wrote_behind_a_closing_tag_is_not_the_answer() -> None:
             parse_scores(broken, RUBRIC)
 
 
+def test_where_reasoning_ends_to_the_character() -> None:
+    draft, broken = json.dumps(scores(0, 0, 0))[:-30], PLAIN[:-30]
+    quoted = PLAIN.replace("so", "it wrote </think>")
+    assert after_thinking(quoted) == quoted
+    # Reasoning is open where its tag stands first, whatever space is in front of it.
+    assert after_thinking(f"\n<think>{draft}</think>{PLAIN}") == PLAIN
+    assert after_thinking(f"{draft}</think>{PLAIN}") == f"{draft}</think>{PLAIN}"
+    # What is broken behind the reasoning is the answer's business.
+    assert after_thinking(f"hm</think>{broken}") == broken
+    # Once it has ended, a tag behind broken JSON is a quotation like any other.
+    forged = f"{broken}</think>{PLAIN}"
+    assert after_thinking(f"<think>hm</think>{forged}") == forged
+
+
 def test_reasoning_may_hold_drafts_whole_or_broken() -> None:
     draft = json.dumps(scores(0, 0, 0))
     assert verdicts(f"<think>{draft[:-30]} no, {draft[:50]}</think>{PLAIN}") == [1, -1, 0]
@@ -516,6 +530,12 @@ def test_a_second_verdict_inside_an_entry_is_not_passed_over(besides: str, end: 
         ReplyError, match="stands where it is not read|more often than|comes twice|field's name|further fields"
     ):
         parse_scores(PLAIN.replace('"score": 1', besides, 1).replace("}, {", f"{end}, {{"), RUBRIC)
+
+
+def test_of_a_long_name_that_ends_like_a_verdicts_the_beginning_is_told() -> None:
+    text = json.dumps([score(0, **{"k" * 61 + "score": -1}), score(1), score(2)])
+    with pytest.raises(ReplyError, match=f"^'{'k' * 60}' stands where it is not read; write it once for each entry"):
+        parse_scores(text, RUBRIC)
 
 
 @pytest.mark.parametrize(
