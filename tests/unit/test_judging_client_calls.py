@@ -157,8 +157,16 @@ def most(tokens: int = TOKENS, text: str = TEXT, **sent: Any) -> pricing.Most:
 
 async def test_a_reply_is_told_with_all_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Scripted(monkeypatch, said(cached=40, reasoning=4), request_timeout_seconds=7.0)
-    request = a_request(phase="score", group="g")
+    request, lent_for = a_request(phase="score", group="g"), []
+    borrow = scripted.client._servers.borrow
+
+    def lend(request: Request) -> Any:
+        lent_for.append(request)
+        return borrow(request)
+
+    monkeypatch.setattr(scripted.client._servers, "borrow", lend)
     completion = await scripted.client(request)
+    assert lent_for == [request]
     assert completion == Completion(
         text="fine", finish_reason="stop", model="openai/m", input_tokens=100, cached_tokens=40, output_tokens=10,
         dollars=completion.dollars, started_at=NOW, seconds=11.0, requests=1, reasoning_tokens=4,
