@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -134,9 +133,8 @@ class WatchedWorkers(Generic[WorkerT]):
 
     async def drain(self, seconds: float) -> None:
         """Wait for calls whose caller was cancelled, at most so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.gather(*self._abandoned, return_exceptions=True)
+        if self._abandoned:
+            await asyncio.wait(self._abandoned, timeout=seconds)
 
     async def _finish(
         self, place: Place[WorkerT], sent: Sent[HandleT, AnswerT], well: Callable[[AnswerT], bool]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from draco_ray.workers.elastic import ElasticWorkers, Place
-from draco_ray.workers.silence import MOST_SENDS, SILENT_PARTS, Away, Gone, Sent, WatchedWorkers
+from draco_ray.workers.silence import ADJUST_SECONDS, MOST_SENDS, SILENT_PARTS, Away, Gone, Sent, WatchedWorkers
+from tests.support.turns import LoopClock, outcome, turns, until
 
 
 class Worker:
@@ -49,10 +53,11 @@ class Worker:
 class Pool:
     """So many workers of one slot each, which are silent the moment they do not answer."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, most: int = 0) -> None:
         self.made: list[Worker] = []
+        self.fails: Exception | None = None
         self.workers: ElasticWorkers[Worker] = ElasticWorkers(
-            self._make, slots=1, fewest=number, most=number, idle_seconds=1e9
+            self._make, slots=1, fewest=number, most=most or number, idle_seconds=1e9
         )
         self.watched = WatchedWorkers(
             self.workers,
@@ -64,41 +69,46 @@ class Pool:
         self.watched.silent_seconds = 0.0
 
     def _make(self, number: int) -> Worker:
+        if self.fails is not None:
+            raise self.fails
         self.made.append(Worker(number))
         return self.made[-1]
 
-    def ask(self, preferred: Place[Worker] | None = None) -> asyncio.Task[tuple[int, int] | None]:
-        return asyncio.create_task(self.watched.call(Worker.send, preferred=preferred))
+    def ask(self, preferred: Place[Worker] | None = None, **how: Any) -> asyncio.Task[tuple[int, int] | None]:
+        return asyncio.create_task(self.watched.call(Worker.send, preferred=preferred, **how))
 
     async def open(self) -> None:
         self.watched.open()
         await until(lambda: self.workers.up == len(self.made))
 
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
-            await asyncio.sleep(0)
+    async def holder(self) -> tuple[Worker, Worker]:
+        """The one of two that has a call, and the other."""
+        await until(lambda: any(worker.calls for worker in self.made))
+        first, second = self.made
+        return (first, second) if first.calls else (second, first)
 
 
 @pytest.fixture
-async def two() -> Any:
+async def two() -> AsyncIterator[Pool]:
     pool = Pool(2)
     await pool.open()
     yield pool
     pool.watched.close()
 
 
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
+    return LoopClock(monkeypatch)
+
+
 async def test_a_call_of_a_silent_worker_is_made_at_one_that_answers(two: Pool) -> None:
-    first, second = two.made
     asked = two.ask()
-    await until(lambda: first.calls or second.calls)
-    silent, other = (first, second) if first.calls else (second, first)
+    silent, other = await two.holder()
     silent.there.clear()
     await until(lambda: other.calls)
     assert silent.cancelled == 1
     other.calls[0].set_result(7)
-    assert await asked == (other.number, 7)
+    assert await outcome(asked) == (other.number, 7)
     assert (two.workers.up, two.workers.in_flight) == (1, 0)
     # It was given up on, and is started anew, once.
     await until(lambda: silent.renewed)
@@ -107,34 +117,44 @@ async def test_a_call_of_a_silent_worker_is_made_at_one_that_answers(two: Pool) 
     assert (silent.renewed, other.renewed) == (1, 0)
 
 
-async def test_a_stop_of_this_process_silences_nobody(two: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_of_this_process_silences_nobody(two: Pool, clock: LoopClock) -> None:
     """All answers that were on their way would be late at once, each worker started anew for the other's sake."""
     two.watched.silent_seconds = 60.0
-    loop = asyncio.get_running_loop()
-    now, stopped = loop.time, 0.0
-    monkeypatch.setattr(loop, "time", lambda: now() + stopped)
-
-    async def looked(more: int = 1) -> None:
-        begun = [worker.looks for worker in two.made]
-        await until(lambda: all(each.looks >= begun[i] + more for i, each in enumerate(two.made)))
-
-    await looked(2)
+    # What was begun with no such time.
+    await clock.pass_(0)
     for worker in two.made:
         worker.there.clear()
-    for _ in range(50):
-        await asyncio.sleep(0)
-    stopped = 90.0
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
+    await clock.pass_(90)
     assert two.workers.up == 2
     two.made[0].there.set()
     # The other one is really silent, for a time in which this process runs.
     for _ in range(SILENT_PARTS):
-        stopped += 60.0
-        for _ in range(50):
-            await asyncio.sleep(0)
-    await until(lambda: two.made[1].renewed)
-    assert two.made[0].renewed == 0
+        await clock.pass_(60)
+    assert (two.made[0].renewed, two.made[1].renewed) == (0, 1)
+
+
+async def test_a_worker_is_silent_when_it_has_not_answered_for_so_long(two: Pool, clock: LoopClock) -> None:
+    two.watched.silent_seconds, two.watched.look_seconds = 60.0, 5.0
+    first, second = two.made
+    await turns(50)
+    looks = second.looks
+    first.there.clear()
+    await clock.pass_(4.9)
+    assert second.looks == looks
+    await clock.pass_(0.1)
+    assert second.looks == looks + 1
+    # Its look began now, and is waited for in parts.
+    for _ in range(SILENT_PARTS - 1):
+        await clock.pass_(60 / SILENT_PARTS)
+    await clock.pass_(60 / SILENT_PARTS - 0.1)
+    assert (two.workers.up, first.renewed) == (2, 0)
+    await clock.pass_(0.1)
+    assert (two.workers.up, first.renewed, second.renewed) == (1, 1, 0)
+    await clock.pass_(5)
+    first.error = None
+    await clock.pass_(5)
+    assert (two.workers.up, first.renewed) == (2, 1)
 
 
 async def test_one_that_has_not_come_up_yet_is_left_to_come(two: Pool) -> None:
@@ -149,16 +169,14 @@ async def test_one_that_has_not_come_up_yet_is_left_to_come(two: Pool) -> None:
 
 async def test_a_call_stays_where_it_is_while_nobody_else_answers(two: Pool) -> None:
     asked = two.ask()
-    await until(lambda: any(worker.calls for worker in two.made))
-    (holder,) = (worker for worker in two.made if worker.calls)
+    holder, _ = await two.holder()
     for left, worker in ((1, next(worker for worker in two.made if worker is not holder)), (0, holder)):
         worker.there.clear()
         await until(lambda left=left: two.workers.up == left)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns(20)
     assert (holder.cancelled, holder.renewed) == (0, 0)
     holder.calls[0].set_result(1)
-    assert await asked == (holder.number, 1)
+    assert await outcome(asked) == (holder.number, 1)
 
 
 async def test_a_call_that_silences_every_worker_is_given_up() -> None:
@@ -170,7 +188,7 @@ async def test_a_call_that_silences_every_worker_is_given_up() -> None:
         for worker in pool.made:
             if worker.calls:
                 worker.there.clear()
-    assert await asked is None
+    assert await outcome(asked) is None
     assert pool.workers.up == 1
     pool.watched.close()
 
@@ -188,11 +206,11 @@ async def test_one_that_cannot_be_asked_comes_back_and_one_that_is_lost_does_not
     assert gone.looks == looks
 
 
-async def test_calls_of_a_worker_out_of_reach_are_made_at_the_other_and_none_is_spent_on_it(two: Pool) -> None:
-    first, second = two.made
+async def test_calls_of_a_worker_out_of_reach_are_made_at_the_other_and_none_is_spent_on_it(
+    two: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = two.ask()
-    await until(lambda: first.calls or second.calls)
-    lost, other = (first, second) if first.calls else (second, first)
+    lost, other = await two.holder()
     lost.there.clear()
     lost.calls[0].set_exception(Away("its node does not answer"))
     await until(lambda: other.calls)
@@ -203,8 +221,9 @@ async def test_calls_of_a_worker_out_of_reach_are_made_at_the_other_and_none_is_
     for index, call in enumerate([asked, *more]):
         await until(lambda index=index: len(other.calls) > index)
         other.calls[index].set_result(index)
-        assert await call == (other.number, index)
+        assert await outcome(call) == (other.number, index)
     assert len(lost.calls) == 1
+    assert caplog.messages == [f"worker {lost.number} cannot be asked: its node does not answer"]
     lost.there.set()
     await until(lambda: two.workers.up == 2)
 
@@ -219,11 +238,10 @@ async def test_a_call_waits_where_every_worker_is_out_of_reach_and_fails_where_i
         worker.there.clear()
         worker.calls[-1].set_exception(Away("restarting"))
         await until(lambda: not pool.workers.up)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         assert len(worker.calls) == sends
         worker.there.set()
-    assert await asked is None
+    assert await outcome(asked) is None
     assert pool.workers.in_flight == 0
     pool.watched.close()
 
@@ -238,13 +256,16 @@ async def test_the_last_worker_lost_tells_its_cause_to_whoever_waits() -> None:
     pool.made[0].error = Gone()
     pool.made[0].error.__cause__ = ValueError("no memory")
     with pytest.raises(ValueError, match="no memory"):
-        await waiting
+        await outcome(waiting)
     pool.made[0].calls[0].set_result(1)
-    assert await worker_there == (0, 1)
+    assert await outcome(worker_there) == (0, 1)
     pool.watched.close()
 
 
-async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_drained(two: Pool) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_drained(
+    two: Pool, cancelled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = two.ask()
     await until(lambda: any(worker.calls for worker in two.made))
     asked.cancel()
@@ -253,9 +274,19 @@ async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_draine
     assert (two.workers.in_flight, holder.cancelled) == (1, 0)
     draining = asyncio.create_task(two.watched.drain(20))
     await asyncio.sleep(0)
-    holder.calls[0].set_exception(ValueError("nobody reads this"))
-    await draining
+    assert not draining.done()
+    if cancelled:
+        holder.calls[0].cancel()
+    else:
+        holder.calls[0].set_exception(ValueError("nobody reads this"))
+    await outcome(draining)
     assert two.workers.in_flight == 0
+    assert not two.watched._abandoned
+    # Nor does asyncio complain that nobody has.
+    del asked, draining
+    holder.calls.clear()
+    gc.collect()
+    assert caplog.messages == []
 
 
 async def test_a_place_beside_the_workers_is_preferred_while_it_is_up(two: Pool) -> None:
@@ -266,20 +297,170 @@ async def test_a_place_beside_the_workers_is_preferred_while_it_is_up(two: Pool)
     await until(lambda: len(beside.worker.calls) == 2)
     assert (beside.calls, two.workers.in_flight) == (2, 0)
     beside.worker.calls[0].set_result(3)
-    assert await asked == (9, 3)
+    assert await outcome(asked) == (9, 3)
     beside.worker.there.clear()
     await until(lambda: any(worker.calls for worker in two.made))
     (other,) = (worker for worker in two.made if worker.calls)
     other.calls[0].set_result(4)
-    assert await again == (other.number, 4)
+    assert await outcome(again) == (other.number, 4)
     assert beside.calls == 0
 
 
 async def test_the_error_of_a_call_is_its_callers(two: Pool) -> None:
     asked = two.ask()
-    await until(lambda: any(worker.calls for worker in two.made))
-    (holder,) = (worker for worker in two.made if worker.calls)
+    holder, _ = await two.holder()
     holder.calls[0].set_exception(ValueError("the budget is spent"))
     with pytest.raises(ValueError, match="the budget is spent"):
-        await asked
+        await outcome(asked)
     assert two.workers.in_flight == 0
+
+
+async def test_the_lowest_rank_is_called_first_and_a_call_that_names_none_has_rank_0() -> None:
+    pool = Pool(1)
+    await pool.open()
+    asked = [pool.ask()]
+    await until(lambda: pool.made[0].calls)
+    asked += [pool.ask(rank=1), pool.ask(), pool.ask(rank=-1), pool.ask(rank=0)]
+    answered: list[int] = []
+    for index in range(len(asked)):
+        await until(lambda index=index: len(pool.made[0].calls) > index)
+        pool.made[0].calls[index].set_result(0)
+        await turns(5)
+        answered += [number for number, call in enumerate(asked) if call.done() and number not in answered]
+    assert answered == [0, 3, 2, 4, 1]
+    pool.watched.close()
+
+
+async def test_a_worker_that_answers_but_not_well_rests_while_the_other_takes_the_calls(two: Pool) -> None:
+    asked = two.ask(well=lambda answer: answer > 0)
+    bad, good = await two.holder()
+    bad.calls[0].set_result(0)
+    assert await outcome(asked) == (bad.number, 0)
+    for index in range(3):
+        again = two.ask(well=lambda answer: answer > 0)
+        await until(lambda index=index: len(good.calls) > index)
+        good.calls[index].set_result(1)
+        assert await outcome(again) == (good.number, 1)
+    # Where nobody says what is well, every answer is.
+    for index in range(2):
+        again = two.ask()
+        await until(lambda index=index: len(good.calls) > 3 + index)
+        good.calls[3 + index].set_result(0)
+        await outcome(again)
+    assert len(bad.calls) == 1
+
+
+async def test_a_call_is_given_to_no_more_workers_than_it_may(two: Pool) -> None:
+    asked = two.ask(sends=1)
+    holder, other = await two.holder()
+    holder.calls[0].set_exception(Away("restarting"))
+    assert await outcome(asked) is None
+    assert (holder.cancelled, other.calls) == (1, [])
+
+
+async def test_a_call_whose_answer_was_cancelled_under_it_raises_that(two: Pool) -> None:
+    asked = two.ask()
+    holder, other = await two.holder()
+    holder.calls[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await outcome(asked)
+    assert (other.calls, two.workers.in_flight) == ([], 0)
+
+
+async def test_draining_waits_no_longer_than_it_may(two: Pool, clock: LoopClock) -> None:
+    asked = two.ask()
+    holder, _ = await two.holder()
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    draining = asyncio.create_task(two.watched.drain(20))
+    await turns(5)
+    await clock.pass_(19.9)
+    assert not draining.done()
+    await clock.pass_(0.1)
+    await outcome(draining)
+    # Should the answer come after all, its slot is free then.
+    assert two.workers.in_flight == 1
+    holder.calls[0].set_result(1)
+    await until(lambda: two.workers.in_flight == 0)
+
+
+async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
+    clock: LoopClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pool = Pool(1, most=2)
+    await pool.open()
+    assert caplog.messages == ["workers: 0 up, 1 asked for, 0 calls in flight, 0 waiting"]
+    asked = [pool.ask() for _ in range(3)]
+    await clock.pass_(ADJUST_SECONDS - 0.1)
+    assert len(pool.made) == 1
+    await clock.pass_(0.1)
+    assert [len(worker.calls) for worker in pool.made] == [1, 1]
+    assert caplog.messages[1:] == ["workers: 1 up, 2 asked for, 1 calls in flight, 2 waiting"]
+    first, second = pool.made
+    for worker in (first, second, first):
+        worker.calls[-1].set_result(1)
+        await turns(5)
+    assert [await outcome(call) for call in asked] == [(0, 1), (1, 1), (0, 1)]
+    pool.workers._idle_seconds = 0.0
+    await clock.pass_(ADJUST_SECONDS)
+    assert (first.ended, second.ended) == (False, True)
+    looks = second.looks
+    await clock.pass_(ADJUST_SECONDS)
+    assert second.looks == looks
+    # Nothing came or went: nothing is said.
+    assert caplog.messages[2:] == ["workers: 1 up, 1 asked for, 0 calls in flight, 0 waiting"]
+    pool.watched.close()
+    looks = first.looks
+    waiting = [pool.ask() for _ in range(2)]
+    await clock.pass_(ADJUST_SECONDS)
+    assert (first.looks, len(pool.made)) == (looks, 2)
+    for call in waiting:
+        await until(lambda: not first.calls[-1].done())
+        first.calls[-1].set_result(1)
+        await outcome(call)
+
+
+async def test_workers_that_cannot_be_adjusted_now_are_adjusted_later(
+    clock: LoopClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = Pool(1, most=2)
+    await pool.open()
+    asked = [pool.ask() for _ in range(2)]
+    pool.fails = RuntimeError("the head is away")
+    await clock.pass_(ADJUST_SECONDS)
+    assert caplog.messages == ["the number of workers could not be adjusted"]
+    assert "the head is away" in caplog.text
+    pool.fails = None
+    await clock.pass_(ADJUST_SECONDS)
+    assert [len(worker.calls) for worker in pool.made] == [1, 1]
+    for worker in pool.made:
+        worker.calls[0].set_result(1)
+    # The one that did not start has used up its number.
+    assert [await outcome(call) for call in asked] == [(0, 1), (2, 1)]
+    pool.watched.close()
+
+
+async def test_who_falls_silent_goes_away_or_is_lost_is_named_once_on_one_line(
+    two: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    first, second = two.made
+    first.error = Away("its node\ndoes not answer" + " at all" * 100)
+    await until(lambda: two.workers.up == 1)
+    await turns(50)
+    assert caplog.messages == [f"worker 0 cannot be asked: {('its node does not answer' + ' at all' * 100)[:300]}"]
+    first.error = None
+    await until(lambda: two.workers.up == 2)
+    first.there.clear()
+    await until(lambda: first.renewed)
+    assert caplog.messages[1:] == ["worker 0 does not answer and is started anew"]
+    second.error = Gone("ended\nby Ray" + "!" * 400)
+    await until(lambda: len(two.workers.places) == 1)
+    assert caplog.messages[2:] == [f"worker 1 is lost: {('ended by Ray' + '!' * 400)[:300]}"]
+    first.error = None
+    await until(lambda: two.workers.up == 1)
+    first.error = Gone()
+    first.error.__cause__ = MemoryError("killed")
+    await until(lambda: not two.workers.places)
+    assert caplog.messages[3:] == ["worker 0 is lost: killed"]
