@@ -115,6 +115,7 @@ class VllmJudgeServer:
         self._stall: Stall | None = None
         """Of a server that has answered."""
         self._failures = 0
+        """Servers in a row that ended before they answered."""
 
     @property
     def pid(self) -> int | None:
@@ -132,7 +133,7 @@ class VllmJudgeServer:
             return self._start()
         if child.returncode is not None:
             child.end()
-            return self._again(f"ended with exit code {child.returncode}")
+            return self._again(child)
         if self._stall is None:
             return self._loading()
         return self._watched(self._stall)
@@ -143,7 +144,7 @@ class VllmJudgeServer:
             self._child.end()
             self._child = None
 
-    def _start(self) -> Look:
+    def _start(self, why: str = "") -> Look:
         self._base = f"http://{self._host}:{(port := openai_server.free_port(self._host))}"
         model = served_model(self._config.model)
         withheld = (self._config.api_key_env,)
@@ -151,19 +152,19 @@ class VllmJudgeServer:
         words = serve_words(self._config, self._host, port)
         self._child = Child(words, environment, self._log, Scrubber([self._key]))
         self._began, self._stall = self._clock(), None
-        return Look(server=None, doing=f"loads {model}")
+        return Look(server=None, doing=f"loads {model}{why}")
 
-    def _again(self, why: str) -> Look:
+    def _again(self, child: Child) -> Look:
         """Start a server in the place of one that has ended."""
-        answered, said = self._stall is not None, self._child.last_line if self._child is not None else ""
         self._child = None
-        self._failures = 0 if answered else self._failures + 1
+        why = f"ended with exit code {child.returncode}"
+        self._failures += self._stall is None
         if self._failures >= STARTS:
             raise JudgeUnavailable(
                 f"the judge's vLLM server of {served_model(self._config.model)} {why} {STARTS} times before it "
-                f"answered, the last words: {said[:200]} (all of them in {self._log})"
+                f"answered, the last words: {child.last_line[:200]} (all of them in {self._log})"
             )
-        return self._start()
+        return self._start(f", as the one before {why}")
 
     def _loading(self) -> Look:
         local, model = self._config.local, served_model(self._config.model)
@@ -171,7 +172,7 @@ class VllmJudgeServer:
             names = openai_server.served_names(client)
         seconds = self._clock() - self._began
         if names is not None:
-            self._stall = Stall(local.stall_seconds, self._clock)
+            self._stall, self._failures = Stall(local.stall_seconds, self._clock), 0
             return self._serving()
         if seconds < local.start_timeout_seconds:
             return Look(server=None, doing=f"loads {model}, for {seconds:.0f} s now")
@@ -182,13 +183,15 @@ class VllmJudgeServer:
         )
 
     def _watched(self, stall: Stall) -> Look:
-        if not stall.suspected(self._tokens()) or self._answers():
-            return self._serving()
-        self.end()
-        return self._again(f"made no token for {self._config.local.stall_seconds:g} s, not even when asked for one;")
+        if stall.suspected(self._tokens()):
+            if not self._answers():
+                self.end()
+                seconds = self._config.local.stall_seconds
+                return self._start(f", as the one before made no token for {seconds:g} s, not even when asked for one")
+            stall.cleared()
+        return self._serving()
 
     def _serving(self) -> Look:
-        self._failures = 0
         return Look(server=Server(api_base=f"{self._base}/v1", key=self._key), doing="serves")
 
     def _tokens(self) -> float | None:
@@ -199,10 +202,7 @@ class VllmJudgeServer:
     def _answers(self) -> bool:
         request = {"model": served_model(self._config.model), "prompt": "OK", "max_tokens": 1}
         with contextlib.suppress(httpx.HTTPError), self._client(self._config.local.stall_seconds) as client:
-            if client.post("/v1/completions", json=request).status_code == 200:
-                assert self._stall is not None
-                self._stall.cleared()
-                return True
+            return client.post("/v1/completions", json=request).status_code == 200
         return False
 
     def _client(self, seconds: float) -> httpx.Client:
