@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,17 +16,12 @@ from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import servers as module
 from draco_ray.judging.local.server import STARTS, Look, Stall, VllmJudgeServer, serve_words
-from draco_ray.judging.local.servers import JudgeServers
+from draco_ray.judging.local.servers import ADJUST_SECONDS, LOOK_SECONDS, SILENT_SECONDS, JudgeServers
 from draco_ray.judging.panel import other
 from draco_ray.training.preflight import check_resources
+from tests.support.turns import LoopClock, outcome, turns, until
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the others run until something is so."""
-    while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-        await asyncio.sleep(0)
 
 
 class Replica:
@@ -35,8 +31,14 @@ class Replica:
         self.number = number
         self.ended = False
         self.found: Look | BaseException = Look(server=None, doing="loads")
+        self.looks = 0
+        self.there = asyncio.Event()
+        """Cleared: it does not answer."""
+        self.there.set()
 
     async def look(self) -> Look:
+        self.looks += 1
+        await self.there.wait()
         if isinstance(self.found, BaseException):
             raise self.found
         return self.found
@@ -55,12 +57,15 @@ class Fleet:
     def __init__(self, **keys: object) -> None:
         self.now = 100.0
         self.replicas: list[Replica] = []
+        self.fails: Exception | None = None
         config = LocalJudgeConfig.model_validate(
             {"replicas": 2, "max_replicas": 3, "calls_per_replica": 2, "idle_seconds": 60, **keys}
         )
         self.servers = JudgeServers(self._start, config, lease_seconds=660, clock=lambda: self.now)
 
     def _start(self, number: int) -> Replica:
+        if self.fails is not None:
+            raise self.fails
         self.replicas.append(Replica(number))
         return self.replicas[-1]
 
@@ -104,6 +109,10 @@ async def test_calls_of_a_group_go_to_one_server_and_others_share_the_load() -> 
         # Full: a third call of the group goes where there is room, rather than wait.
         more = [await fleet.servers.acquire("a") for _ in range(2)]
         assert [lease.server for lease in more] == [first.server, second.server]
+        for lease in (*again, *more):
+            fleet.servers.release(lease.number)
+        # Calls without a group are none.
+        assert len({(await fleet.servers.acquire()).server.api_base for _ in range(2)}) == 2
 
 
 async def test_servers_come_with_the_calls_and_go_when_they_are_not_needed() -> None:
@@ -113,7 +122,7 @@ async def test_servers_come_with_the_calls_and_go_when_they_are_not_needed() -> 
         await until(lambda: fleet.servers.numbers == [0, 1, 2])
         assert sum(call.done() for call in calls) == 4
         await fleet.up(3)
-        leases = await asyncio.gather(*calls)
+        leases = [await outcome(call) for call in calls]
         for lease in leases:
             fleet.servers.release(lease.number)
         fleet.servers.adjust()
@@ -136,7 +145,7 @@ async def test_a_server_that_a_call_found_gone_gets_no_more_until_it_answers_a_l
         said = [f"judge server {broken.number} loads again (since 0 s)"]
         await until(lambda: fleet.servers.pending() == said)
         broken.serve(port=9999)
-        waiting = await fleet.servers.acquire("c")
+        waiting = await outcome(fleet.servers.acquire("c"))
         assert waiting.server.api_base == "http://127.0.0.1:9999/v1"
 
 
@@ -149,7 +158,7 @@ async def test_one_that_is_gone_for_good_is_replaced_and_calls_wait_meanwhile() 
         fleet.now += 61
         await until(lambda: len(fleet.replicas) == 2)
         await fleet.up(1)
-        assert (await waiting).server.api_base == "http://127.0.0.1:8001/v1"
+        assert (await outcome(waiting)).server.api_base == "http://127.0.0.1:8001/v1"
         assert fleet.replicas[0].ended
 
 
@@ -158,28 +167,47 @@ async def test_what_cannot_be_started_ends_the_calls_that_wait_for_it() -> None:
         waiting = asyncio.create_task(fleet.servers.acquire("a"))
         await asyncio.sleep(0)
         fleet.replicas[0].found = JudgeUnavailable("judge.local: ended with exit code 1 3 times")
-        with pytest.raises(JudgeUnavailable, match="exit code 1 3 times"):
-            await waiting
+        with pytest.raises(JudgeUnavailable, match=r"^judge\.local: ended with exit code 1 3 times$"):
+            await outcome(waiting)
 
 
 async def test_servers_that_never_come_up_are_named_with_what_they_wait_for() -> None:
-    class Waits(Replica):
-        async def look(self) -> Look:
-            return await asyncio.Future()
-
-    fleet = Fleet()
-    fleet._start = Waits  # type: ignore[method-assign]
-    fleet.servers = JudgeServers(
-        Waits, LocalJudgeConfig(replicas=2, start_timeout_seconds=1800), lease_seconds=1, clock=lambda: fleet.now
-    )
+    fleet = Fleet(start_timeout_seconds=1800)
+    # Of the time before it is opened nobody has waited.
+    fleet.now += 5000
     fleet.servers.open()
+    for replica in fleet.replicas:
+        replica.there.clear()
+    fleet.replicas[1].there.set()
     waiting = asyncio.create_task(fleet.servers.acquire("a"))
-    await asyncio.sleep(0)
-    fleet.now += 1801
+    await turns(5)
+    fleet.now += 1799
+    await turns(50)
+    assert not waiting.done()
+    fleet.now += 1
     with pytest.raises(JudgeUnavailable) as refusal:
-        await waiting
-    assert "judge server 0 waits for a node that has room (since 1801 s); judge server 1 waits" in str(refusal.value)
+        await outcome(waiting)
+    assert str(refusal.value) == (
+        "no judge server is up after judge.local.start_timeout_seconds=1800: judge server 0 waits for a node that has "
+        "room (since 1800 s); judge server 1 loads (since 1800 s); see `ray status` for what the cluster offers"
+    )
     fleet.servers.close()
+
+
+async def test_the_time_without_a_server_begins_when_the_last_one_is_gone() -> None:
+    async with opened(replicas=1, max_replicas=1, idle_seconds=1e6, start_timeout_seconds=1800) as fleet:
+        await fleet.up(1)
+        fleet.now += 5000
+        await turns(50)
+        fleet.replicas[0].found = RuntimeError("the node is gone")
+        await until(lambda: not fleet.servers.numbers)
+        waiting = asyncio.create_task(fleet.servers.acquire())
+        fleet.now += 1799
+        await turns(50)
+        assert not waiting.done()
+        fleet.now += 1
+        with pytest.raises(JudgeUnavailable, match="start_timeout_seconds=1800: none could be started; see"):
+            await outcome(waiting)
 
 
 async def test_the_slots_of_a_caller_that_died_are_free_again() -> None:
@@ -189,10 +217,179 @@ async def test_the_slots_of_a_caller_that_died_are_free_again() -> None:
         waiting = asyncio.create_task(fleet.servers.acquire())
         await asyncio.sleep(0)
         assert not waiting.done()
-        fleet.now += 661
-        assert (await waiting).number not in [lease.number for lease in held]
+        fleet.now += 660
+        await turns(50)
+        assert not waiting.done()
+        fleet.now += 1
+        assert (await outcome(waiting)).number not in [lease.number for lease in held]
         # Should it not have died after all, its slot is not given back twice.
         fleet.servers.release(held[0].number)
+
+
+async def test_the_lowest_rank_waits_least_and_a_call_that_names_none_has_rank_0() -> None:
+    async with opened(replicas=1, max_replicas=1, calls_per_replica=1) as fleet:
+        await fleet.up(1)
+        held = await fleet.servers.acquire()
+        ranks = [{"rank": 1}, {}, {"rank": -1}, {"rank": 0}]
+        waiting = [asyncio.create_task(fleet.servers.acquire("a", **rank)) for rank in ranks]
+        await turns(5)
+        served: list[int] = []
+        for _ in ranks:
+            fleet.servers.release(held.number)
+            await turns(5)
+            served += [number for number, call in enumerate(waiting) if call.done() and number not in served]
+            held = waiting[served[-1]].result()
+        assert served == [2, 1, 3, 0]
+        assert held.number == 4
+
+
+async def test_servers_are_looked_at_now_and_then_and_one_that_does_not_answer_is_down(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "ADJUST_SECONDS", ADJUST_SECONDS)
+    monkeypatch.setattr(module, "LOOK_SECONDS", LOOK_SECONDS)
+    clock = LoopClock(monkeypatch)
+    async with opened(replicas=1, max_replicas=2, calls_per_replica=1, stall_seconds=60) as fleet:
+        (replica,) = fleet.replicas
+        replica.there.clear()
+        await turns(5)
+        # Until it has answered a first time it may wait for a node for as long as that takes.
+        await clock.pass_(1000)
+        assert fleet.servers.pending() == ["judge server 0 waits for a node that has room (since 0 s)"]
+        replica.there.set()
+        await turns(50)
+        await clock.pass_(ADJUST_SECONDS - 0.1)
+        assert replica.looks == 1
+        replica.serve()
+        await clock.pass_(0.1)
+        assert (replica.looks, fleet.servers.up, fleet.servers.pending()) == (2, 1, [])
+        await clock.pass_(LOOK_SECONDS - 0.1)
+        assert replica.looks == 2
+        await clock.pass_(0.1)
+        assert replica.looks == 3
+        replica.there.clear()
+        await clock.pass_(LOOK_SECONDS)
+        # A server may take its `stall_seconds` to find out for itself.
+        await clock.pass_(60 + SILENT_SECONDS - 0.1)
+        assert fleet.servers.up == 1
+        await clock.pass_(0.1)
+        assert (fleet.servers.up, replica.looks) == (0, 4)
+        assert caplog.messages == ["judge server 0: does not answer"]
+        assert fleet.servers.pending() == ["judge server 0 does not answer (since 0 s)"]
+        # The look itself goes on, and says when it is there again.
+        replica.there.set()
+        await turns(50)
+        assert (fleet.servers.up, replica.looks, replica.ended) == (1, 4, False)
+        await clock.pass_(ADJUST_SECONDS)
+        calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
+        await clock.pass_(ADJUST_SECONDS - 0.1)
+        assert fleet.servers.numbers == [0]
+        await clock.pass_(0.1)
+        assert fleet.servers.numbers == [0, 1]
+        assert [call.done() for call in calls] == [True, False]
+        calls[1].cancel()
+
+
+async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(replicas=1, max_replicas=1) as fleet:
+        (replica,) = fleet.replicas
+        for seconds in (7, 8):
+            fleet.now += seconds
+            replica.found = Look(server=None, doing=f"loads Qwen, for {seconds} s now")
+            await turns(50)
+        # Since it loads, of which no more is said than of the latest look.
+        assert fleet.servers.pending() == ["judge server 0 loads Qwen, for 8 s now (since 8 s)"]
+        replica.serve()
+        await until(lambda: fleet.servers.up)
+        assert (fleet.servers.pending(), caplog.messages) == ([], [])
+        fleet.now += 100
+        replica.found = Look(server=None, doing="loads Qwen, as the one before ended")
+        await until(lambda: not fleet.servers.up)
+        fleet.now += 3
+        await turns(50)
+        assert fleet.servers.pending() == ["judge server 0 loads Qwen, as the one before ended (since 3 s)"]
+        assert caplog.messages == ["judge server 0: loads Qwen, as the one before ended"]
+        replica.serve()
+        lease = await outcome(fleet.servers.acquire())
+        fleet.servers.release(lease.number, lost=True)
+        assert fleet.servers.pending() == ["judge server 0 answered a call no more (since 0 s)"]
+
+
+async def test_calls_of_one_server_that_find_it_gone_say_so_once() -> None:
+    async with opened(replicas=1, max_replicas=1) as fleet:
+        await fleet.up(1)
+        held = [await fleet.servers.acquire() for _ in range(2)]
+        fleet.replicas[0].there.clear()
+        await turns(5)
+        fleet.servers.release(held[0].number, lost=True)
+        fleet.now += 9
+        fleet.servers.release(held[1].number, lost=True)
+        assert fleet.servers.pending() == ["judge server 0 answered a call no more (since 9 s)"]
+
+
+async def test_a_server_that_is_lost_is_named_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(replicas=1, max_replicas=1) as fleet:
+        await fleet.up(1)
+        waiting = [asyncio.create_task(fleet.servers.acquire()) for _ in range(3)]
+        await turns(5)
+        fleet.replicas[0].found = RuntimeError("the node\nis gone" + "!" * 600)
+        said = ("the node is gone" + "!" * 600)[:500]
+        with pytest.raises(JudgeUnavailable) as refusal:
+            await outcome(waiting[2])
+        assert str(refusal.value) == f"judge server: {said}"
+        assert caplog.messages == [f"judge server 0 is lost: {said}"]
+        assert (fleet.replicas[0].ended, fleet.servers.pending()) == (True, [])
+        looks = fleet.replicas[0].looks
+        # Calls that it had are made elsewhere by whoever made them.
+        for call in waiting[:2]:
+            fleet.servers.release((await outcome(call)).number, lost=True)
+        assert fleet.replicas[0].looks == looks
+
+
+async def test_servers_that_are_not_needed_and_those_of_a_closed_pool_are_looked_at_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    Fleet().servers.close()
+    async with opened(replicas=1, max_replicas=2, calls_per_replica=1) as fleet:
+        assert caplog.messages == ["judge servers: 0 up, 1 asked for"]
+        await fleet.up(1)
+        calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
+        await until(lambda: len(fleet.replicas) == 2)
+        assert caplog.messages[1:] == ["judge servers: 1 up, 2 asked for"]
+        await fleet.up(2)
+        for call in calls:
+            fleet.servers.release((await outcome(call)).number)
+        await turns(5)
+        fleet.now += 60
+        await until(lambda: fleet.servers.numbers == [0])
+        assert caplog.messages[2:] == ["judge servers: 1 up, 1 asked for"]
+        assert [replica.ended for replica in fleet.replicas] == [False, True]
+        looks = fleet.replicas[1].looks
+        await turns(50)
+        assert fleet.replicas[1].looks == looks
+        fleet.servers.close()
+        await turns(5)
+        looks = fleet.replicas[0].looks
+        waiting = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
+        await turns(50)
+        assert (fleet.replicas[0].looks, len(fleet.replicas), fleet.replicas[0].ended) == (looks, 2, True)
+        assert [call.done() for call in waiting] == [True, False]
+        waiting[1].cancel()
+
+
+async def test_servers_that_cannot_be_asked_for_now_are_asked_for_later(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(replicas=1, max_replicas=2, calls_per_replica=1) as fleet:
+        await fleet.up(1)
+        fleet.fails = RuntimeError("the head is away")
+        calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
+        await until(lambda: caplog.messages)
+        assert set(caplog.messages) == {"the number of judge servers could not be adjusted"}
+        assert "the head is away" in caplog.text
+        fleet.fails = None
+        await until(lambda: len(fleet.replicas) == 2)
+        await fleet.up(2)
+        assert [(await outcome(call)).number for call in calls] == [0, 1]
 
 
 def test_a_stall_is_a_while_without_a_token() -> None:

@@ -389,6 +389,8 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
 ) -> None:
     caplog.set_level(logging.INFO)
     pool = Pool(1, most=2)
+    # That nothing was begun is no reason to fail.
+    pool.watched.close()
     await pool.open()
     assert caplog.messages == ["workers: 0 up, 1 asked for, 0 calls in flight, 0 waiting"]
     asked = [pool.ask() for _ in range(3)]

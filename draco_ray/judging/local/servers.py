@@ -114,7 +114,7 @@ class JudgeServers:
 
     def close(self) -> None:
         """End all servers, without waiting for it."""
-        for task in (*self._watching.values(), *([self._adjusting] if self._adjusting is not None else [])):
+        for task in (*self._watching.values(), *filter(None, [self._adjusting])):
             task.cancel()
         for place in self._workers.places:
             place.worker.end()
@@ -132,9 +132,10 @@ class JudgeServers:
 
     def release(self, number: int, *, lost: bool = False) -> None:
         """Note that a call has ended; ``lost``: its server could not be reached, so others should not try it."""
-        place, _ = self._leases.pop(number, (None, 0.0))
-        if place is None:
+        lease = self._leases.pop(number, None)
+        if lease is None:
             return
+        place, _ = lease
         if lost and place.up:
             self._workers.went_down(place)
             self._doing[place] = ("answered a call no more", self._clock())
@@ -177,8 +178,8 @@ class JudgeServers:
 
     def _forget(self, place: Place[Replica]) -> None:
         self._servers.pop(place, None)
-        self._doing.pop(place, None)
-        if (task := self._watching.pop(place, None)) is not None and task is not asyncio.current_task():
+        del self._doing[place]
+        if (task := self._watching.pop(place)) is not asyncio.current_task():
             task.cancel()
 
     async def _watch(self, place: Place[Replica]) -> None:
@@ -210,7 +211,7 @@ class JudgeServers:
             await asyncio.sleep(ADJUST_SECONDS if look.server is None else LOOK_SECONDS)
 
     def _down(self, place: Place[Replica], doing: str) -> None:
-        before, since = self._doing.get(place, ("", 0.0))
+        before, since = self._doing[place]
         self._doing[place] = (doing, since if before.partition(",")[0] == doing.partition(",")[0] else self._clock())
         if place.up:
             log.warning("judge server %d: %s", place.number, doing)
