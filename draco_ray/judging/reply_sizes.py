@@ -135,7 +135,7 @@ class _Replies:
         self._mean = float(written_N.mean())
         log_NT = written_N[:, None] * self._t_T
         self._latest_T = _log_sum_T(log_NT[-LATEST:]) - math.log(len(log_NT[-LATEST:]))
-        order = np.argsort([seconds for seconds, _ in self._ended], kind="stable")
+        order = np.argsort([seconds for seconds, _ in self._ended])
         self._seconds = [self._ended[index][0] for index in order]
         # Added up from the longest down, shifted so that nothing overflows.
         top_T = log_NT.max(axis=0)
@@ -262,7 +262,7 @@ class Sizes:
         return found
 
     def _growth_NT(self, alike: Sequence[Size]) -> FloatArray:
-        most_N = np.array([size.most_output for size in alike], dtype=float)
+        most_N = np.array([size.most_output for size in alike])
         if not self._knows(alike[0]):
             return most_N[:, None] * self._t_T
         return self._of(alike[0]).growth_NT(most_N, np.array([size.seconds for size in alike]))
