@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,8 @@ def bounded(growth_T: FloatArray, surplus: float, count: int, ended: int) -> flo
 
 
 def test_what_is_not_known_counts_with_the_most() -> None:
+    # Before any has ended each has been written for longer than all that have.
+    assert learned([]).under_way([reply(0.5), reply()], WITHIN).cut == 1
     few = learned([SHORT] * (LEARNED_AFTER_ALL - 1))
     one = Size(kind="", group="", input_bytes=200.0, most_output=1000.0)
     assert few.expect(one) == 1200.0
@@ -99,6 +102,7 @@ def test_replies_that_are_all_alike_are_bounded_by_their_sum_and_one_that_runs_t
     assert sizes.bound(two, reply(most=1500.0)) == pytest.approx(30 + 1490)
     assert sizes.bound(sizes.under_way([reply(), reply(most=1500.0)], WITHIN)) == pytest.approx(20 + 1490)
     # Never more than all of them may write.
+    assert sizes.under_way([reply(most=5.0)], WITHIN).surplus == 0.0
     assert sizes.bound(sizes.under_way([reply(most=10.5)] * 2, WITHIN)) == 21.0
     assert sizes.bound(sizes.under_way([reply(most=10.5)], WITHIN), reply(most=10.25)) == 20.75
     nothing = sizes.under_way([], WITHIN)
@@ -255,6 +259,8 @@ def test_what_ran_to_its_cut_a_thousand_requests_ago_is_forgotten() -> None:
     assert growth(sizes, reply(kind="credit")) == pytest.approx(mean_of((1 - chance, 10), (chance, 1000)))
     sizes.add(reply(most=0.0), input_tokens=0.0, output_tokens=0.0)
     assert growth(sizes, reply(kind="credit")) == pytest.approx(10 * T)
+    # Nor does it say anything of the replies of its kind.
+    assert sizes.expect(reply()) == 1000.0
 
 
 def test_a_prompt_is_a_token_a_byte_until_a_dozen_have_said_otherwise() -> None:
@@ -284,18 +290,19 @@ def test_the_latest_prompts_weigh_a_three_hundredth() -> None:
 
 def test_a_prompt_is_measured_by_the_latest_of_its_group() -> None:
     sizes = Sizes(EXPONENTS[-1])
-    # The second prompt of a group has half as many tokens a byte again as the first, or half as many.
+    # The second prompt of a group has as many tokens a byte as the first, or half as many again.
     for number in range(LEARNED_AFTER - 1):
-        read(200.0, 300.0 if number % 2 else 100.0, group=str(number), into=sizes)
-    overall = sizes.expect(prompt())
-    assert sizes.expect(prompt(group="1")) == overall
+        read(200.0, 300.0 if number % 2 else 200.0, group=str(number), into=sizes)
+    read(250.0, into=sizes)
+    assert sizes.expect(prompt(group="1")) == sizes.expect(prompt())
     read(200.0, 300.0, group="last", into=sizes)
-    assert sizes.expect(prompt(group="1")) == pytest.approx(300.0)
-    assert sizes.expect(prompt(group="0")) == pytest.approx(100.0)
-    normal = 300 * T + 0.5 * (0.3**2 * 0.5**2) * (1000 * T) ** 2
+    assert sizes.expect(prompt(group="1")) == pytest.approx(300 * 1.25)
+    assert sizes.expect(prompt(group="0")) == pytest.approx(200 * 1.25)
+    normal = 375 * T + 0.5 * (0.3**2 * 0.25**2) * (1000 * T) ** 2
     assert growth(sizes, prompt(group="1")) == pytest.approx(np.minimum(1000 * T, normal))
     # Without a group, or of one that is new, as all of them.
-    assert sizes.expect(prompt(group="new")) == sizes.expect(prompt()) == pytest.approx((12 * 200 + 6 * 400) / 24)
+    overall = (12 * 200 + 6 * 200 + 6 * 300 + 250) / 25
+    assert sizes.expect(prompt(group="new")) == sizes.expect(prompt()) == pytest.approx(overall)
 
 
 def test_groups_of_long_ago_are_forgotten() -> None:
@@ -319,6 +326,15 @@ def test_prompt_and_reply_are_added_up() -> None:
         sizes.add(both, input_tokens=100.0, output_tokens=10.0)
     request = Size(kind="", group="", input_bytes=400.0, most_output=1000.0)
     assert sizes.expect(request) == pytest.approx(110.0)
+    # However small they are.
+    least = Size(kind="score", group="", input_bytes=1.0, most_output=1.0, seconds=5.0)
+    small = Sizes(EXPONENTS[-1])
+    for tokens in [0.5, 1.0] * 20:
+        small.add(least, input_tokens=0.5, output_tokens=tokens)
+    assert small.expect(least) == pytest.approx(0.5 + 0.75)
+    chance = 21 / 41
+    one = mean_of((0.5 * (1 - chance), 0.5), (0.5 * (1 - chance) + chance, 1.0))
+    assert growth(small, replace(least, seconds=0.0)) == pytest.approx(0.5 * T + one)
     found = sizes.under_way([request], WITHIN)
     assert (found.growth_T, found.most) == (pytest.approx(110 * T), 1400.0)
     assert sizes.bound(found, request) == pytest.approx(220 + 990)
