@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 
@@ -16,6 +17,7 @@ from draco_ray.errors import BudgetSpent
 from draco_ray.judging.limiter import (
     BURST_REQUESTS,
     BURST_SHARE,
+    LOOK_AGAIN_SECONDS,
     PACE,
     PATIENCE_SECONDS,
     QUESTION_SECONDS,
@@ -28,7 +30,8 @@ from draco_ray.judging.limiter import (
     WaitingLine,
 )
 from draco_ray.judging.outage import Next, Outage, Pause, Trouble
-from draco_ray.judging.reply_sizes import LEARNED_AFTER_ALL
+from draco_ray.judging.reply_sizes import LEARNED_AFTER_ALL, Size, Sizes, UnderWay
+from tests.support.turns import LoopClock, outcome, turns
 
 
 class Clock:
@@ -366,11 +369,11 @@ def test_what_is_under_way_may_run_to_its_cut_as_others_did(clock: Clock) -> Non
 async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
     line = WaitingLine(limiter)
-    first = await line.lease(asked(1, 1.0))
+    first = await outcome(line.lease(asked(1, 1.0)))
     order: list[str] = []
 
     async def wait(name: str, rank: int) -> None:
-        grant = await line.lease(Asked(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank))
+        grant = await outcome(line.lease(Asked(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank)))
         order.append(name)
         await line.settle(grant.number, Ended())
 
@@ -378,19 +381,18 @@ async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Cloc
     tasks = [asyncio.create_task(wait(name, rank)) for name, rank in names]
     await asyncio.sleep(0)
     await line.settle(first.number, Ended())
-    await asyncio.gather(*tasks)
+    await outcome(asyncio.gather(*tasks))
     assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
 
 
 async def test_smaller_ones_pass_who_waits_for_room_but_not_for_ever(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock))
-    await line.lease(asked(300))
+    await outcome(line.lease(asked(300)))
     clock.now += 10
 
     async def wait(tokens: float) -> asyncio.Task[Grant]:
         task = asyncio.create_task(line.lease(asked(tokens)))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         return task
 
     large = await wait(950)
@@ -403,16 +405,15 @@ async def test_smaller_ones_pass_who_waits_for_room_but_not_for_ever(clock: Cloc
     assert not large.done()
     clock.now += WINDOW_SECONDS
     line.abandon("wakes it")
-    await large
+    await outcome(large)
     last.cancel()
 
 
 async def test_nobody_passes_who_waits_for_money(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=1000), clock=clock))
-    await line.lease(asked(1, 0.5))
+    await outcome(line.lease(asked(1, 0.5)))
     tasks = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (0.6, 0.1)]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns(5)
     assert [task.done() for task in tasks] == [False, False]
     for task in tasks:
         task.cancel()
@@ -420,23 +421,23 @@ async def test_nobody_passes_who_waits_for_money(clock: Clock) -> None:
 
 async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
-    first = await line.lease(asked(1, 1.0))
+    first = await outcome(line.lease(asked(1, 1.0)))
     waiting = [asyncio.create_task(line.lease(asked(1, 1.0))) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await line.settle(first.number, Ended())
     waiting[1].cancel()
-    assert (await waiting[2]).number
+    assert (await outcome(waiting[2])).number
     assert line.limiter.reserved == 1.0
 
 
 async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
-    first = await line.lease(asked(1, 0.6))
+    first = await outcome(line.lease(asked(1, 0.6)))
     waiting = [asyncio.create_task(line.lease(asked(1, 0.6))) for _ in range(3)]
     await asyncio.sleep(0)
     await line.settle(first.number, ended(1, 0.5))
-    results = await asyncio.gather(*waiting, return_exceptions=True)
+    results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
     assert [isinstance(result, BudgetSpent) for result in results] == [True] * 3
 
 
@@ -467,13 +468,12 @@ def test_a_lease_that_nobody_knows_can_be_given_back_or_up(clock: Clock) -> None
 
 async def test_who_hands_a_lease_back_lets_the_next_one_go(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
-    first = await line.lease(asked(1, 1.0))
+    first = await outcome(line.lease(asked(1, 1.0)))
     task = asyncio.create_task(line.lease(asked(1, 1.0)))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns(5)
     assert not task.done()
     await line.give_back(first.number)
-    assert (await task).number != first.number
+    assert (await outcome(task)).number != first.number
     assert (line.limiter.spent, line.limiter.reserved) == (0.0, 1.0)
 
 
@@ -481,7 +481,7 @@ async def test_who_watches_is_told_of_an_outage_on_the_limiters_clock(clock: Clo
     line = WaitingLine(Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock))
     assert await line.pause() is None
     for _ in range(4):
-        grant = await line.lease(asked(1))
+        grant = await outcome(line.lease(asked(1)))
         await line.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
         clock.now += 60
     assert await line.pause() == Pause(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)
@@ -496,21 +496,29 @@ async def test_a_lease_that_comes_as_its_caller_is_cancelled_is_handed_back(cloc
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await task
+        await outcome(task)
     assert (line.limiter.spent, line.limiter.reserved) == (0.0, 0.0)
 
 
 async def test_whoever_waits_for_time_alone_is_served_without_news(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(), clock=clock))
-    lease_one, waits = line.limiter.lease_one, [0.01]
+    line, loop = WaitingLine(Limiter(JudgeLimits(), clock=clock)), LoopClock(monkeypatch)
+    lease_one, waits = line.limiter.lease_one, [math.inf, 3.0]
     monkeypatch.setattr(
         line.limiter, "lease_one", lambda waiting: (0, None, waits.pop()) if waits else lease_one(waiting)
     )
-    async with asyncio.timeout(60):
-        assert (await line.lease(asked(1))).number
+    task = asyncio.create_task(line.lease(asked(1)))
+    await turns(5)
+    await loop.pass_(2.9)
+    assert waits == [math.inf]
+    await loop.pass_(0.1)
     assert waits == []
+    # Where only others can help, in case that nothing is heard of them.
+    await loop.pass_(LOOK_AGAIN_SECONDS - 0.1)
+    assert not task.done()
+    await loop.pass_(0.1)
+    assert (await outcome(task)).number
 
 
 def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
@@ -607,3 +615,78 @@ def test_a_wait_of_less_than_a_second_is_one(clock: Clock) -> None:
     assert lease(by_requests) == ("", pytest.approx(0.5))
     assert lease(by_tokens, 500) == ("", pytest.approx(0.5))
     assert 0.5 <= lease(paused)[1] < 1.0
+
+
+def test_a_window_and_its_pace_in_numbers() -> None:
+    """600 in a minute, 100 at once, the rest at twice the even pace: a twentieth of a second each."""
+    window = SlidingWindow(600.0, 100.0, pace=2.0)
+    assert window.seconds_to_wait(5000.0, 0.0) == 0.0
+    first = window.take(100.0, 0.0)
+    # All of it has left after 5 seconds; of the burst at least half may be before that.
+    assert [window.seconds_to_wait(amount, 0.0) for amount in (10.0, 50.0, 80.0)] == pytest.approx([0.5, 2.5, 2.5])
+    assert window.seconds_to_wait(10.0, 3.0) == 0.0
+    second = window.take(100.0, 3.0)
+    assert window.seconds_to_wait(10.0, 3.0) == pytest.approx(2.5)
+    window.correct(second, 20.0, 3.0)
+    assert window.seconds_to_wait(480.0, 3.0) == pytest.approx(0.5)
+    # Beyond the limit it waits until the first leaves the minute, or both.
+    assert window.seconds_to_wait(481.0, 3.0) == window.seconds_to_wait(480.0, 3.0, held=1.0) == 57.0
+    assert window.seconds_to_wait(581.0, 3.0) == 60.0
+    # What has left the minute counts with whatever it comes to no more.
+    window.correct(first, 300.0, 60.0)
+    assert [window.seconds_to_wait(amount, 60.0) for amount in (580.0, 581.0)] == [0.0, 3.0]
+    assert window.seconds_to_wait(601.0, 62.9) == pytest.approx(0.1)
+    # Nothing is left of it; the pace begins with the next one.
+    third = window.take(100.0, 200.0)
+    assert window.seconds_to_wait(10.0, 200.0) == pytest.approx(0.5)
+    window.correct(third, 140.0, 200.0)
+    assert window.seconds_to_wait(10.0, 200.0) == pytest.approx(2.5)
+    assert SlidingWindow(None, 1.0).seconds_to_wait(1e9, 0.0) == 0.0
+
+
+async def test_a_lease_that_nobody_waits_for_is_booked_and_the_next_one_may_go(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    first = await outcome(line.lease(asked(1, 0.6)))
+    line.abandon(first.number)
+    assert (line.limiter.spent, line.limiter.reserved) == (0.6, 0.0)
+    assert (await outcome(line.lease(asked(1, 0.4)))).number
+
+
+def test_a_request_counts_with_what_its_like_have_used(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter = Limiter(JudgeLimits(tokens_per_minute=1e6), clock=clock)
+    request = Asked(input_tokens=400, output_tokens=1000, kind="score")
+
+    def counted(request: Asked) -> float:
+        grant, _ = limiter.lease(request)
+        assert grant is not None
+        return limiter._leases[grant.number].use.amount
+
+    for _ in range(LEARNED_AFTER_ALL):
+        grant, _ = limiter.lease(request)
+        assert grant is not None
+        clock.now += 5
+        limiter.settle(grant.number, Ended(tokens=110, output_tokens=10))
+    asked_about: list[Size | None] = []
+    bound = Sizes.bound
+
+    def spied(sizes: Sizes, under_way: UnderWay, size: Size | None = None) -> float:
+        asked_about.append(size)
+        return bound(sizes, under_way, size)
+
+    monkeypatch.setattr(Sizes, "bound", spied)
+    assert counted(request) == pytest.approx(100 + 10)
+    # What is under way, and the same with one that has been written for no time yet.
+    new = Size(kind="score", group="", input_bytes=400, most_output=1000, seconds=0.0)
+    assert asked_about == [None, new]
+    assert counted(dataclasses.replace(request, kind="credit")) == pytest.approx(100 + 1000)
+
+
+def test_what_was_sent_a_minute_ago_makes_no_room_for_others(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
+    end(limiter, clock, LEARNED_AFTER_ALL, tokens=10, seconds=10)
+    assert lease(limiter, 400)[0]
+    clock.now += 45
+    limiter.settle(lease(limiter, 400)[0], Ended(tokens=605, estimated=True))
+    clock.now += 15
+    # 605 of this minute, and 400 that this one may write; the first one's 10 are of the minute before.
+    assert lease(limiter, 400)[1] == pytest.approx(45)
