@@ -282,6 +282,9 @@ def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.
     outage = Outage(max_seconds=1e15, max_backoff_seconds=1e15)
     now = down(outage, 0.0, rounds=50)
     assert outage.seconds_to_wait(now) == 2.0**30
+    outage = Outage(max_seconds=1e15)
+    now = down(outage, 0.0, rounds=50)
+    assert outage.seconds_to_wait(now) == 60.0
 
 
 @pytest.mark.parametrize(
@@ -295,6 +298,7 @@ def test_words_for_a_time(seconds: float, words: str) -> None:
 def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
     outage = Outage(max_seconds=600)
     outage.failed(Trouble.UNAVAILABLE, "503", None, 1000.0, 1000.0)
+    assert outage.given_up(1599.0) is None
     said = outage.given_up(1700.0)
     assert said == "judge: no answer for 11 min 40 s (judge.max_outage_seconds=600), the last: 503"
 
