@@ -585,9 +585,26 @@ def test_one_that_is_too_dear_keeps_no_cheaper_one_behind_it_from_passing(clock:
 def test_what_an_earlier_limiter_had_under_way_takes_dollars_and_no_tokens(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=2.0, tokens_per_minute=1000), under_way={"old": 0.5}, clock=clock)
     assert limiter.reserved == 0.5
-    assert lease(limiter, 1000)[0]
+    assert lease(limiter, 600)[0]
+    clock.now += 30
+    # The whole minute's tokens are there for what is asked now.
+    assert lease(limiter, 400)[0]
     limiter.settle("old", ended(400, 0.25))
     assert limiter.spent == 0.25
+    # Those of the old one count with the minute in which it ended: room for 200 when the first leaves it, not for 201.
+    assert lease(limiter, 201)[1] == WINDOW_SECONDS
+
+
+def test_the_end_of_what_an_earlier_limiter_sent_is_not_that_of_a_small_question(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), under_way={"old": 0.0}, clock=clock)
+    for _ in range(3):
+        limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        clock.now += 60
+    question, _ = limiter.lease(asked(1))
+    assert question is not None
+    assert question.question
+    limiter.settle("old", Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    assert lease(limiter) == ("", math.inf)
 
 
 def test_how_far_the_most_was_too_little_is_a_factor(clock: Clock) -> None:
