@@ -222,6 +222,10 @@ def test_a_budget_wants_a_price_and_says_how_to_give_one() -> None:
     )
 
 
+def test_without_a_budget_no_price_is_wanted() -> None:
+    check_budget(JudgeConfig(prices={}), "openai/org/nobody-knows")
+
+
 def test_a_price_of_the_full_name_goes_before_one_of_its_last_part() -> None:
     full, short = Price(input=1.0, output=1.0), Price(input=2.0, output=2.0)
     prices = {"a/b/model": full, "model": short}
@@ -324,6 +328,12 @@ def test_fewer_tokens_than_the_longest_ones_would_make_are_not_true() -> None:
     ):
         found = read_usage(reply(written, prompt_tokens=prompt, completion_tokens=completion), most)
         assert (found is not None) is true, (written[:1], prompt, completion)
+
+
+def test_even_of_the_shortest_prompt_something_was_read() -> None:
+    most = Most(input_tokens=REQUEST_TOKENS + 100, output_tokens=100, dollars=0.0)
+    found = [read_usage(reply(prompt_tokens=read, completion_tokens=5), most) for read in (0, 1)]
+    assert [usage is not None for usage in found] == [False, True]
 
 
 def test_a_usage_is_credible_up_to_a_bound() -> None:
