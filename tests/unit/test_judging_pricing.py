@@ -230,7 +230,7 @@ def test_a_price_of_the_full_name_goes_before_one_of_its_last_part() -> None:
     full, short = Price(input=1.0, output=1.0), Price(input=2.0, output=2.0)
     prices = {"a/b/model": full, "model": short}
     assert find_price("a/b/model", prices) == full
-    assert find_price("c/model", prices) == find_price("model", prices) == short
+    assert find_price("c/d/model", prices) == find_price("c/model", prices) == find_price("model", prices) == short
     assert find_price("a/b", prices) is find_price("nobody", prices) is None
 
 
