@@ -181,7 +181,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those of them that a token passes: all but the experts that it does not."""
+        """Parameters that a token passes: all but those of the experts that it does not."""
         if self.experts is None:
             return self.parameters
         return self.parameters - len(self.layers) * (self.experts.number - self.experts.active) * self.experts.of_one
