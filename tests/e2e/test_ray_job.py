@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -235,16 +234,14 @@ def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starte
     assert listed == sorted(listed, reverse=True)
     assert f"failed {listed[0]:.1%} of" in out.read_text()
 
-    # What an operator reads in the dashboard: who each actor is, and which task, rollout and phase each call.
+    # What an operator reads in the dashboard: who each actor is, and which phase each call. Not of which task: Ray's
+    # metrics keep every name that there ever was.
     actors = {"RolloutWorker-0@authored", "PolicyEngine-0@authored", "JudgeWorker-0@authored", "RubricUnion@authored"}
     assert actors <= head.names("actors")
-    tasks = set(run.table("trajectories").column("task_id").to_pylist())
     called = head.names("tasks")
-    for task in tasks:
-        assert f"stage1 {task}" in called
-        for rollout in range(ROLLOUTS):
-            assert {f"stage2 {task}/{rollout}", f"score {task}/{rollout}"} <= called
-            assert any(re.fullmatch(rf"rollout \S+/{task}/{rollout}", name) for name in called)
+    assert {"RolloutWorkerActor.rollout", "stage1", "stage2", "union", "score"} <= called
+    tasks = set(run.table("trajectories").column("task_id").to_pylist())
+    assert not [name for name in called if any(task in name for task in tasks)]
 
     again = draco("rubric", "author", *words, timeout=100)
     assert again.returncode == 2
