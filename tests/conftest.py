@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ from tests.support import skips
 REPOSITORY = Path(__file__).resolve().parents[1]
 # A background job of a script is started with SIGINT ignored, and what it starts inherits that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# As the Makefile has it, for whoever starts pytest alone: LiteLLM fetches its prices at import, three times in vain.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 # How long an example takes is the machine's business.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
@@ -42,6 +45,14 @@ def own_interrupts() -> Iterator[None]:
     yield
     left = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert left is signal.default_int_handler
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """It begins with warnings, whatever level a command that ran in this process has set."""
+    caplog.set_level(logging.NOTSET, logger="draco_ray")
+    caplog.set_level(logging.WARNING)
+    return caplog
 
 
 def pytest_configure(config: pytest.Config) -> None:
