@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +21,12 @@ from draco_ray.judging import client as client_module
 from draco_ray.judging import pricing
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.endpoint import Server
+from draco_ray.judging.endpoint import Borrowed, Server
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import ReplyCache, read_book, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, read_book, request_key
 from draco_ray.records import Message, Paid
 
 PRICE = Price(input=2.0, output=10.0)
@@ -59,14 +61,18 @@ class Pool(WaitingLine):
         self.given_back: list[str] = []
         self.questions = 0
         """Of the next leases, those for the small question only."""
+        self.others = 0
+        """Replies that others have had before each lease."""
 
     async def lease(self, asked: Asked) -> Grant:
         self.asked.append(asked)
+        assert len(self.asked) < 50, "asked for leases without end"
         self.clock.now += 1.0
         grant = await super().lease(asked)
+        grant = replace(grant, answers=grant.answers + self.others * len(self.asked))
         if self.questions:
             self.questions -= 1
-            grant = Grant(number=grant.number, answers=grant.answers, question=True)
+            grant = replace(grant, question=True)
         self.numbers.append(grant.number)
         return grant
 
@@ -100,6 +106,15 @@ def trouble(status: int, text: str = "trouble") -> openai.APIStatusError:
 
     response = httpx.Response(status, request=httpx.Request("POST", "http://judge"))
     return openai.APIStatusError(text, response=response, body=None)
+
+
+def unreachable(text: str = "cannot connect") -> openai.APIStatusError:
+    """As LiteLLM says it."""
+    import httpx
+
+    error = trouble(500, text)
+    error.__cause__ = httpx.ConnectError("refused")
+    return error
 
 
 class Scripted:
@@ -406,8 +421,15 @@ async def test_a_worker_that_got_no_answer_lets_the_next_one_ask(
 async def test_whoever_has_the_same_question_waits_however_long_the_answer_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A claim is renewed as long as its call lives."""
-    monkeypatch.setattr(client_module, "CLAIM_SECONDS", 0.0)
+    """A claim is renewed as long as its call lives, long before it ends."""
+    naps: set[float] = set()
+    sleep = asyncio.sleep
+
+    async def nap(seconds: float) -> None:
+        naps.add(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", nap)
     scripted = Scripted(monkeypatch, folder=tmp_path)
     assert scripted.cache is not None
     claims: list[str] = []
@@ -429,6 +451,7 @@ async def test_whoever_has_the_same_question_waits_however_long_the_answer_takes
     monkeypatch.setattr(scripted.client._endpoint, "complete", slow)
     assert (await scripted()).text == "fine"
     assert len(set(claims)) == 1
+    assert naps == {CLAIM_SECONDS / 3}
 
 
 async def test_other_questions_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -565,6 +588,75 @@ async def test_what_the_pool_says_becomes_of_an_error(
     scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 3, verdict=verdict, max_outage_seconds=0)
     completion = await scripted()
     assert (completion.error, completion.requests) == ("gone", requests)
+
+
+async def test_a_call_that_is_refused_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, trouble(401, "no such\nkey"))
+    with pytest.raises(JudgeUnavailable) as problem:
+        await scripted()
+    assert str(problem.value) == (
+        "judge openai/m at http://judge: refused: no such key; check judge.model, judge.api_base and the key in "
+        "environment variable NO_SUCH_KEY, which is not set"
+    )
+    assert len(scripted.sent) == 1
+
+
+async def test_a_judge_that_cannot_be_reached_ends_the_run_unless_the_pool_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = Scripted(monkeypatch, *[unreachable()] * 3, max_outage_seconds=0)
+    with pytest.raises(JudgeUnavailable) as problem:
+        await alone()
+    assert str(problem.value) == "judge openai/m at http://judge: unreachable after 3 attempts: cannot connect"
+    assert len(alone.naps) == 2
+    # There it is the pool that knows whether anybody is answered.
+    pooled = Scripted(monkeypatch, unreachable(), verdict=Next.FAIL)
+    assert (await pooled()).error == "cannot connect"
+
+
+async def test_a_call_that_fails_while_others_are_answered_may_fail_so_often_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = (trouble(500, "once"), trouble(500, "twice"))
+    scripted = Scripted(monkeypatch, *script, max_attempts=2, max_outage_seconds=0.5)
+    scripted.pool.others = 1
+    completion = await scripted()
+    # Whose failure the second one was is known with the third lease, which nothing is sent with.
+    assert len(scripted.sent) == 2
+    _, second, unused = scripted.pool.numbers
+    assert scripted.pool.given_back == [unused]
+    assert (completion.error, completion.requests, completion.call_id) == ("twice", 2, second)
+    assert (completion.waited_seconds, completion.seconds) == (3.0, 223.0)
+    assert completion.dollars == pytest.approx(sum(ended.dollars for ended in scripted.pool.ended))
+
+
+async def test_a_server_is_given_back_as_lost_only_if_its_own_connection_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lent: list[Borrowed] = []
+
+    @asynccontextmanager
+    async def borrow(request: Request) -> AsyncIterator[Borrowed]:
+        lent.append(Borrowed(Server("http://judge", "none")))
+        yield lent[-1]
+
+    script = (unreachable(), trouble(500), unreachable(), said())
+    scripted = Scripted(monkeypatch, *script, max_attempts=9, max_outage_seconds=0)
+    monkeypatch.setattr(scripted.client._servers, "borrow", borrow)
+    assert (await scripted()).text == "fine"
+    assert [each.lost for each in lent] == [True, False, True, False]
+
+
+async def test_a_request_takes_no_longer_than_it_may_whatever_the_transport_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slow(*_: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return said()
+
+    scripted = Scripted(monkeypatch, max_attempts=1, request_timeout_seconds=0.01, max_outage_seconds=0)
+    monkeypatch.setattr(scripted.client._endpoint, "complete", slow)
+    assert (await scripted()).error == "no answer within 0.01 s"
 
 
 async def test_no_more_requests_are_under_way_than_a_worker_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
