@@ -74,10 +74,12 @@ def _length(level: int) -> int | None:
 
 
 def _shorter_turn(turn: Any, length: int) -> Any:
-    if turn.action is None:
+    # An empty code block is an action too.
+    if not turn.action:
         return replace(turn, text=cut(turn.text, length))
-    before, after = turn.text.removesuffix(turn.action), ""
-    if before == turn.text:
-        before, _, after = turn.text.partition(turn.action)
+    # The last place is what was executed. Searched backwards: `rpartition` takes quadratic time.
+    after, found, before = (part[::-1] for part in turn.text[::-1].partition(turn.action[::-1]))
+    if not found:
+        before, after = turn.text, ""
     action = cut(turn.action, length)
     return replace(turn, text=f"{cut(before, length)}{action}{cut(after, length)}", action=action)

@@ -182,9 +182,19 @@ def test_a_turn_is_cut_around_its_action() -> None:
     assert shown.text == cut("a" * 900, kept) + "ACT" + cut("b" * 900, kept)
     assert (shown.action, shown.observation) == ("ACT", None)
     assert closing.text == cut("g" * 900, kept)
+
+    def text(whole: str, action: str = "ACT") -> str:
+        played = replace(rollout, turns=(replace(turn, text=whole, action=action),))
+        (found,) = shortened(played, 2 * len(LENGTHS)).turns
+        assert found.action == action
+        return found.text
+
     # Of a trace the action stands at the end as well as in the text.
-    (last,) = shortened(replace(rollout, turns=(replace(turn, text="ACT, then ACT"),)), 2 * len(LENGTHS)).turns
-    assert last.text == "ACT, then ACT"
+    assert text("ACT, then ACT") == "ACT, then ACT"
+    # Where it was named before, the place where it was executed stays.
+    assert text("ACT? " + "a" * 900 + "ACT.") == cut("ACT? " + "a" * 900, kept) + "ACT."
+    assert text("n" * 900) == cut("n" * 900, kept) + "ACT"
+    assert text("e" * 900 + "<code></code>", action="") == cut("e" * 900 + "<code></code>", kept)
 
 
 def test_a_shorter_union_is_told_less_of_everything_and_merges_the_same_candidates() -> None:
