@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import JudgeConfig, JudgeLimits, OtherJudgeConfig
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, LocalJudgeConfig, OtherJudgeConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
@@ -181,12 +181,13 @@ async def test_all_of_a_panel_have_to_answer(gone: int | None) -> None:
     await undecided.check()
 
 
-@pytest.mark.parametrize("strong", [None, "agrees", "decides", "fails"])
+@pytest.mark.parametrize("strong", [None, "agrees", "decides", "fails", "has nothing to decide"])
 async def test_a_panels_verdict_says_what_was_left_out_of_the_judges_prompt(strong: str | None) -> None:
     long = replace(example_trajectory(), turns=(replace(example_trajectory().turns[0], observation="o" * 60_000),))
+    nobody = "cut" if strong == "has nothing to decide" else None
     judges = {
-        "a": Scores("a", 1, 1),
-        "b": Scores("b", *((1, 1) if strong == "agrees" else (-1, -1))),
+        "a": Scores("a", 1, 1, error=nobody),
+        "b": Scores("b", *((1, 1) if strong == "agrees" else (-1, -1)), error=nobody),
         "s": Scores("s", 1, 1, error="cut" if strong == "fails" else None),
     }
     # Only the first one's context is known, and only its prompt is cut.
@@ -201,7 +202,7 @@ async def test_a_panels_verdict_says_what_was_left_out_of_the_judges_prompt(stro
     judged = await panel_judge(config, PROMPTS, judges["a"], lambda each: judges[each.model]).ask(
         Score(long, RUBRIC), CONTEXT
     )
-    assert judged.ok
+    assert judged.ok is (nobody is None)
     assert judged.left_out > 0
     assert f"{judged.left_out:,} of" in judged.notes[0]
 
@@ -299,6 +300,8 @@ def test_another_judge_has_no_panel_of_its_own_and_everything_else_of_the_first(
         model="org/name/x", api_base="http://x/v1", api_key_env="ORG_API_KEY", max_outage_seconds=60.0, max_tokens=999
     )
     assert other(config, OtherJudgeConfig(model="bare")).api_key_env == "OPENAI_API_KEY"
+    served = JudgeConfig(model="hosted_vllm/own", local=LocalJudgeConfig(enabled=True))
+    assert other(served, OtherJudgeConfig(model="org/x")).local == LocalJudgeConfig()
 
 
 def test_only_the_last_judge_that_stands_in_is_waited_for() -> None:
