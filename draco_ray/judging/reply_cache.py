@@ -113,7 +113,7 @@ class _Claim:
 
 def request_key(request: dict[str, object]) -> str:
     """SHA-256 of everything that is sent, whatever the order of its keys."""
-    canonical = json.dumps(request, sort_keys=True, ensure_ascii=True, default=str)
+    canonical = json.dumps(request, sort_keys=True, default=str)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import pickle
 import shutil
@@ -11,12 +12,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from draco_ray.errors import StoreError
 from draco_ray.judging import own_disk, reply_cache
-from draco_ray.judging.reply_cache import BUSY_SECONDS, FILE, PICKLED_FILE, Book, ReplyCache, read_book, request_key
+from draco_ray.judging.reply_cache import (
+    BUSY_SECONDS,
+    CLAIM_SECONDS,
+    FILE,
+    PICKLED_FILE,
+    Book,
+    ReplyCache,
+    read_book,
+    request_key,
+)
+from tests.support.turns import LoopClock, outcome, turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,34 +60,42 @@ async def test_answers_are_kept_replaced_and_forgotten(tmp_path: Path) -> None:
 
 async def test_of_those_who_would_ask_the_same_one_goes_after_the_other(tmp_path: Path) -> None:
     cache = ReplyCache(tmp_path)
-    await cache.claim("key", "first")
-    await cache.claim("another", "second")
+    await outcome(cache.claim("key", "first"))
+    await outcome(cache.claim("another", "second"))
     waiting = [asyncio.create_task(cache.claim("key", by)) for by in ("second", "third")]
-    await cache.claim("key", "first")
+    await outcome(cache.claim("key", "first"))
     await cache.release("key", "nobody")
-    await asyncio.sleep(0)
+    await turns(50)
     assert not any(each.done() for each in waiting)
     await cache.release("key", "first")
-    await waiting[0]
+    await outcome(waiting[0])
     assert not waiting[1].done()
     await cache.release("key", "second")
-    await waiting[1]
+    await outcome(waiting[1])
 
 
 async def test_nobody_waits_for_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = ReplyCache(tmp_path)
-    monkeypatch.setattr(reply_cache, "CLAIM_SECONDS", 0.01)
+    cache, clock = ReplyCache(tmp_path), LoopClock(monkeypatch)
+    clock.now = float(math.ceil(clock.now))
+    monkeypatch.setattr(reply_cache, "time", SimpleNamespace(monotonic=lambda: clock.now))
     await cache.claim("key", "killed")
-    monkeypatch.setattr(reply_cache, "CLAIM_SECONDS", 1e6)
-    async with asyncio.timeout(60):
-        await cache.claim("key", "second")
+    await clock.pass_(CLAIM_SECONDS - 5)
+    await cache.claim("key", "killed")
+    second = asyncio.create_task(cache.claim("key", "second"))
+    await clock.pass_(CLAIM_SECONDS - 0.5)
+    late = asyncio.create_task(cache.claim("key", "late"))
+    await turns(50)
+    assert (second.done(), late.done()) == (False, False)
+    late.cancel()
+    await clock.pass_(0.5)
+    assert second.done()
     # A process that was only stopped changes nothing of the claim that took the place of its own.
     await cache.release("key", "killed")
     third = asyncio.create_task(cache.claim("key", "third"))
-    await asyncio.sleep(0)
+    await turns(50)
     assert not third.done()
     await cache.release("key", "second")
-    await third
+    await outcome(third)
 
 
 WRITER = """
