@@ -190,10 +190,15 @@ def test_prompt_and_task() -> None:
     prompt = inside(render.agent_prompt(PROMPT, CODE))
     assert prompt == f"[SYSTEM {CODE}]\n{PROMPT[0].content}\n\n[USER {CODE}]\n{PROMPT[1].content}"
     assert inside(render.task(PROMPT, CODE)) == PROMPT[1].content
+    further = Message(role="user", content="And now?")
+    assert inside(render.task((*PROMPT, further), CODE)) == f"{PROMPT[1].content}\n\nAnd now?"
 
 
 def test_criteria_and_scores_are_json_with_their_indices() -> None:
-    assert [entry["title"] for entry in json.loads(render.existing_rubrics(RUBRIC))] == [c.title for c in RUBRIC]
+    assert json.loads(render.existing_rubrics(RUBRIC)) == [
+        {"title": each.title, "description": each.description, "evaluator_instruction": each.evaluator_instruction}
+        for each in RUBRIC
+    ]
     candidates = json.loads(render.candidate_rubrics(RUBRIC))
     assert [(entry["candidate_index"], entry["source"]) for entry in candidates] == [(0, "stage1"), (1, "stage2/0")]
     assert [entry["rubric_index"] for entry in json.loads(render.rubrics(RUBRIC))] == [0, 1]
@@ -453,6 +458,7 @@ def test_json_of_criteria_is_pretty_and_in_its_own_letters() -> None:
 
 
 def test_lone_surrogates_do_not_reach_the_wire() -> None:
+    assert render.evidence_code(b"key", "\ud83d") == render.evidence_code(b"key", "?")
     escape("\ud83d").encode("utf-8")
     render.rubrics([Criterion(title="\udc00", description="", evaluator_instruction="")]).encode("utf-8")
 
