@@ -333,8 +333,11 @@ def test_a_budget_wants_a_price_of_whoever_may_be_asked(unpriced: str) -> None:
 
 
 @pytest.mark.parametrize(("jury", "strong", "panel_of"), [((), None, False), (("j",), None, True), ((), "s", True)])
-def test_a_judge_alone_is_no_panel(jury: tuple[str, ...], strong: str | None, panel_of: bool) -> None:
+async def test_a_judge_alone_is_no_panel(jury: tuple[str, ...], strong: str | None, panel_of: bool) -> None:
     others = {"jury": [{"model": each} for each in jury], "strong": None if strong is None else {"model": strong}}
     config = with_others(**others)
-    made = panel_judge(config, PROMPTS, Scores("m"), lambda each: Scores(each.model))
+    first = Scores("m")
+    made = panel_judge(config, PROMPTS, first, lambda each: Scores(each.model))
     assert isinstance(made, Panel) is panel_of
+    await made.check()
+    assert first.checked == 1
