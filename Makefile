@@ -285,7 +285,7 @@ test: setup
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
-# The tests that start no process (three minutes).
+# The tests that start no process (some six minutes on one core).
 test-fast: setup
 	$(VENV)/bin/python -m pytest -m "not slow"
 
