@@ -256,12 +256,12 @@ def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
         take(store, URL, print, sleep=sleep)
-    first.check()
+    first.check(store)
     # It is stopped for longer than its claim lasts: another takes over, and it finds out before it writes.
     second = take(store, URL, print, sleep=lambda seconds: None)
-    second.check()
+    second.check(store)
     with pytest.raises(ClaimLost, match="another driver has taken this run over"):
-        first.check()
+        first.check(store)
     assert second.epoch == first.epoch + 1
     second.release()
     assert take(store, URL, print).epoch >= 1
@@ -335,11 +335,18 @@ class Flaky(MemoryStore):
         super().__init__()
         self.failures, self.error = failures, error
 
+    def names(self, folder: str) -> list[str]:
+        self._fail()
+        return super().names(folder)
+
     def write(self, name: str, data: bytes) -> None:
+        self._fail()
+        super().write(name, data)
+
+    def _fail(self) -> None:
         if self.failures:
             self.failures -= 1
             raise self.error
-        super().write(name, data)
 
 
 def test_an_outage_is_said_once_and_waited_out() -> None:
@@ -357,6 +364,26 @@ def test_an_outage_is_said_once_and_waited_out() -> None:
         Patient(Flaky(10**9, OSError("ACCESS_DENIED")), "s3://b/r", said.append, seconds=60).write("a", b"1")
     with pytest.raises(StoreError, match="s3://b/r: cannot be used: gone"):
         Patient(Flaky(10**9, OSError("gone")), "s3://b/r", said.append, seconds=0).write("a", b"1")
+
+
+def test_an_outage_that_a_look_at_the_claims_meets_first_is_said_as_any_other(tmp_path: Path) -> None:
+    said: list[str] = []
+    store = Flaky(0, OSError("503"))
+    run = SmallRun(tmp_path / "run")
+    replica = replica_of(store, run.path)
+    patient = Patient(store, URL, said.append, seconds=60, stopped=threading.Event(), first_wait=0.001)
+    replica.copy(patient)
+    run.piece(1, TASKS[0])
+    write = store.write
+
+    def fails_from_now_on(name: str, data: bytes) -> None:
+        write(name, data)
+        store.failures = 2 if name.startswith("objects/") else 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "write", fails_from_now_on)
+        assert replica.copy(patient)
+    assert said == [f"{URL}: 503; trying again, the run goes on in its local folder", f"{URL}: answers again"]
 
 
 @pytest.mark.parametrize(

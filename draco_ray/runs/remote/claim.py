@@ -8,6 +8,7 @@ been renewed for `LEASE_SECONDS`, by the clock of who looks on, is a dead driver
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pyarrow import ArrowException
 
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.remote.manifest import manifest_names
@@ -49,34 +52,37 @@ class Claim:
         _HELD.add(self._name)
         self.beat()
 
-    def beat(self) -> None:
-        """Renew it."""
+    def beat(self, store: ObjectStore | None = None) -> None:
+        """Renew it, in ``store`` if its own is too patient."""
         self._beats += 1
-        self._store.write(f"{FOLDER}/{self._name}", json.dumps({**_me(), "beats": self._beats}).encode())
+        data = json.dumps({**_me(), "beats": self._beats}).encode()
+        (store or self._store).write(f"{FOLDER}/{self._name}", data)
 
-    def others(self) -> list[str]:
-        """Names of all other claims."""
-        return [name for name in _names(self._store) if name != self._name]
+    def others(self, store: ObjectStore | None = None) -> list[str]:
+        """Names of all other claims, as ``store`` lists them if its own is not patient enough."""
+        return [name for name in _names(store or self._store) if name != self._name]
 
-    def check(self) -> None:
-        """Look whether it still holds.
+    def check(self, store: ObjectStore) -> None:
+        """Look whether it still holds, in the store of who asks: how long to wait for it is theirs to say.
 
         Raises:
             ClaimLost: another driver has taken the run over meanwhile.
         """
-        if any(_epoch(name) > self.epoch for name in self.others()):
+        if any(_epoch(name) > self.epoch for name in self.others(store)):
             raise ClaimLost(f"{self._place}: another driver has taken this run over")
 
-    def keep(self) -> None:
-        """Renew it in a thread of its own until it is released."""
+    def keep(self, store: ObjectStore) -> None:
+        """Renew it in ``store``, in a thread of its own, until it is released.
+
+        Args:
+            store: one that says nothing and tries once: an outage is said by who copies, and the next renewal may come
+                through.
+        """
 
         def beats() -> None:
             while not self._released.wait(BEAT_SECONDS):
-                try:
-                    self.beat()
-                except (StoreError, OSError):
-                    # Said by who copies; the next one may come through.
-                    continue
+                with contextlib.suppress(StoreError, OSError, ArrowException):
+                    self.beat(store)
 
         threading.Thread(target=beats, name="claim", daemon=True).start()
 

@@ -161,7 +161,7 @@ def working(place: Place, say: Say, *, new: bool = False, again: str | None = No
     url, raw = place.url, ArrowStore(place.url)
     store = Patient(raw, url, say, seconds=START_SECONDS)
     claim = take(store, url, say)
-    claim.keep()
+    claim.keep(raw)
     try:
         latest = latest_manifest(store, url)
         if new and latest is not None and latest.begun:

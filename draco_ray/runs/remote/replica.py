@@ -90,7 +90,7 @@ class Replica:
 
     def tidy(self, store: ObjectStore) -> None:
         """Remove what killed writers have left: manifests before the last ones, and objects that those do not name."""
-        self._claim.check()
+        self._claim.check(store)
         kept: list[Manifest] = []
         for name in manifest_names(store):
             found = None
@@ -107,7 +107,7 @@ class Replica:
                 store.delete(f"{OBJECTS}/{name}")
 
     def _publish(self, store: ObjectStore, files: Mapping[str, Entry]) -> None:
-        self._claim.check()
+        self._claim.check(store)
         self._number += 1
         manifest = Manifest(self._claim.epoch, self._number, files)
         name, data = manifest.encoded()
@@ -120,7 +120,7 @@ class Replica:
         self._attempted = []
         self._written.append(replace(manifest, name=name))
         self._stored = {entry.sha256: entry for entry in files.values()}
-        self._claim.check()
+        self._claim.check(store)
         while len(self._written) > KEPT:
             dropped = self._written.pop(0)
             store.delete(f"{FOLDER}/{dropped.name}")
