@@ -28,7 +28,7 @@ from tests.support.lost import lost_rollout
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.worlds import Tasks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
 TASKS, RUNS = 3, 2
 

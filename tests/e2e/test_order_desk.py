@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 from tests.support.command import draco
 from tests.support.order_desk_policy import build_order_desk_policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
 FOLDER = "examples/order_desk"
 

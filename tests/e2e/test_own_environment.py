@@ -16,7 +16,7 @@ import pytest
 from draco_ray.runs.directory import RunDirectory
 from tests.support.command import draco
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
 
 @pytest.fixture(scope="module")

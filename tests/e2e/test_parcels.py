@@ -19,7 +19,7 @@ from tests.support.command import draco
 from tests.support.scripted_policy import SURE, save_bigram_policy
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("joined_ray")]
 
 SHELVES = (" A", " B", " C", " D")
 

@@ -21,7 +21,7 @@ from tests.support.functions_policy import FUNCTIONS, build_functions_policy, ch
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, build_scripted_policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
 SEED = 3
 """Gives the two groups different noise."""
