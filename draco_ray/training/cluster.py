@@ -88,7 +88,9 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
                 _start(config, judges=judges)
     except ConnectionError as error:
-        raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}") from None
+        # To one that wants a token nobody is there: Ray's own words do not say which it was.
+        token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
+        raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}{token}") from None
     except ValueError:
         raise
     except Exception as error:

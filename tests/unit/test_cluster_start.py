@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+from unittest.mock import patch
+
 import pytest
+import ray
 import ray._private.services
 
-from draco_ray.training.cluster import _patient_start
+from draco_ray.config.load import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.training.cluster import _patient_start, connect
 
 
 def test_a_node_that_comes_up_late_is_waited_for_and_one_that_never_does_is_not(
@@ -33,3 +40,24 @@ def test_a_node_that_comes_up_late_is_waited_for_and_one_that_never_does_is_not(
 def test_ray_asks_through_the_name_that_is_replaced() -> None:
     """Ray's limit is in its code: where a new version asks in another way, the longer time has to be had in another."""
     assert "get_node" in ray._private.node.Node.__init__.__code__.co_names
+
+
+@pytest.mark.parametrize(
+    ("mode", "hint"), [(None, "; one that wants a token answers with RAY_AUTH_MODE=token"), ("token", "")]
+)
+def test_a_cluster_that_does_not_answer_may_want_a_token(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, hint: str
+) -> None:
+    def init(**given: Any) -> None:
+        assert given["address"] == "10.0.0.1:6379"
+        raise ConnectionError("Failed to connect\nto Ray")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    # What it sets for Ray's processes is not for other tests.
+    with patch.dict(os.environ), pytest.raises(ConfigError) as error:
+        connect(load_config("sandbox", ["ray.address=10.0.0.1:6379"]))
+    line = "ray.address 10.0.0.1:6379: no Ray cluster answers there: Failed to connect to Ray"
+    assert str(error.value) == line + hint
