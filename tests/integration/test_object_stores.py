@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gcp_storage_emulator.server as gcs
 import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs
@@ -24,15 +26,19 @@ from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.remote import store
 from draco_ray.runs.remote.place import Place, readable, working
-from draco_ray.runs.remote.store import ArrowStore
+from draco_ray.runs.remote.store import ArrowStore, Patient
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as run_module
 from draco_ray.training.order import TaskOrder
+from tests.support.autoscaling import free_port
 from tests.support.object_store import Faults, faulty_proxy
 from tests.support.small_run import TASKS
 from tests.unit.test_remote_runs import CALLS, LARGE, SmallRun, consistent
 from tests.unit.test_training_resume import write_step
+
+PREFIX, NAME = "runs/50% of #1 ü", "a run %20"
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +69,29 @@ def s3(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield f"endpoint_override=http://127.0.0.1:{port}&region=us-east-1&scheme=http", faults
 
 
+@pytest.fixture
+def gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a run in an emulator of Google's store."""
+    # pyarrow holds a stream of an object open while it asks for parts of it, which stops a server of one thread.
+    monkeypatch.setattr(gcs.server, "HTTPServer", http.server.ThreadingHTTPServer)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    port = free_port()
+    with gcs.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket"):
+        yield f"gs://anonymous@bucket/{PREFIX}/{NAME}?endpoint_override=127.0.0.1:{port}&scheme=http"
+
+
 def place(options: str, name: str, local: Path) -> Place:
-    return Place(local / name, f"s3://bucket/runs/50% of #1 ü/{name}?{options}")
+    return Place(local / name, f"s3://bucket/{PREFIX}/{name}?{options}")
 
 
-def test_a_run_is_copied_and_restored_with_names_as_they_are(s3: tuple[str, Faults], tmp_path: Path) -> None:
-    here, elsewhere = (place(s3[0], "a run %20", tmp_path / name) for name in ("here", "elsewhere"))
+@pytest.mark.parametrize("cloud", ["s3", "gs"])
+def test_a_run_is_copied_and_restored_with_names_as_they_are(
+    cloud: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    url = (
+        request.getfixturevalue("gs") if cloud == "gs" else place(request.getfixturevalue("s3")[0], NAME, tmp_path).url
+    )
+    here, elsewhere = (Place(tmp_path / name / NAME, url) for name in ("here", "elsewhere"))
     said: list[str] = []
     with working(here, said.append, new=True) as path:
         run = SmallRun(path)
@@ -82,6 +105,14 @@ def test_a_run_is_copied_and_restored_with_names_as_they_are(s3: tuple[str, Faul
     assert here.url is not None
     assert consistent(readable(here.url, checkpoints=True)) == consistent(here.local)
     assert not any(name for name in ArrowStore(here.url).names("claims"))
+
+
+def test_a_store_of_googles_that_nobody_answers_for_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client tries for a quarter of an hour by itself, in which nothing can be said or stopped."""
+    monkeypatch.setattr(store, "GOOGLE", store.GOOGLE.replace("10", "1"))
+    nowhere = ArrowStore(f"gs://anonymous@bucket/run?endpoint_override=127.0.0.1:{free_port()}&scheme=http")
+    with pytest.raises(StoreError, match=r"^gs://bucket/run: cannot be used: .*Could not connect"):
+        Patient(nowhere, "gs://bucket/run", print, seconds=0.1).names("claims")
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "dropped", "slow"])

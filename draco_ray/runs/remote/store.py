@@ -21,6 +21,8 @@ CHUNK = 8 * 2**20
 """Bytes read or written at a time."""
 ATTEMPTS = 3
 """The S3 client's own, of a request; what still fails is tried again by `Patient`."""
+GOOGLE = "retry_limit_seconds=10"
+"""Of the client for Google's store, which else tries for a quarter of an hour before it says anything."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds between two tries."""
 OPTIONS = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
@@ -149,7 +151,8 @@ def _file_system(url: str) -> tuple[fs.FileSystem, str]:
     if found is None:
         raise ValueError("no URL")
     scheme, host, path, options = found[1], found[2], found[3] or "", found[4]
-    files, base = fs.FileSystem.from_uri(f"{scheme}://{host}{quote(path)}{f'?{options}' if options else ''}")
+    query = "&".join(each for each in (options, GOOGLE if scheme in ("gs", "gcs") else None) if each)
+    files, base = fs.FileSystem.from_uri(f"{scheme}://{host}{quote(path)}{f'?{query}' if query else ''}")
     if files.type_name == "s3":
         given = dict(each.split("=", 1) for each in (options or "").split("&") if "=" in each)
         files = fs.S3FileSystem(
