@@ -801,7 +801,7 @@ class RunConfig(Tree):
     local: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Where run.root is an object store: folder in which runs work. null: a private one in this user's cache."""
     name: FileName | None = None
-    """null: <setting>-<date>-<time>."""
+    """null: <setting>-<date>-<time>-<random>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Where each step's scalars go besides metrics.jsonl; wandb and mlflow are extras of the package."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import shlex
 import signal
 import threading
@@ -63,12 +64,17 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     console = console or Console(highlight=False, soft_wrap=True)
     check_outlives_job(config.run.root)
     config, prompts, order = _checked(config, console)
-    name = config.run.name or f"{config.setting}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = config.run.name or name_of(config.setting, datetime.now())
     with working(place_of(config.run, name), partial(console.print, markup=False), new=True) as path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}", markup=False)
         return _train_new(config, prompts, order, run, console)
+
+
+def name_of(setting: str, begins: datetime) -> str:
+    """A name for a run that has none: its own, also among runs that begin in the same second on many machines."""
+    return f"{setting}-{begins:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _train_new(
