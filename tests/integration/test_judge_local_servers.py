@@ -117,6 +117,8 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
         return list(await asyncio.gather(*(client(request(f"g{n % 2}", n, words=200)) for n in numbers)))
 
     killed = next(iter(first.values()))
+    sockets = Path(killed.environ()["VLLM_RPC_BASE_PATH"])
+    assert any(path.is_socket() for path in sockets.iterdir())
     asking = asyncio.create_task(ask(range(10, 18)))
     await until(lambda: busy(killed))
     below = killed.children(recursive=True)
@@ -127,6 +129,7 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
     assert [reply.error for reply in replies] == [None] * 8
     assert any(reply.requests > 1 for reply in replies)
     await until(lambda: all(map(ended, below)))
+    await until(lambda: not sockets.exists())
 
     # Replaced by itself; the other one hangs now.
     await until(lambda: len(serving(judge)) == 2 and not ray.get(handle.pending.remote()))

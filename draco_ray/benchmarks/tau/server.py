@@ -137,7 +137,8 @@ def served(
     adapter = write_served_adapter(policy, folder / "adapter") if policy.adapter is not None else None
     command = serve_command(config, policy, port, adapter)
     key = secrets.token_urlsafe(24)
-    child = Child(command, serve_environment(config, policy, key, withhold), log, Scrubber([key]))
+    environment = serve_environment(config, policy, key, withhold)
+    child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
     try:
         base = f"http://{HOST}:{port}"
         _wait(child, base, key, config.tau_bench.server.start_timeout_seconds, log)

@@ -150,7 +150,7 @@ class VllmJudgeServer:
         withheld = (self._config.api_key_env,)
         environment = openai_server.server_environment(engine_of(self._config.local), model, self._key, withheld)
         words = serve_words(self._config, self._host, port)
-        self._child = Child(words, environment, self._log, Scrubber([self._key]))
+        self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)
         self._began, self._stall = self._clock(), None
         return Look(server=None, doing=f"loads {model}{why}")
 
