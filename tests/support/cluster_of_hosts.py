@@ -12,18 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.forking_ray import EVERYTHING, JUDGES, LEARNERS
 from tests.support.hosts import OUTSIDE, Host, Network, network
 
 HEAD, NODE, JUDGE = "head", "node", "judge"
 RESOURCES = {HEAD: ("--num-cpus=0",), NODE: ("--num-cpus=4",), JUDGE: ("--num-cpus=0", '--resources={"judge": 8}')}
 GCS_PORT = 6379
-RAY = """\
-from ray.scripts.scripts import main
-from draco_ray.training.cluster import _patient_start
-with _patient_start():
-    main()
-"""
-"""`ray`, but for the 30 s that it gives a node to come up."""
+FORKED = {HEAD: f"{JUDGES},{LEARNERS}", NODE: EVERYTHING, JUDGE: JUDGES}
+"""What a host's Ray imports once for all of its workers. With no resources an actor may come to any of the hosts."""
 BUCKET = "bucket"
 MAKE_BUCKET = """\
 import sys
@@ -62,9 +58,10 @@ class HostsCluster:
         host = self.network.add(name, mounts)
         where = [f"--address={self.network[HEAD].address}:{GCS_PORT}"]
         if name == HEAD:
-            where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
+            where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", "--no-monitor"]
         ray = [
-            *(sys.executable, "-c", RAY, "start", "--block", "--disable-usage-stats", *where, *resources),
+            *(sys.executable, "-m", "tests.support.forking_ray", FORKED[name], "start", "--block"),
+            *("--disable-usage-stats", "--include-log-monitor=false", *where, *resources),
             *(f"--node-ip-address={host.address}", "--object-store-memory", str(200 << 20)),
         ]
         log = self.logs / f"{name}.log"
