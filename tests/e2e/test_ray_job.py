@@ -28,6 +28,7 @@ from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
 from tests.support.command import draco
+from tests.support.forking_ray import EVERYTHING
 from tests.support.rewards import check_given_rewards
 
 # The first test's time includes the start of the head.
@@ -38,6 +39,8 @@ TASKS, ROLLOUTS = 2, 2
 """Of the authored rubric."""
 ROLLOUT = ("training_step", "task_id", "rollout")
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+OF_NEW_INTERPRETERS = {"PYTHONHASHSEED": "0"}
+"""A variable that Python reads when it starts: a worker that is to have it is not forked."""
 
 
 def free_port() -> int:
@@ -75,13 +78,15 @@ class Head:
         answer.raise_for_status()
         return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}
 
-    def submit(self, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def submit(self, *words: str, folder: Path | None = None, forks: bool = True) -> subprocess.CompletedProcess[str]:
         """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard.
 
-        ``folder`` goes with it, and is where it runs.
+        ``folder`` goes with it, and is where it runs. Without ``forks`` its workers are those of any cluster.
         """
-        working = [] if folder is None else ["--working-dir", str(folder)]
-        command = [*RAY, "job", "submit", *working, "--", str(Path(sys.executable).with_name("draco")), *words]
+        options = [] if folder is None else ["--working-dir", str(folder)]
+        if not forks:
+            options += ["--runtime-env-json", json.dumps({"env_vars": OF_NEW_INTERPRETERS})]
+        command = [*RAY, "job", "submit", *options, "--", str(Path(sys.executable).with_name("draco")), *words]
         while True:
             done = subprocess.run(
                 command, env=self.environment, capture_output=True, text=True, timeout=400, check=False
@@ -110,7 +115,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     }
     process = subprocess.Popen(
         [
-            *(*RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4"),
+            *(sys.executable, "-m", "tests.support.forking_ray", EVERYTHING, "start", "--head", "--block"),
+            *("--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", "--num-cpus=4"),
             *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={folder}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
             # Not the default ones, which the Ray of another program may hold.
@@ -153,7 +159,8 @@ async def replayed_outcomes(run: RunDirectory, world: Path) -> dict[tuple[int, s
 def test_training(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     words = arguments(sandbox_root, starter_model, tmp_path, "job")[1:]
     # The setting whose training sees the ground truth, as its evaluation does.
-    submitted = head.submit("train", *words, "--setting", "outcome", "train.steps=1", "data.eval_tasks=1")
+    less = ["train.steps=1", "data.eval_tasks=1"]
+    submitted = head.submit("train", *words, "--setting", "outcome", *less, forks=False)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "succeeded" in submitted.stdout + submitted.stderr
     assert "held-out TGC" in submitted.stdout
