@@ -57,6 +57,8 @@ print("full", flush=True)
 sys.stdin.read()
 """
 """Keeps twice what the object store holds; Ray writes the rest to disk."""
+RAY = ("-m", "ray.scripts.scripts")
+"""What Python runs as `ray`."""
 HEAD_ATTEMPTS = 3
 """Ray gives a head 30 s to start, which a busy machine may miss."""
 
@@ -252,7 +254,9 @@ def ray_head(root: Path, store_mib: int = 512, folder_mib: int | None = None) ->
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         environment.pop("RAY_ADDRESS", None)
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+            *(sys.executable, *RAY, "start", "--head", "--block", "--disable-usage-stats"),
+            # Nobody reads the logs elsewhere, and no node is to be added.
+            *("--include-log-monitor=false", "--no-monitor"),
             *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"),
             *("--include-dashboard=false", "--num-cpus=4", "--resources", '{"judge": 8}'),
             f"--object-store-memory={store_mib << 20}",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking_ray import EVERYTHING
 from tests.support.jobs import load_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -17,6 +18,7 @@ def test_a_run_outlives_the_node_it_ran_on(
     chaos = load_job("chaos")
     monkeypatch.setattr(chaos, "STEPS", 1)
     monkeypatch.setattr(chaos, "GROUP", 2)
+    monkeypatch.setattr(chaos, "RAY", ("-m", "tests.support.forking_ray", EVERYTHING))
     outcome = chaos.strike(chaos.NODE, tmp_path, sandbox_root, starter_model)
     assert outcome.survived == "resumed"
     assert (outcome.steps, outcome.rollouts, outcome.lost) == (1, chaos.PROMPTS * 2, 0)
