@@ -118,13 +118,16 @@ def test_lists_are_longer_than_a_page(world: World) -> None:
 
 
 def test_rows_refer_to_rows_that_exist(world: World) -> None:
-    tables = {"playlist_id": "spotify.Playlist", "song_id": "spotify.Song", "project_id": "todoist.Project"}
+    users = ("user_id", "sender_id", "receiver_id", "friend_id", "recipient_ids")
     for table, rows in world.tables.items():
         assert [row["id"] for row in rows] == list(range(1, len(rows) + 1))
         for row in rows:
-            for name, target in tables.items():
-                if name in row and table.split(".")[0] == target.split(".")[0]:
-                    assert 1 <= row[name] <= len(world.tables[target])
+            for name, value in row.items():
+                if name.endswith(("_id", "_ids")) and value is not None:
+                    stem = "user" if name in users else name.removesuffix("s").removesuffix("_id")
+                    target = table.split(".")[0] + "." + stem.title().replace("_", "")
+                    for row_id in value if name.endswith("_ids") else [value]:
+                        assert 1 <= row_id <= len(world.tables[target]), (table, name)
 
 
 def test_every_task_asks_for_something(tasks: list[PlannedTask]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import random
 import re
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from appworld.collections.models import ModelCollection
 from appworld.common.constants import DB_VERSION
 from appworld.common.datetime import DateTime
 from appworld.common.path_store import path_store
+from sqlmodel import Session
 
 from draco_ray.sandbox.world.evaluation import evaluation_code, evaluation_data, test_data
 from draco_ray.sandbox.world.population import APPS, NOW, World
@@ -29,6 +30,9 @@ def write_api_docs(root: Path) -> None:
     """Write the documentation of all APIs, generated from the apps themselves, into an AppWorld root."""
     path_store.update_root(str(root))
     random.seed(0)  # AppWorld draws the docs' example values from the global generator
+    # Half of the time would go to checking what FastAPI makes of AppWorld's own code, the same for every world.
+    checker: Any = importlib.import_module("openapi_spec_validator")
+    checker.validate_spec = lambda spec: None
     docs = ApiDocCollection.build(tuple(get_all_apps(skip_admin=True)))
     with contextlib.redirect_stdout(io.StringIO()):  # it prints every file it writes
         docs.save()
@@ -51,10 +55,7 @@ class Store:
         models = ModelCollection.load(to_db_home_path=home, load_apps=apps, create_db=True)
         for table, rows in world.tables.items():
             app, name = table.split(".")
-            model = models[app][name]
-            records = [model.create(**_fields(row)) for row in rows]
-            # Counters that the hooks would keep (likes, search texts of others) are part of the rows already.
-            model.save_all(records, skip_post_change=True)
+            _insert(models[app][name], rows)
         models.save(db_home_path=str(self.data / "base_dbs"), format="full", app_names=apps)
         models.close()
         unset_local_date_and_time(freezer)
@@ -140,13 +141,22 @@ class Store:
         (self.data / "version.txt").write_text(DB_VERSION + "\n")
 
 
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as AppWorld's models take it: without its id, dates in AppWorld's own class."""
-    return {
-        name: DateTime.from_datetime(value) if isinstance(value, datetime) else value
-        for name, value in row.items()
-        if name != "id"
-    }
+def _insert(model: Any, rows: list[dict[str, Any]]) -> None:
+    """Do to an empty table what ``create`` and ``save_all`` of AppWorld's models do, in a third of the time.
+
+    They validate every row twice, read it back twice, and look up each row that it refers to. What their hooks would
+    keep after a change (likes, search texts of others) is part of the rows already.
+    """
+    records = [model.validate(row) for row in rows]
+    with Session(model.db.engine, autoflush=False, expire_on_commit=False) as session:
+        for record in records:
+            record.set_record_hash()
+            record._pre_change("create", None)
+        session.add_all(records)
+        model.commit_session(session)
+    for record in records:
+        record.set_search_text()
+    model.increment_model_hash()
 
 
 def _write_json(path: Path, value: Any) -> None:
