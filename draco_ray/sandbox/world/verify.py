@@ -23,6 +23,10 @@ from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Family, Fault, families
 
+LOADED = "draco_ray.sandbox.world.loaded"
+TASKS_A_WORKER = 10
+"""After so many tasks a process is replaced, and with it what AppWorld leaves behind (`loaded`)."""
+
 Progress = Callable[[str], None]
 
 
@@ -57,10 +61,11 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
     started = time.monotonic()
     checked: list[Checked] = []
     problems: list[str] = []
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([LOADED])
     with (
         tempfile.TemporaryDirectory(prefix="draco-verify-") as scratch,
-        context.Pool(jobs, _start_worker, (str(root), scratch)) as pool,
+        context.Pool(jobs, _start_worker, (str(root), scratch), TASKS_A_WORKER) as pool,
     ):
         for found in pool.imap_unordered(check_task, tasks):
             checked.append(found)
