@@ -21,7 +21,8 @@ from tests.support.rule_judge_runs import run_of
 pytestmark = pytest.mark.slow
 
 PLAY = """
-import contextlib, io, json, sys
+import contextlib, gc, io, json, os, sys
+gc.disable()  # as `draco_ray.sandbox.starter.execute` has it, and the end likewise
 from appworld import AppWorld
 for line in sys.stdin:
     job = json.loads(line)
@@ -30,6 +31,7 @@ for line in sys.stdin:
             outputs = [world.execute(cell) for cell in job["cells"]]
             success = world.evaluate(suppress_errors=True).success
     print(json.dumps({"outputs": outputs, "success": success}), flush=True)
+os._exit(0)
 """
 
 
