@@ -58,6 +58,12 @@ async def test_answers_are_kept_replaced_and_forgotten(tmp_path: Path) -> None:
     assert await cache.get("b") is None
 
 
+async def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b" / "replies"
+    await ReplyCache(folder).put("a", {"text": "a"})
+    assert await ReplyCache(folder).get("a") == {"text": "a"}
+
+
 async def test_of_those_who_would_ask_the_same_one_goes_after_the_other(tmp_path: Path) -> None:
     cache = ReplyCache(tmp_path)
     await outcome(cache.claim("key", "first"))

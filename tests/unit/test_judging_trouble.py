@@ -247,8 +247,8 @@ class LiteLLM:
     class UnsupportedParamsError(BadRequestError):
         pass
 
-    def __init__(self, *refuses: str, provider: str = "openai", only_newer: bool = False) -> None:
-        self.refuses, self.provider, self.only_newer = refuses, provider, only_newer
+    def __init__(self, *refuses: str, provider: str = "openai", only_newer: bool = False, fault: str = "") -> None:
+        self.refuses, self.provider, self.only_newer, self.fault = refuses, provider, only_newer, fault
         self.utils = self
         self.sent: list[dict[str, Any]] = []
 
@@ -269,6 +269,9 @@ class LiteLLM:
 
     async def acompletion(self, **arguments: Any) -> str:
         self.sent.append(arguments)
+        assert len(self.sent) < 50, "sent without end"
+        if self.fault:
+            raise self.BadRequestError(self.fault)
         if self.only_newer and "max_tokens" in arguments:
             raise self.BadRequestError("use 'max_completion_tokens' and not 'max_tokens'")
         return "reply"
@@ -327,6 +330,24 @@ async def test_the_newer_name_of_the_limit_is_learned_once() -> None:
         await sent(litellm, made, ASK, Server(None, "secret"))
     newer = {name: value for name, value in PLAIN.items() if name != "max_tokens"} | {"max_completion_tokens": 99}
     assert litellm.sent == [PLAIN, newer, newer]
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        ("'messages' is too long", ["max_tokens", "max_tokens"]),
+        (
+            "use 'max_completion_tokens' and not 'max_tokens'",
+            ["max_tokens", "max_completion_tokens", "max_completion_tokens"],
+        ),
+    ],
+)
+async def test_a_request_with_another_fault_is_not_sent_again(fault: str, names: list[str]) -> None:
+    litellm, made = LiteLLM(fault=fault), endpoint(temperature=None)
+    for _ in range(2):
+        with pytest.raises(LiteLLM.BadRequestError, match=fault):
+            await sent(litellm, made, ASK, Server(None, "secret"))
+    assert [next(name for name in each if name.endswith("_tokens")) for each in litellm.sent] == names
 
 
 async def test_a_temperature_that_a_model_refuses_is_left_out_and_an_effort_is_not(
