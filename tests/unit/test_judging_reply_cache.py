@@ -301,8 +301,14 @@ def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:
 
 def test_replies_are_kept_on_no_disk_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever command would keep them: a run, `draco judge`, a replay."""
-    (tmp_path / "mounts").write_text(f"server:/ {tmp_path / 'home'} nfs4 rw 0 0\n", encoding="utf-8")
+    (tmp_path / "mounts").write_text(f"server:/ {tmp_path.resolve() / 'home'} nfs4 rw 0 0\n", encoding="utf-8")
     monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
-    with pytest.raises(StoreError, match=r"kept in .*/home/judge_cache, on .*/home, whose file system \(nfs4\)"):
-        ReplyCache(tmp_path / "home" / "judge_cache")
+    folder = tmp_path.resolve() / "home" / "judge_cache"
+    with pytest.raises(StoreError) as caught:
+        ReplyCache(folder)
+    assert str(caught.value) == (
+        f"judge replies would be kept in {folder}, on {folder.parent}, whose file system (nfs4) machines share: "
+        "SQLite, which keeps them, may lose there what was paid for: name a folder on a disk of this machine "
+        "(--out, or judge.cache of a training run)"
+    )
     assert not (tmp_path / "home").exists()

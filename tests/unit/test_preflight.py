@@ -125,6 +125,18 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount() -> None:
         ("nfs", "/auto"),
     ]
     assert file_system_of(Path("/var"), "") == ("", ".")
+    # A line without a type says nothing; what follows it does.
+    assert file_system_of(Path("/far/x"), "host: /far\n") == ("", ".")
+    assert file_system_of(Path("/far/x"), "host: /far\nhost: / nfs") == ("nfs", "/")
+
+
+def test_mounts_in_any_encoding_are_read_and_none_are_no_reason_to_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
+    own_disk.check_own_disk(tmp_path)
+    (tmp_path / "mounts").write_bytes(b"server:/\xe4 /nowhere\xff nfs4 rw 0 0\n")
+    own_disk.check_own_disk(tmp_path)
 
 
 def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mends_it(paper: DracoConfig) -> None:
