@@ -1,4 +1,4 @@
-"""All of AppWorld that a task needs, for a process whose forks share it: importing this module loads it.
+"""AppWorld with everything that a task needs, for a process whose forks share it: importing this module loads it.
 
 The garbage collector stays off. What AppWorld leaves behind with every task makes collections ever longer and frees
 nothing, so forks are to end after some tasks.
