@@ -11,7 +11,7 @@ from pathlib import Path
 from draco_ray.engine.child import Child, Scrubber
 
 PROGRAM = """\
-import os, pathlib, socket, time
+import os, socket, time
 socket.socket(socket.AF_UNIX).bind(os.path.join(os.environ["SOCKETS"], "left"))
 print(os.environ["SOCKETS"], flush=True)
 time.sleep(600)

@@ -59,7 +59,7 @@ class Claim:
         (store or self._store).write(f"{FOLDER}/{self._name}", data)
 
     def others(self, store: ObjectStore | None = None) -> list[str]:
-        """Names of all other claims, as ``store`` lists them if its own is not patient enough."""
+        """Names of all other claims, as ``store`` lists them if not its own."""
         return [name for name in _names(store or self._store) if name != self._name]
 
     def check(self, store: ObjectStore) -> None:
