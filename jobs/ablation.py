@@ -1,7 +1,7 @@
 """Train every setting of the ablation on the sandbox, follow each run on held-out tasks, and print tables as Markdown.
 
-python jobs/ablation.py [--steps 10] [--seeds 5] [--every 2] [--settings "draco no-credit"] [--runs-per-task 3]
-                        [--root DIR] [--measured DIR] [--print-only]
+python jobs/ablation.py [--steps 10] [--seeds 5] [--first-seed 0] [--every 2] [--settings "draco no-credit"]
+                        [--runs-per-task 3] [--root DIR] [--measured DIR] [--print-only]
 
 A run plays the held-out tasks before training, after every second step unless told, and after the last. It goes on
 where it was stopped, and after each run everything is printed from what there is: the settings after their last step,
@@ -210,6 +210,7 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
 def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 5,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
     every: Annotated[int, typer.Option(min=1, help="Evaluate after every so many steps, and before the first.")] = 2,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
@@ -228,7 +229,7 @@ def main(
     last, measured = steps or default_steps(preset), measured or root / "measured"
     found: dict[str, dict[int, Measured]] = {name: {} for name in settings.split()}
     waiting: list[Wanted] = []
-    for seed in range(seeds):
+    for seed in range(first_seed, first_seed + seeds):
         for name in found:
             wanted = Wanted(
                 preset=preset,

@@ -1,17 +1,20 @@
 """How wrong may a judge be? Train on the sandbox with a rule judge that is wrong in known shares, print what is left.
 
 python jobs/bench_noise.py [--settings "draco no-credit"] [--noises "none,wrong step 40%"] [--seeds 3]
-                           [--steps 10] [--root DIR] [--measured DIR] [--print-only]
+                           [--first-seed 0] [--steps 10] [--root DIR] [--measured DIR] [--print-only]
 
 Every kind of error alone, in growing shares, and the shares of the paper's self-judge. A night's work on two cores: it
-goes on where it was stopped, and prints its table after each run from what there is; what was measured of a run is a
-small file in --measured, and a run whose file is there is not run again. `--print-only` runs nothing.
+goes on where it was stopped, and after each run prints its table from what there is, which is also `noise.csv` and
+`noise.png` in --measured; what was measured of a run is a small file there, and a run whose file is there is not run
+again. `--print-only` runs nothing.
 """
 
 from __future__ import annotations
 
+import csv
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +24,7 @@ from measured import SANDBOX, Measured, Wanted, default_steps, of_one_policy
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import load_config
+from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.summary import Summary, differences, summarise
 
 NOISES: dict[str, Mapping[str, float]] = {
@@ -32,6 +36,7 @@ NOISES: dict[str, Mapping[str, float]] = {
     **{f"missed criterion {share:.0%}": {"missed_criterion": share} for share in (0.3, 0.6)},
 }
 """What is wrong, by name; the second is what the paper's self-judge got wrong of the frontier judge's verdicts."""
+AGAINST = "Against a judge that is right"
 Cell = tuple[str, str, int]
 """(noise, setting, seed)."""
 
@@ -57,35 +62,105 @@ def noticed(noise: Mapping[str, float], preset: str, setting: str) -> Mapping[st
     return {name: share for name, share in noise.items() if name != "wrong_step"}
 
 
-def table(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs_per_task: int) -> str:
-    """A row a noise, a column a setting: TGC after training and what it gained, as Markdown.
+@dataclass(frozen=True)
+class Left:
+    """What was left of the gain under one judge, in one setting, over the seeds that were run."""
 
-    The last column is the first setting's TGC minus the second's, over the seeds that both have.
-    """
-    two = settings[:2] if len(settings) > 1 else []
-    headers = [*(f"{name}: TGC, gain, seeds" for name in settings), *([" - ".join(two)] if two else [])]
-    lines = [f"| Judge | {' | '.join(headers)} |", "|---|" + "---|" * len(headers)]
+    noise: str
+    setting: str
+    seeds: int
+    tgc: Interval
+    """After training."""
+    gain: Interval
+    kept: float | None
+    """Its share of the gain under a judge that is right, of the seeds that both have; None where there is none."""
+    against_right: Interval | None
+    """TGC less that under a judge that is right, paired by task, over the same seeds."""
+
+
+def what_is_left(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs: int) -> list[Left]:
+    """A line a noise and setting that was run, in this order. ``runs``: evaluation rollouts a task."""
+    lines = []
     for noise in noises:
-        of_noise = {
-            name: {seed: run for (of, each, seed), run in found.items() if (of, each) == (noise, name)}
-            for name in settings
-        }
-        cells = [_cell(list(of_noise[name].values()), runs_per_task) for name in settings]
-        if two:
-            first, second = (of_noise[name] for name in two)
-            both = sorted(first.keys() & second.keys())
-            sides = (after_training([side[seed] for seed in both], runs_per_task) for side in (first, second))
-            cells.append(gain(*sides) if both else "not run yet")
-        lines.append(f"| {noise} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for setting in settings:
+            here, right = of_setting(found, noise, setting), of_setting(found, "none", setting)
+            if not here or (noise != "none" and here == {seed: right.get(seed) for seed in here}):
+                continue  # Not run, or a noise of which this setting notices nothing.
+            shared = [] if noise == "none" else sorted(here.keys() & right.keys())
+            kept, against = None, None
+            if shared:
+                after = after_training([here[seed] for seed in shared], runs)
+                after_right = after_training([right[seed] for seed in shared], runs)
+                against = difference(after, after_right)
+                whole = difference(after_right, before_training([right[seed] for seed in shared], runs)).mean
+                gained = difference(after, before_training([here[seed] for seed in shared], runs)).mean
+                kept = gained / whole if whole > 0 else None
+            ended = after_training(list(here.values()), runs)
+            gain = difference(ended, before_training(list(here.values()), runs))
+            lines.append(Left(noise, setting, len(here), ended.tgc[0], gain, kept, against))
+    return lines
 
 
-def _cell(runs: list[Measured], runs_per_task: int) -> str:
-    if not runs:
-        return "not run yet"
-    before = summarise([[run.evaluations[0]] for run in runs], runs_per_task)
-    after = after_training(runs, runs_per_task)
-    return f"{percent(after.tgc[0])}, {gain(after, before)}, {len(runs)}"
+def of_setting(found: Mapping[Cell, Measured], noise: str, setting: str) -> dict[int, Measured]:
+    """Seed -> the run of it."""
+    return {seed: run for (of, name, seed), run in found.items() if (of, name) == (noise, setting)}
+
+
+def print_table(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs: int) -> list[Left]:
+    """What is left of the gain, and the first setting's TGC less the second's, as Markdown. Returns the former."""
+    lines = what_is_left(found, noises, settings, runs)
+    print(f"\n| Judge | Setting | Seeds | TGC | Gain | Kept | {AGAINST} |\n|{'---|' * 7}")
+    for each in lines:
+        kept = "-" if each.kept is None else f"{each.kept:.0%}"
+        against = "-" if each.against_right is None else percent(each.against_right, "+")
+        cells = [each.setting, str(each.seeds), percent(each.tgc), percent(each.gain, "+"), kept, against]
+        print(f"| {each.noise} | {' | '.join(cells)} |")
+    run = {(noise, setting) for noise, setting, _ in found}
+    missing = [f"{noise} ({setting})" for noise in noises for setting in settings if (noise, setting) not in run]
+    if missing:
+        print(f"\nNot run yet: {', '.join(missing)}.")
+    if len(settings) > 1:
+        first, second = settings[:2]
+        print(f"\n| Judge | {first} - {second} | Seeds |\n|---|---|---|")
+        for noise in noises:
+            one, other = of_setting(found, noise, first), of_setting(found, noise, second)
+            if both := sorted(one.keys() & other.keys()):
+                sides = (after_training([side[seed] for seed in both], runs) for side in (one, other))
+                print(f"| {noise} | {percent(difference(*sides), '+')} | {len(both)} |")
+    sys.stdout.flush()
+    return lines
+
+
+def write_plot(root: Path, lines: Sequence[Left]) -> None:
+    """What is left as ``noise.csv`` and ``noise.png``, where anything was run."""
+    if not lines:
+        return
+    with (root / "noise.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["judge", "setting", "seeds", "tgc", "gain", "low", "high", "kept"])
+        for each in lines:
+            gain = (each.gain.mean, each.gain.low, each.gain.high)
+            writer.writerow([each.noise, each.setting, each.seeds, each.tgc.mean, *gain, each.kept])
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(each.noise for each in lines))
+    settings = list(dict.fromkeys(each.setting for each in lines))
+    figure = Figure(figsize=(9, 1.5 + 0.5 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for place, setting in enumerate(settings):
+        here = [each for each in lines if each.setting == setting]
+        # Beside each other, not upon each other.
+        at = [names.index(each.noise) + 0.24 * (place - (len(settings) - 1) / 2) for each in here]
+        means = [100 * each.gain.mean for each in here]
+        below = [mean - 100 * each.gain.low for mean, each in zip(means, here, strict=True)]
+        above = [100 * each.gain.high - mean for mean, each in zip(means, here, strict=True)]
+        axes.errorbar(means, at, xerr=[below, above], fmt="o", capsize=3, label=setting)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xlabel="gain of held-out TGC by training, in points (bar: 95 % interval)", title="A judge that is wrong")
+    figure.legend(loc="outside right upper")
+    figure.savefig(root / "noise.png", dpi=150)
 
 
 def after_training(runs: list[Measured], runs_per_task: int) -> Summary:
@@ -93,16 +168,22 @@ def after_training(runs: list[Measured], runs_per_task: int) -> Summary:
     return summarise([[run.evaluations[run.last]] for run in runs], runs_per_task)
 
 
-def gain(after: Summary, before: Summary) -> str:
-    """The first less the second, in points of TGC, paired by task."""
-    interval, _ = next(iter(differences(after, before).values()))
-    return percent(interval, "+")
+def before_training(runs: list[Measured], runs_per_task: int) -> Summary:
+    """The same before their first."""
+    return summarise([[run.evaluations[0]] for run in runs], runs_per_task)
+
+
+def difference(first: Summary, second: Summary) -> Interval:
+    """TGC of the first less the second's, paired by task."""
+    interval, _ = next(iter(differences(first, second).values()))
+    return interval
 
 
 def main(
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = "draco no-credit",
     noises: Annotated[str, typer.Option(help="Names of judges to train with, separated by commas.")] = ",".join(NOISES),
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
     preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Which sandbox.")] = "sandbox",
@@ -123,7 +204,7 @@ def main(
         sys.exit(f"bench-noise: no noise {unknown[0]!r}, expected some of {', '.join(NOISES)}")
     found: dict[Cell, Measured] = {}
     waiting: dict[Cell, Wanted] = {}
-    for seed in range(seeds):
+    for seed in range(first_seed, first_seed + seeds):
         for noise in chosen:
             for name in names:
                 errors = noticed(NOISES[noise], preset, name)
@@ -143,17 +224,19 @@ def main(
                     waiting[noise, name, seed] = wanted
     known_runs = [(seed, measured) for (_, _, seed), measured in found.items()]
     possible = of_one_policy(known_runs, [] if print_only else waiting.values())
-    print(table(found, chosen, names, runs_per_task), flush=True)
+    measured.mkdir(parents=True, exist_ok=True)
+    write_plot(measured, print_table(found, chosen, names, runs_per_task))
     for cell, wanted in waiting.items():
         if wanted not in possible:
             continue
         # Several noises of which it notices nothing are one run.
         found[cell] = wanted.known(measured) or wanted.make(root, measured)
-        print(f"\n{table(found, chosen, names, runs_per_task)}", flush=True)
+        write_plot(measured, print_table(found, chosen, names, runs_per_task))
     print(
-        "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; the last column is paired "
-        "by task. The judge is the offline rule judge, wrong in these shares of its verdicts, citations or criteria; "
-        "nothing else changes."
+        "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; differences are paired by "
+        "task. Kept: the share of the gain under a judge that is right, over the seeds that both have. The judge is "
+        "the offline rule judge, wrong in these shares of its verdicts, citations or criteria; nothing else "
+        f"changes. Plot: {measured / 'noise.csv'}, {measured / 'noise.png'}"
     )
 
 

@@ -375,16 +375,34 @@ def test_noise_with_and_without_credit(
                 job.policy_of(Path(load_config("sandbox").model.path)),
             )
             job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
+    # The second setting's third seed has not been run under any judge; under this one, the first's third neither.
+    for seed in range(2):
+        run = replace(wanted(job, "draco", seed, "judge.rule_judge.false_pass=0.6"), every=None, label="-false_pass0.6")
+        measured = job.Measured(
+            {0: evaluations(0), STEPS: evaluations(2)}, {0: job.Spend(), STEPS: job.Spend()}, measured.policy
+        )
+        job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
     noise.main(**words, print_only=True)
-    table = sections(capsys.readouterr().out)[""]
-    assert table["Judge"] == ["draco: TGC, gain, seeds", "no-credit: TGC, gain, seeds", "draco - no-credit"]
-    draco, plain, less = table["none"]
-    assert re.fullmatch(r"50\.0 \[.*\], \+50\.0 \[.*\], 3", draco)
-    assert re.fullmatch(r"16\.7 \[.*\], \+16\.7 \[.*\], 2", plain)
-    assert less.startswith("+33.3 [")
-    assert table["false pass 60%"] == ["not run yet"] * 3
-    # Without credit no step is named, so none is wrong: that is the run without noise.
-    assert table["wrong step 40%"] == ["not run yet", plain, "not run yet"]
+    printed = capsys.readouterr().out
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["Judge", "Setting", "Seeds", "TGC", "Gain", "Kept", "Against a judge that is right"]
+    draco, plain, wrong = rows[1:4]
+    assert draco[:3] == ["none", "draco", "3"]
+    assert re.fullmatch(r"50\.0 \[.*\] \+50\.0 \[.*\] - -", " ".join(draco[3:]))
+    assert plain[:3] == ["none", "no-credit", "2"]
+    assert re.fullmatch(r"16\.7 \[.*\] \+16\.7 \[.*\] - -", " ".join(plain[3:]))
+    # Two of three solved where three are with a judge that is right.
+    assert wrong[:3] == ["false pass 60%", "draco", "2"]
+    assert re.fullmatch(r"33\.3 \[.*\] \+33\.3 \[.*\] 67% -16\.7 \[.*\]", " ".join(wrong[3:]))
+    # Without credit no step is named, so none is wrong: that is the run without noise, and says nothing of it.
+    assert rows[4] == ["Judge", "draco - no-credit", "Seeds"]
+    assert [(name, less.split()[0], seeds) for name, less, seeds in rows[5:]] == [("none", "+33.3", "2")]
+    assert "Not run yet: false pass 30% and false fail 1% (draco), " in printed
+    assert "wrong step 40% (draco), wrong step" in printed
+    with (tmp_path / "measured" / "noise.csv").open(encoding="utf-8") as file:
+        points = [(row["judge"], row["setting"], round(float(row["gain"]), 3)) for row in csv.DictReader(file)]
+    assert points == [("none", "draco", 0.5), ("none", "no-credit", 0.167), ("false pass 60%", "draco", 0.333)]
+    assert (tmp_path / "measured" / "noise.png").stat().st_size > 10_000
     with pytest.raises(SystemExit):
         noise.main(**words, print_only=False)
     # The first seed of everything comes first.
@@ -392,6 +410,8 @@ def test_noise_with_and_without_credit(
     assert "seed=0" in started[0]
     capsys.readouterr()
     noise.main(**words, noises="none", print_only=True)
-    assert list(sections(capsys.readouterr().out)[""]) == ["Judge", "none"]
+    assert "false" not in capsys.readouterr().out.partition("In %")[0]
+    noise.main(**words | {"seeds": 1}, first_seed=2, print_only=True)
+    assert "| none | draco | 1 |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no noise 'nonsense', expected some of none, false pass"):
         noise.main(**words, noises="none,nonsense", print_only=True)
