@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -10,16 +11,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import ray
 import ray._private.services
+import ray._private.utils
+import ray._private.worker
+import ray._raylet
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.vllm_engine import vllm_environment
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.interruption import handler_kept
+from draco_ray.interruption import handler_kept, held_back
 from draco_ray.training.preflight import SUBMITTED, check_resources, has_autoscaler
 from draco_ray.training.room import wait_for_room, wait_for_turn
 from draco_ray.workers.forked import forked_workers
@@ -34,6 +39,8 @@ START_SECONDS = 180.0
 """For a node to come up, where Ray gives it 30."""
 LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
+INSTALL_HANDLERS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
+"""``ray::RayLog::InstallFailureSignalHandler(char const*, bool)``."""
 
 ACTORS = ("draco_ray.engine.actor", "draco_ray.rollout.worker", "draco_ray.runs.store_actor")
 """What every run has, with what it imports; also of evaluations and `draco sft`."""
@@ -76,7 +83,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     address = address_of(config)
     try:
-        with handler_kept(signal.SIGTERM):
+        with handler_kept(signal.SIGTERM), _signals_left_alone():
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
@@ -92,6 +99,9 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}{token}") from None
     except ValueError:
+        raise
+    except KeyboardInterrupt:
+        ray.shutdown()
         raise
     except Exception as error:
         # Ray raises bare Exception where a node does not come up in time.
@@ -109,6 +119,36 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         wait_for_room(config, console, judges=judges, autoscaled=autoscaled)
         resources = ray.cluster_resources()
     return resources
+
+
+@contextlib.contextmanager
+def _signals_left_alone() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C mean inside the block what they meant before, also while Ray is started or joined.
+
+    Ray has two handlers of SIGTERM. That of its Python, set first, exits without a word of the run. That of its library
+    comes as the driver joins, where no Python runs until the node has answered, on a busy machine for a minute: it ends
+    the process there with a stack trace. The library installs its own once, so it may as well do so now. And a driver
+    that is interrupted there has joined by half, and ends in a fault of its memory: so that waits until it has joined.
+    """
+    utils, driver = ray._private.utils, ray._private.worker
+    set_handler, join = utils.set_sigterm_handler, driver.connect
+
+    @wraps(join)
+    def connect(*arguments: Any, **named: Any) -> Any:
+        with held_back(signal.SIGTERM, signal.SIGINT):
+            return join(*arguments, **named)
+
+    utils.set_sigterm_handler, driver.connect = lambda handler: None, connect
+    try:
+        # Not there in another Ray than those that are locked.
+        install = getattr(ctypes.CDLL(ray._raylet.__file__), INSTALL_HANDLERS, None)
+        if install is not None:
+            install.argtypes, install.restype = (ctypes.c_char_p, ctypes.c_bool), None
+            with handler_kept(signal.SIGTERM):
+                install(b"", True)
+        yield
+    finally:
+        utils.set_sigterm_handler, driver.connect = set_handler, join
 
 
 def _start(config: DracoConfig, *, judges: bool) -> None:

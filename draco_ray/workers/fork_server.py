@@ -1,8 +1,9 @@
 """A process that has imported what a run's actors need, and forks a worker of Ray's for each client that asks.
 
-Run by path, by `draco_ray.workers.forked`, with the descriptor of a listening socket and the modules to import. It ends
-with the node manager (raylet) whose id is in RAY_RAYLET_PID. To Ray, the process that it started is the client
-(`draco_ray.workers.ask_fork_server`); so a worker and its client end together, whichever ends first.
+Run by path, by `draco_ray.workers.forked`, with the descriptors of a listening socket and of a pipe, which it closes
+once it has imported, and the modules to import. It ends with the node manager (raylet) whose id is in RAY_RAYLET_PID.
+To Ray, the process that it started is the client (`draco_ray.workers.ask_fork_server`); so a worker and its client end
+together, whichever ends first.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ def drawn_in_a_fork() -> bytes:
 
 def main() -> None:
     """Read the command line, import, fork."""
-    descriptor, *modules = sys.argv[1:]
+    descriptor, importing, *modules = sys.argv[1:]
     # Of its own: the root logger is the workers', as a new interpreter has it.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -281,6 +282,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
     load(modules)
+    os.close(int(importing))
     request = ForkServer(socket.socket(fileno=int(descriptor)), raylet).serve()
     if request is None:
         # Nothing is left to do, and to take down all that was imported would take a while.

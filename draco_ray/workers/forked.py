@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 import ray
 import ray._private.services
+import ray._private.worker
 
 from draco_ray.workers import ask_fork_server
 
@@ -44,9 +46,10 @@ def forked_workers(modules: Sequence[str], environment: Mapping[str, str]) -> It
         modules: imported once for all of them; one that cannot be is left to the worker that needs it.
         environment: variables that these modules read when they are imported.
     """
-    services = ray._private.services
-    once = services.start_raylet
+    services, driver = ray._private.services, ray._private.worker
+    once, join = services.start_raylet, driver.connect
     signature = inspect.signature(once)
+    importing: list[int] = []
 
     @wraps(once)
     def start_raylet(*arguments: Any, **named: Any) -> Any:
@@ -66,22 +69,34 @@ def forked_workers(modules: Sequence[str], environment: Mapping[str, str]) -> It
             at.chmod(0o600)
             listener.listen(WAITING)
             started = once(*given.args, **given.kwargs)
-            _start_server(listener, started.process.pid, session / "logs" / "fork_server.log", modules, environment)
+            log = session / "logs" / "fork_server.log"
+            importing.append(_start_server(listener, started.process.pid, log, modules, environment))
         return started
 
-    services.start_raylet = start_raylet
+    @wraps(join)
+    def connect(*arguments: Any, **named: Any) -> Any:
+        # Ray waits for the first workers itself, but lets no signal's handler run meanwhile.
+        for pipe in importing:
+            select.select([pipe], [], [])
+        return join(*arguments, **named)
+
+    services.start_raylet, driver.connect = start_raylet, connect
     try:
         yield
     finally:
-        services.start_raylet = once
+        services.start_raylet, driver.connect = once, join
+        for pipe in importing:
+            os.close(pipe)
 
 
 def _start_server(
     listener: socket.socket, raylet: int, log: Path, modules: Sequence[str], environment: Mapping[str, str]
-) -> None:
-    with log.open("ab") as file:
+) -> int:
+    """Returns a pipe whose end is read once it has imported all, or has ended."""
+    pipe, held = os.pipe()
+    with log.open("ab") as file, open(held, "wb"):
         subprocess.Popen(
-            [sys.executable, str(SERVER), str(listener.fileno()), *modules],
+            [sys.executable, str(SERVER), str(listener.fileno()), str(held), *modules],
             env={
                 **os.environ,
                 **environment,
@@ -94,7 +109,8 @@ def _start_server(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            pass_fds=[listener.fileno()],
+            pass_fds=[listener.fileno(), held],
             # Ctrl-C at a terminal is for this process, which ends the node manager, and that the rest.
             process_group=0,
         )
+    return pipe

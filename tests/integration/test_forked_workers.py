@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -134,3 +135,81 @@ def test_imports_may_take_longer_than_ray_waits_for_a_worker(tmp_path: Path) -> 
     with driving("slow_to_import", PYTHONPATH=path, RAY_worker_register_timeout_seconds="1") as driver:
         (told,) = driver.another()
         assert told["has"]
+
+
+STARTING = """
+import ray._private.worker
+from draco_ray.config.load import load_config
+from draco_ray.interruption import ended_as_interrupted
+from draco_ray.training import cluster
+
+cluster.ACTORS, cluster.OF_ENGINES, cluster.OF_JUDGES, cluster.OF_LEARNERS = ("waits_for_the_test",), (), (), ()
+join = ray._private.worker.connect
+
+def told(*arguments, **named):
+    print("joining", flush=True)
+    input()
+    return join(*arguments, **named)
+
+ray._private.worker.connect = told
+with ended_as_interrupted():
+    try:
+        cluster.connect(load_config("sandbox", ["ray.dashboard=false"]))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+"""A run's start, whose fork server imports a module that waits; it says when Ray has started, and waits to be told to
+join."""
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A driver that starts Ray, and what its fork server waits for in the midst of its imports until it is closed."""
+    os.mkfifo(waited_for := tmp_path / "fifo")
+    (tmp_path / "waits_for_the_test.py").write_text(f"open({str(waited_for)!r}).read()\n")
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", STARTING]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, text=True, **pipes) as driver:
+        try:
+            # Opened once the other end is.
+            with waited_for.open("w") as pipe:
+                yield driver, pipe
+        finally:
+            driver.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_start_is_interrupted_while_modules_are_imported(
+    starting: tuple[subprocess.Popen[str], IO[str]], number: signal.Signals
+) -> None:
+    driver, _ = starting
+    driver.send_signal(number)
+    assert driver.communicate() == ("interrupted\n", "")
+    assert driver.returncode == 0
+
+
+def test_sigterm_while_the_node_does_not_answer_interrupts_the_start(
+    starting: tuple[subprocess.Popen[str], IO[str]],
+) -> None:
+    driver, importing = starting
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    importing.close()
+    assert driver.stdout.readline() == "joining\n"
+    (raylet,) = (each for each in psutil.Process(driver.pid).children() if each.name() == "raylet")
+    raylet.suspend()
+    try:
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        # A thread of a driver that joins: from here on no Python runs in it until the node answers.
+        threads = Path(f"/proc/{driver.pid}/task")
+        while not any(thread.read_text() == "global.accessor\n" for thread in threads.glob("*/comm")):
+            assert driver.poll() is None, driver.communicate()
+            time.sleep(0.05)
+        driver.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    finally:
+        raylet.resume()
+    assert driver.communicate() == ("interrupted\n", "")
+    assert driver.returncode == 0
