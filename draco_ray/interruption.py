@@ -58,5 +58,5 @@ def held_back(*numbers: signal.Signals) -> Iterator[None]:
             kept.enter_context(handler_kept(number))
             signal.signal(number, lambda number, frame: came.append(number))
         yield
-    for number in came[:1]:
-        signal.raise_signal(number)
+    for first in came[:1]:
+        signal.raise_signal(first)

@@ -169,8 +169,8 @@ def starting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     (tmp_path / "waits_for_the_test.py").write_text(f"open({str(waited_for)!r}).read()\n")
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", STARTING]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, text=True, **pipes) as driver:
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, stderr=-1, text=True) as driver:
         try:
             # Opened once the other end is.
             with waited_for.open("w") as pipe:
