@@ -131,6 +131,9 @@ def training_samples(
         that was not sampled.
     """
     where = f"trajectory {trajectory.name} of {trajectory.group}"
+    if not len(trajectory.token_ids_T):
+        # An agent may end without a word: it is judged, and there is nothing to train on.
+        return []
     if rollout_advantage.rollout != trajectory.rollout:
         raise ValueError(f"{where}: given the advantages of rollout {rollout_advantage.rollout}")
     in_step_T: BoolArray = trajectory.step_T != GAP

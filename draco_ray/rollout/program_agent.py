@@ -110,8 +110,9 @@ class ProgramAgent:
             how = f"was ended by signal {-ran.exit_code}"
         last = " ".join((ran.errors.strip() or ran.output.strip()).split())[-_SAID_CHARACTERS:]
         said = f"; its last words: {last}" if last else ""
-        if not episode.turns and episode.refused is None:
-            return EpisodeEnd.SERVER_ERROR, f"the agent's program {how} and never called the endpoint{said}"
+        if not episode.turns:
+            asked = f"got no answer: {episode.complaint}" if episode.complaint else "never called the endpoint"
+            return EpisodeEnd.SERVER_ERROR, f"the agent's program {how} and {asked}{said}"
         if ran.exit_code == PLAY_AGAIN and episode.refused is None:
             return EpisodeEnd.SERVER_ERROR, f"the agent's program asks to be played again{said}"
         if ran.exit_code == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 from draco_ray.config.schema import AgentConfig
@@ -73,7 +74,7 @@ class VerifiersAgent:
         if "unusable" in played:
             raise ConfigError(f"verifiers: {played['unusable']}")
         ended, why = (end_of(crash), str(crash)) if crash is not None else _end(episode, played, self._config)
-        return trajectory_of(
+        trajectory = trajectory_of(
             played["traces"],
             episode,
             task=world.task,
@@ -84,6 +85,11 @@ class VerifiersAgent:
             ended=ended,
             error=why,
         )
+        if ended is EpisodeEnd.SERVER_ERROR or trajectory.sampled_T.any():
+            return trajectory
+        # Nothing to judge or to learn from.
+        lost = f"verifiers: its traces hold none of the policy's {episode.turns} turns"
+        return replace(trajectory, ended=EpisodeEnd.SERVER_ERROR, error="; ".join(filter(None, [lost, why])))
 
 
 def _end(episode: TokenEpisode, played: dict[str, Any], config: AgentConfig) -> tuple[EpisodeEnd, str | None]:
@@ -93,7 +99,9 @@ def _end(episode: TokenEpisode, played: dict[str, Any], config: AgentConfig) -> 
     said = "; ".join(f"{error['type']}: {error['message']}" for error in errors) or None
     if played["timeout"] and not errors:
         said = f"it did not end within its time (agent.timeout_seconds={config.timeout_seconds:g} at most)"
-    if not episode.turns and episode.refused is None:
+    if not episode.turns and episode.refused is not None:
+        return EpisodeEnd.SERVER_ERROR, "verifiers: its first prompt is too long: raise agent.max_prompt_length"
+    if not episode.turns:
         return EpisodeEnd.SERVER_ERROR, f"verifiers never asked the policy: {said or 'the episode had no turn'}"
     if episode.refused is not None:
         return episode.refused, None

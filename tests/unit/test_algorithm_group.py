@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -313,6 +314,18 @@ def test_a_turn_that_was_cut_before_its_code_takes_nothing_beside_steps() -> Non
     sample = training_samples(cut, member, credit=True)[0]
     assert sample.advantage_T == pytest.approx(member.advantage * np.array([0, 0, 1, 1, 0, 1, 0, 0]))
     assert sample.loss_mask_T[-1]
+
+
+def test_a_rollout_without_a_token_is_counted_and_not_trained_on() -> None:
+    played = trajectory()
+    none: dict[str, Any] = dict.fromkeys(("token_ids_T", "step_T"), np.zeros(0, dtype=np.int32))
+    none |= {"sampled_T": np.zeros(0, dtype=np.bool_), "logprob_T": np.zeros(0, dtype=np.float32), "turns": ()}
+    mute = replace(played, rollout=5, prompt_length=0, **none)
+    acted, said_nothing = group_advantages(
+        "g", np.array([[1], [-1]]), [[], []], [played.tokens_M, mute.tokens_M], [4, 5], rule=DRACO
+    ).rollouts
+    assert acted.advantage > 0 > said_nothing.advantage
+    assert training_samples(mute, said_nothing, credit=True) == []
 
 
 def test_vanilla_grpo_covers_every_sampled_token() -> None:

@@ -181,6 +181,9 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
         ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was ended by signal 6"),
         ("ask('a'); import time; time.sleep(600)", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=4"),
         ("import time; time.sleep(600)", EpisodeEnd.SERVER_ERROR, "timeout_seconds=4 and never called the endpoint"),
+        # It is no doing of a policy that said nothing, and there is nothing to train on.
+        ("ask('many words ' * 900)", EpisodeEnd.SERVER_ERROR, "exit code 1 and got no answer: .*length is 400 tokens"),
+        ("os.environ['OPENAI_API_KEY'] = 'k'; ask('a')", EpisodeEnd.SERVER_ERROR, "got no answer: wrong key; expected"),
         ("ask('a'); ask('many words ' * 900)", EpisodeEnd.RESPONSE_LIMIT, "exit code 1 after the limit"),
         ("[ask('a') for _ in range(9)]", EpisodeEnd.TURN_LIMIT, "exit code 1 after the limit"),
     ],

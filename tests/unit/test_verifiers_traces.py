@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.records import EpisodeEnd, Message, Trajectory
+from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import TokenAsk
 from draco_ray.rollout.tokens import TokenPolicy
-from draco_ray.rollout.verifiers_agent import _end
+from draco_ray.rollout.verifiers_agent import VerifiersAgent, _end
 from draco_ray.rollout.verifiers_traces import trajectory_of
 from tests.support.endpoint_episode import CHAT, END, REQUEST, TASK, ScriptedSampler, encoded
+from tests.unit.test_program_agent import HandIn
 
 PROMPT = (Message(role="user", content="Do it."),)
 
@@ -165,6 +169,31 @@ async def test_an_episode_without_a_turn_is_empty() -> None:
     ended, why = _end(at.episode, {"traces": [], "errors": [], "timeout": False}, at.config)
     assert ended is EpisodeEnd.SERVER_ERROR
     assert why == "verifiers never asked the policy: the episode had no turn"
+    at.episode.refused = EpisodeEnd.RESPONSE_LIMIT
+    ended, why = _end(at.episode, {"traces": [], "errors": [], "timeout": False}, at.config)
+    assert ended is EpisodeEnd.SERVER_ERROR
+    assert why == "verifiers: its first prompt is too long: raise agent.max_prompt_length"
+
+
+async def test_traces_without_the_policys_turns_are_no_rollout() -> None:
+    class Forgets(HandIn):
+        async def act(self, action: str) -> str:
+            order = json.loads(action)
+            body = {"model": order["model"], "token_ids": encoded("Do it."), "sampling_params": {"max_tokens": 50}}
+            async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+                url = order["base_url"].removesuffix("/v1") + "/inference/v1/generate"
+                assert (await client.post(url, json=body)).status_code == 200
+            return json.dumps({"traces": [], "errors": [], "timeout": True})
+
+    at = Traced()
+    try:
+        played = await VerifiersAgent(at.policy, at.config, "{task_description}").run(Forgets(), REQUEST)
+    finally:
+        await shared_endpoint().stop()
+    assert played.ended is EpisodeEnd.SERVER_ERROR
+    assert str(played.error).startswith(
+        "verifiers: its traces hold none of the policy's 1 turns; verifiers: it did not"
+    )
 
 
 @pytest.mark.parametrize(

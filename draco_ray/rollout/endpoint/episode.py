@@ -108,6 +108,8 @@ class Episode:
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self.refused: EpisodeEnd | None = None
         """The limit that the last request ran into."""
+        self.complaint: str | None = None
+        """Why the last request that got no answer got none."""
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of a response -> the conversation up to it, for requests that go on from an id."""
         self._task, self._request = task, request

@@ -129,7 +129,7 @@ class Endpoint:
                 return StreamingResponse(chat_events(ask, answer), media_type="text/event-stream")
             return JSONResponse(chat_completion(ask, answer))
 
-        return await self._guarded(reply)
+        return await self._guarded(reply, request)
 
     async def _responses(self, request: Request) -> Response:
         async def reply() -> Response:
@@ -143,7 +143,7 @@ class Endpoint:
                 return StreamingResponse(response_events(whole), media_type="text/event-stream")
             return JSONResponse(whole)
 
-        return await self._guarded(reply)
+        return await self._guarded(reply, request)
 
     async def _world_tools(self, request: Request) -> Response:
         async def reply() -> Response:
@@ -155,7 +155,7 @@ class Endpoint:
                 return JSONResponse({"tools": tools.schemas})
             return JSONResponse({"result": await tools.call(await _body(request))})
 
-        return await self._guarded(reply)
+        return await self._guarded(reply, request)
 
     async def _generate(self, request: Request) -> Response:
         async def reply() -> Response:
@@ -164,7 +164,7 @@ class Endpoint:
             ask = read_generate(body)
             return JSONResponse(generated(ask, await _sampled(request, episode.generate(ask))))
 
-        return await self._guarded(reply)
+        return await self._guarded(reply, request)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -174,13 +174,15 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _guarded(self, reply: Callable[[], Awaitable[Response]]) -> Response:
+    async def _guarded(self, reply: Callable[[], Awaitable[Response]], request: Request) -> Response:
         """What ``reply`` answers, or why there is nothing."""
         try:
             return await reply()
         except Refused as refused:
+            self._note(request, str(refused))
             return _refusal(refused)
         except _Gone:
+            self._note(request, "it did not wait for one")
             return Response(status_code=499)
         except RecursionError:
             return _refusal(Refused("the request is nested too deeply"))
@@ -188,6 +190,11 @@ class Endpoint:
             # The episode remembers it; what the agent makes of it decides nothing.
             said = " ".join(str(error).split())[:300]
             return _refusal(Refused(f"the policy cannot be asked: {type(error).__name__}: {said}", 500, "server_error"))
+
+    def _note(self, request: Request, why: str) -> None:
+        """Remember why an agent got no answer."""
+        if (episode := self._episodes.get(request.path_params.get("episode", ""))) is not None:
+            episode.complaint = why
 
     def _episode(self, request: Request) -> Episode:
         name = request.path_params["episode"]
