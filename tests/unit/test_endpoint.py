@@ -213,6 +213,17 @@ async def test_white_space_and_ids_that_the_agent_changes_do_not_matter() -> Non
         assert at.trajectory().branches == (0,)
 
 
+@pytest.mark.parametrize(("spelled", "branches"), [("[2, 1e3, 0.5]", 1), ("[2.0, 1000, 0.5]", 1), ("[2, 999, 0.5]", 2)])
+async def test_a_whole_number_is_the_same_however_an_agents_language_spells_it(spelled: str, branches: int) -> None:
+    async with served([call(cents=[2.0, 1000.0, 0.5]), f"Done.{END}"]) as at:
+        client = at.openai.chat.completions
+        message = (await client.create(model="m", messages=ASK, tools=[TOOL])).choices[0].message
+        turn = message.model_dump(exclude_none=True)
+        turn["tool_calls"][0]["function"]["arguments"] = f'{{"cents": {spelled}}}'
+        await client.create(model="m", messages=[*ASK, turn, told("yes", message.tool_calls[0].id)], tools=[TOOL])
+        assert len(at.trajectory().branches) == branches
+
+
 async def test_without_tools_a_turn_is_a_step_when_anything_comes_after_it() -> None:
     async with served([f"Look.{END}", f"Refund.{END}", f"Bye.{END}"]) as at:
         client = at.openai.chat.completions
@@ -308,18 +319,22 @@ async def test_reasoning_is_set_apart_and_its_tokens_stay() -> None:
     assert "A1 it is." in TOKENIZER.decode(at.sampler.asked[1])
 
 
-async def test_a_stop_text_ends_the_turn_at_its_token() -> None:
+@pytest.mark.parametrize("put_back", ["", "Observation:"])
+async def test_a_stop_text_ends_the_turn_at_its_token_and_is_not_in_the_answer(put_back: str) -> None:
     async with served([f"Thought: look.\nObservation: invented{END}", f"Done.{END}"]) as at:
         client = at.openai.chat.completions
         choice = (await client.create(model="m", messages=ASK, stop=["Observation:"])).choices[0]
         assert choice.finish_reason == "stop"
-        assert choice.message.content.startswith("Thought: look.\nObservation:")
-        assert "invented" not in choice.message.content
-        more = [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "Seen."}]
+        # As OpenAI answers: an agent that goes on from there would say it twice.
+        assert choice.message.content == "Thought: look.\n"
+        said = choice.message.content + put_back
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "Seen."}]
         await client.create(model="m", messages=[*ASK, *more])
         played = at.trajectory()
     assert played.branches == (0,)
     assert "invented" not in TOKENIZER.decode(played.token_ids_T)
+    assert "Thought: look.\nObservation:" in TOKENIZER.decode(played.token_ids_T)
+    assert str(played.steps[0].action).startswith("Thought: look.\nObservation:")
 
 
 async def test_responses_are_answered_and_continued() -> None:

@@ -118,6 +118,8 @@ class Episode:
         self._turns: list[_Turn] = []
         self._asked = 0
         self._said: set[str] = set()
+        self._without_stop: dict[str, str] = {}
+        """Identity of a turn that a stop text has ended, with that text -> as its agent got it."""
         self._cached = 0
         self._started_at = time.time()
 
@@ -134,7 +136,7 @@ class Episode:
         if self._asked >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT
             raise no_turn_left(self._config)
-        heard, began = [identity(message) for message in ask.messages], time.monotonic()
+        heard, began = [self._identity(message) for message in ask.messages], time.monotonic()
         turn = self._longest(heard, ask.tools)
         branch, ids = self._tokens(ask, turn)
         opening = self._opening(ask, turn, branch)
@@ -184,8 +186,12 @@ class Episode:
         self._turns.append(said)
         cached = turn.last if turn else 0
         self._cached += cached
-        answer = self._answer(said, sample, len(ids), cached)
+        answer, stopped_by = self._answer(said, sample, ask.stop, len(ids), cached)
         branch.heard = [*heard, identity(answer.message())]
+        if stopped_by:
+            # Many agents put it back where they want it.
+            whole = {**answer.message(), "content": answer.content + stopped_by}
+            self._without_stop[identity(whole)] = branch.heard[-1]
         self._said.add(branch.heard[-1])
         return answer
 
@@ -293,7 +299,15 @@ class Episode:
             policy_version=sample.policy_version,
         )
 
-    def _answer(self, turn: _Turn, sample: Sample, prompt_tokens: int, cached: int) -> Answer:
+    def _identity(self, message: Mapping[str, Any]) -> str:
+        """`identity`, in which it does not matter whether a turn has the stop text that ended it."""
+        found = identity(message)
+        return self._without_stop.get(found, found)
+
+    def _answer(
+        self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int, cached: int
+    ) -> tuple[Answer, str]:
+        """What the agent gets of a turn, and which of its stop texts ended that, which it does not get."""
         said = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
         reasoning = turn.text.removesuffix(said).strip().removeprefix("<think>").removesuffix("</think>").strip()
         calls: tuple[tuple[str, ToolCall], ...] = ()
@@ -301,8 +315,10 @@ class Episode:
             said = said.partition(turn.use.text)[0]
             calls = tuple((f"call_{secrets.token_hex(12)}", call) for call in turn.use.calls)
         finish = "length" if sample.finish_reason == "length" else "tool_calls" if calls else "stop"
-        return Answer(
-            content=said.strip(),
+        end, stopped_by = min(((said.find(each), each) for each in stop if each in said), default=(len(said), ""))
+        answer = Answer(
+            # What stands right before a stop text is its agent's: it may go on from there.
+            content=said[:end].lstrip() if stopped_by else said.strip(),
             reasoning=reasoning,
             calls=calls,
             finish_reason=finish,
@@ -310,13 +326,14 @@ class Episode:
             cached_tokens=cached,
             completion_tokens=len(sample.token_ids),
         )
+        return answer, stopped_by
 
     def _opening(self, ask: Ask, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
         """What a branch that this request opens is given and nobody has been told before; the rest is counted."""
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
         told = ask.messages[turn.heard if turn else 0 :]
-        new = [message for message in told if identity(message) not in self._said]
+        new = [message for message in told if self._identity(message) not in self._said]
         old = len(told) - len(new)
         counted = [{"role": "context", "content": f"({old} messages as before)"}] if old else []
         tools = [{"role": TOOLS, "content": ask.tools}] if ask.tools not in {_NO_TOOLS, *self._said} else []

@@ -101,7 +101,8 @@ class Answer:
 def identity(message: Mapping[str, Any]) -> str:
     """What makes two messages the same: role, text and calls.
 
-    The ids of calls do not, nor does white space around what the policy said: many agents trim it.
+    The ids of calls do not, nor does white space around what the policy said: many agents trim it. A whole number is
+    the same with and without a point: not every language keeps it.
 
     >>> said = {"role": "assistant", "content": "Done.", "tool_calls": []}
     >>> identity(said) == identity({"role": "assistant", "content": " Done. "})
@@ -109,6 +110,14 @@ def identity(message: Mapping[str, Any]) -> str:
     """
     content = message.get("content") or ""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    if calls:
+        # Not by a function that calls itself: arguments may be nested as deeply as JSON is read.
+        calls = json.loads(json.dumps(calls), parse_float=_number)
     if message["role"] == "assistant":
         content = content.strip()
     return json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False)
+
+
+def _number(written: str) -> float:
+    value = float(written)
+    return int(value) if value.is_integer() else value
