@@ -25,6 +25,10 @@ _FORMS = {
     "[NAME(": "pythonic",
 }
 """How a template writes a call, blanks left out -> vLLM's parser for it."""
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_SAYS_TYPE = {"type", "enum", "properties", "items", *_CHOICES}
+_DEEPEST = 2
+"""References one within the other that are followed: a schema may refer to itself."""
 _OPENING = re.compile(r"<[^>\s]+>|\[[A-Z_]+\]|\S+?(?=NAME)|\S+")
 
 
@@ -89,7 +93,7 @@ class ToolCallReader:
         Raises: ConfigError where the parser does not work with this tokenizer.
         """
         said = after_reasoning(text, thinking=thinking)
-        found = self._extract(said, json.loads(tools))
+        found = self._extract(said, [_in_place(tool) for tool in json.loads(tools)])
         opening = self._opening.search(said)
         if not found and opening is None:
             return None
@@ -148,6 +152,58 @@ def after_reasoning(text: str, *, thinking: bool) -> str:
     if not thinking and not text.lstrip().startswith("<think>"):
         return text
     return text.partition("</think>")[2]
+
+
+def _in_place(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function's schema with what it refers to where it refers to it, and without what says nothing of its type.
+
+    Parsers of forms without types take those from the schema. They follow no reference, and take for a text what says
+    nothing: an argument that is an object of a named kind would be one, and a number that may be anything.
+    """
+    parameters = tool["function"].get("parameters")
+    if not isinstance(parameters, dict):
+        return tool
+    properties = (_typed(parameters, parameters, 0) or {}).get("properties", {})
+    return {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": properties}}}
+
+
+def _typed(schema: Any, whole: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
+    """See `_in_place`; ``depth`` references have been followed to get here. None: it may be anything.
+
+    >>> whole = {"$defs": {"Kind": {"type": "object", "properties": {"a": {}, "b": {"type": "integer"}}}}}
+    >>> _typed({"anyOf": [{"$ref": "#/$defs/Kind"}, {"type": "null"}]}, whole, 0)
+    {'anyOf': [{'type': 'object', 'properties': {'b': {'type': 'integer'}}}, {'type': 'null'}]}
+    """
+    if not isinstance(schema, dict):
+        return None
+    if "$ref" in schema:
+        target = _target(schema["$ref"], whole) if depth < _DEEPEST else None
+        beside = {name: each for name, each in schema.items() if name != "$ref"}
+        return None if target is None else _typed({**target, **beside}, whole, depth + 1)
+    if not _SAYS_TYPE & schema.keys():
+        return None
+    told = dict(schema)
+    if "properties" in told:
+        listed = told["properties"] if isinstance(told["properties"], dict) else {}
+        read = {name: _typed(each, whole, depth) for name, each in listed.items()}
+        told["properties"] = {name: each for name, each in read.items() if each is not None}
+    if "items" in told and (items := _typed(told.pop("items"), whole, depth)) is not None:
+        told["items"] = items
+    for name in _CHOICES:
+        if isinstance(told.get(name), list):
+            told[name] = [_typed(each, whole, depth) or {} for each in told[name]]
+    return told
+
+
+def _target(reference: Any, whole: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``#/$defs/NAME`` and its like stands for in a schema; None where that is not in it."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = whole
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _parser_for(written: str) -> str:

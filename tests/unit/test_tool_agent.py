@@ -76,6 +76,37 @@ def test_a_turn_of_every_family_is_read_as_its_template_writes_it(family: str) -
         assert reader.read(closing, TASK.tools, thinking=False) is None
 
 
+def test_arguments_of_named_kinds_are_read_by_what_their_names_stand_for(family: str) -> None:
+    kinds = {
+        "Place": {
+            "type": "object",
+            "properties": {"floor": {"$ref": "#/$defs/Floor"}, "in": {"$ref": "#/$defs/Place"}},
+        },
+        "Floor": {"type": "integer", "enum": [1, 2]},
+    }
+    place = {"$ref": "#/$defs/Place", "description": "Where to."}
+    properties = {"to": place, "by": {"anyOf": [place, {"type": "null"}]}, "via": {"type": "array", "items": place}}
+    properties |= {"floor": {"$ref": "#/$defs/Floor"}, "order": {"$ref": "#/$defs/Unknown"}, "note": {}}
+    parameters = {"type": "object", "properties": properties, "$defs": kinds}
+    function = {"name": "refund", "description": "Pays back.", "parameters": parameters}
+    given = {"to": {"floor": 2}, "by": {"floor": 1}, "via": [{"in": {"floor": 1}}], "floor": 1, "order": "7"}
+    given |= {"note": "8"}
+    read = ToolCallReader(chat_of(family), None).read(
+        said_by(family, given), json.dumps([{"type": "function", "function": function}]), thinking=False
+    )
+    assert read is not None
+    assert [dict(call.arguments) for call in read.calls] == [given]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": None}])
+def test_a_tool_whose_parameters_are_not_said_is_called(family: str, parameters: object) -> None:
+    function = {"name": "refund", "description": "Pays back.", "parameters": parameters}
+    tools = json.dumps([{"type": "function", "function": function}])
+    read = ToolCallReader(chat_of(family), None).read(said_by(family, {"order": "A7"}), tools, thinking=False)
+    assert read is not None
+    assert [dict(call.arguments) for call in read.calls] == [{"order": "A7"}]
+
+
 def test_calls_in_reasoning_are_none(family: str) -> None:
     reader = ToolCallReader(chat_of(family, thinking=True), None)
     call = said_by(family, {"order": "7"})
