@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,17 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text("def f():\n    'F.'")
     with pytest.raises(UnusableTools, match="two.py: a second tool f"):
         load([str(tmp_path / "one.py"), str(tmp_path / "two.py")])
+
+
+@pytest.mark.parametrize("files", [("desk_a", "desk_b"), ("desk_b", "desk_a")])
+def test_a_file_of_tools_that_another_one_imports_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in files:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "desk_a.py").write_text("orders = []\ndef reset(task): orders.append(task['id'])")
+    (tmp_path / "desk_b.py").write_text("import desk_a\ndef look() -> list:\n    'Look.'\n    return desk_a.orders")
+    desks = load([str(tmp_path / f"{name}.py") for name in files])
+    assert run_hook(desks, "reset", {"id": "A1"}, 60) == (None, None)
+    assert call(desks, "look", {}, 60) == '["A1"]'

@@ -168,6 +168,10 @@ class _Limit:
 
 def _import(file: str) -> ModuleType:
     path = Path(file)
+    there = sys.modules.get(path.stem)
+    if getattr(there, "__file__", None) == str(path):
+        # Another file of tools has imported it: they share what it keeps.
+        return cast(ModuleType, there)
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
