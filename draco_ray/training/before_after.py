@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import ray
 from rich.console import Console
@@ -104,11 +104,37 @@ class BeforeAfter:
 
     def report(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> None:
         """Print a line on what training changed."""
+        before, after, of = on_the_same_tasks(before, after)
+        if not before or not after:
+            return
         first, last = task_goal_completion(before), task_goal_completion(after)
         self._console.print(
-            f"held-out TGC {first:.1%} -> {last:.1%} ({100 * (last - first):+.1f} points), setting "
+            f"held-out TGC {first:.1%} -> {last:.1%} ({100 * (last - first):+.1f} points){of}, setting "
             f"{self._config.setting}, seed {self._config.seed}"
         )
+
+
+class OfTask(Protocol):
+    """A held-out rollout."""
+
+    @property
+    def task_id(self) -> str:
+        """Its task's."""
+
+
+RolloutT = TypeVar("RolloutT", bound=OfTask)
+
+
+def on_the_same_tasks(
+    before: Sequence[RolloutT], after: Sequence[RolloutT]
+) -> tuple[list[RolloutT], list[RolloutT], str]:
+    """The rollouts of tasks that both have, and which these are where that has to be said: a resumed run may have held
+    out others when it began.
+    """
+    first, last = ({rollout.task_id for rollout in rollouts} for rollouts in (before, after))
+    both = first & last
+    of = "" if first == last else f" on the {len(both)} of {len(first | last)} tasks that were played both times"
+    return [each for each in before if each.task_id in both], [each for each in after if each.task_id in both], of
 
 
 async def evaluate_tasks(

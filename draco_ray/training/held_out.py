@@ -24,7 +24,7 @@ from draco_ray.records import Criterion, Judged, JudgedRollout, Message, Task
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import judged_rates, read_judged
-from draco_ray.training.before_after import Tell
+from draco_ray.training.before_after import Tell, on_the_same_tasks
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
@@ -72,10 +72,12 @@ class JudgedBeforeAfter:
         environment, split = make_environment(self._config.environment, self._config.data), self._config.data.eval_split
         tasks = [environment.task(task) for task in environment.tasks(split)[: self._config.data.eval_tasks]]
         known = read_judged(self._run).get((step, split), [])
+        wanted = {(task.task_id, run) for task in tasks for run in range(self._config.train.evaluation_runs)}
         # A run that was killed meanwhile has left half of it.
-        if len(known) == len(tasks) * self._config.train.evaluation_runs:
-            return known
-        return await self._judge(step, tasks) if step >= done else None
+        if step >= done and {(each.task_id, each.run) for each in known} != wanted:
+            return await self._judge(step, tasks)
+        # Of a policy that is gone there is what was asked then, of whichever tasks were held out.
+        return known or None
 
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:
         runs, split = self._config.train.evaluation_runs, self._config.data.eval_split
@@ -144,11 +146,12 @@ class JudgedBeforeAfter:
 
     def report(self, before: Sequence[JudgedRollout], after: Sequence[JudgedRollout]) -> None:
         """Print a line on what training changed."""
+        before, after, of = on_the_same_tasks(before, after)
         first, last = (judged_rates(rollouts).pass_rate for rollouts in (before, after))
         if first is None or last is None:
             return
         self._console.print(
-            f"held-out judge's pass rate {first} -> {last} (a stand-in: there is no evaluator; intervals over tasks), "
-            f"setting {self._config.setting}, seed {self._config.seed}",
+            f"held-out judge's pass rate {first} -> {last}{of} (a stand-in: there is no evaluator; intervals over "
+            f"tasks), setting {self._config.setting}, seed {self._config.seed}",
             markup=False,
         )

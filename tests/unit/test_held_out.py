@@ -1,0 +1,68 @@
+"""What is said of held-out tasks before and after training, where a run was resumed with others."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draco_ray.config.load import load_config
+from draco_ray.records import JudgedRollout
+from draco_ray.training import held_out
+from draco_ray.training.before_after import BeforeAfter
+from draco_ray.training.held_out import JudgedBeforeAfter
+from tests.support.evaluations import a_result
+
+
+def about(said: StringIO) -> tuple[Any, ...]:
+    nobody: Any = None
+    return load_config("sandbox"), nobody, nobody, nobody, Console(file=said, width=300)
+
+
+def test_a_rate_before_and_after_is_that_of_the_tasks_that_were_played_both_times() -> None:
+    said = StringIO()
+    judged = JudgedBeforeAfter(*about(said), prompts=lambda tasks: {}, static=())
+    evaluated = BeforeAfter(*about(said))
+    before, after = {"a": True, "b": False}, {"b": True, "c": False, "d": False}
+
+    def report(last: dict[str, bool]) -> None:
+        evaluated.report(*([a_result(task, 0, done).evaluation for task, done in of.items()] for of in (before, last)))
+        verdicts = {True: (1, 1), False: (-1, -1)}
+        judged.report(
+            *([JudgedRollout(task_id=each, run=0, verdicts=verdicts[of[each]]) for each in of] for of in (before, last))
+        )
+
+    report(after)
+    assert "TGC 0.0% -> 100.0% (+100.0 points) on the 1 of 4 tasks that were played both times, setting" in (
+        said.getvalue()
+    )
+    assert "rate 0.0 % -> 100.0 % on the 1 of 4 tasks that were played both times (a stand-in" in said.getvalue()
+    said.truncate(0)
+    report({"c": True})
+    assert "->" not in said.getvalue()
+    report({"a": True, "b": True})
+    assert "TGC 50.0% -> 100.0% (+50.0 points), setting" in said.getvalue()
+    assert "50.0 % [0.0, 100.0] -> 100.0 % [100.0, 100.0] (a stand-in" in said.getvalue()
+
+
+async def test_what_was_judged_of_a_policy_that_is_gone_stays_when_other_tasks_are_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked(*_: Any) -> list[JudgedRollout]:
+        return new
+
+    old, new = ([JudgedRollout(task_id=task, run=0, verdicts=(1,))] for task in ("a", "b"))
+    environment = SimpleNamespace(tasks=lambda split: ["b"], task=lambda name: SimpleNamespace(task_id=name))
+    monkeypatch.setattr(held_out, "make_environment", lambda *_: environment)
+    monkeypatch.setattr(JudgedBeforeAfter, "_judge", asked)
+    judged = JudgedBeforeAfter(*about(StringIO()), prompts=lambda tasks: {}, static=())
+    split = load_config("sandbox").data.eval_split
+    monkeypatch.setattr(held_out, "read_judged", lambda run: {(0, split): old})
+    assert await judged.measure(0, 3) == old
+    assert await judged.measure(3, 3) == new
+    # As many as there were, and of another task.
+    assert await judged.measure(0, 0) == new
