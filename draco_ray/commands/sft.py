@@ -71,7 +71,7 @@ def _adapted(
             )
         chosen = best_rollouts(run, best)
         samples: Sequence[Any] = chosen.samples
-        console.print(f"{len(samples)} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
+        console.print(f"{chosen.rollouts} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
     else:
         chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)

@@ -15,7 +15,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.records import TOOLS, Message, TrainingSample
+from draco_ray.records import TOOLS, Message, TrainingSample, Trajectory
 from draco_ray.rollout.agent import Agent
 from draco_ray.rollout.endpoint.requests import by_call
 from draco_ray.runs.directory import RunDirectory
@@ -205,6 +205,8 @@ class Chosen:
     """Rollouts that were good enough to be imitated."""
 
     samples: tuple[TrainingSample, ...]
+    """One for each branch."""
+    rollouts: int
     tasks: int
     seen: int
     """Rollouts that have a reward."""
@@ -228,17 +230,21 @@ def best_rollouts(run: RunDirectory, best: int) -> Chosen:
     samples = []
     for step in sorted(wanted):
         for task_id, trajectories in step_trajectories(run, step).items():
-            samples += [
-                _sample(
-                    each.group, each.rollout, each.token_ids_T.tolist(), each.sampled_T.tolist(), each.prompt_length
-                )
-                for each in trajectories
-                # A rollout with branches has no one sequence to imitate.
-                if (task_id, each.rollout) in wanted[step] and len(each.branches) == 1
-            ]
+            for each in trajectories:
+                if (task_id, each.rollout) in wanted[step] and each.sampled_T.any():
+                    samples += [_branch(each, span) for span in each.branch_spans]
     if not samples:
         raise ConfigError(f"{run.path}: no rollout with a reward above 0 among {seen}")
-    return Chosen(samples=tuple(samples), tasks=len(by_task), seen=seen)
+    return Chosen(samples=tuple(samples), rollouts=sum(map(len, wanted.values())), tasks=len(by_task), seen=seen)
+
+
+def _branch(trajectory: Trajectory, span: slice) -> TrainingSample:
+    """One of a rollout's token sequences: what it takes over from another is context, as in training."""
+    sampled = trajectory.sampled_T[span]
+    prompt_length = trajectory.prompt_length if span.start == 0 else int(sampled.argmax())
+    return _sample(
+        trajectory.group, trajectory.rollout, trajectory.token_ids_T[span].tolist(), sampled.tolist(), prompt_length
+    )
 
 
 def _sample(

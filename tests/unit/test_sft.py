@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +21,10 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, EngineError, WorldError
-from draco_ray.records import Message, Task, TrainingSample
+from draco_ray.records import Message, Task, TrainingSample, Trajectory
 from draco_ray.rollout.code_agent import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.runs.recorded import step_trajectories
 from draco_ray.sandbox.starter.tokenizer import train_tokenizer
 from draco_ray.training.demonstrations import Demonstration, as_sample, best_rollouts, fitting, read_demonstrations
 from draco_ray.training.sft import fine_tune
@@ -329,6 +332,24 @@ def test_the_best_rollouts_of_a_run_are_its_own_tokens(tmp_path: Path) -> None:
         key = (int(step), task, sample.rollout)
         assert rewards[key] == best[task] > 0
         assert sample.token_ids_T.tolist() == kept[key]
+
+
+def test_of_a_rollout_with_branches_every_one_is_imitated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(tmp_path / "run")
+    whole = best_rollouts(run, 1)
+
+    def branched(*given: Any) -> dict[str, list[Trajectory]]:
+        found = step_trajectories(*given)
+        return {task: [replace(each, branches=(0, 3)) for each in several] for task, several in found.items()}
+
+    monkeypatch.setattr("draco_ray.training.demonstrations.step_trajectories", branched)
+    chosen = best_rollouts(run, 1)
+    assert (chosen.rollouts, chosen.tasks, len(chosen.samples)) == (whole.rollouts, whole.tasks, 2 * whole.rollouts)
+    pairs = zip(chosen.samples[::2], chosen.samples[1::2], strict=True)
+    for both, one in zip(pairs, whole.samples, strict=True):
+        assert np.concatenate([each.token_ids_T for each in both]).tolist() == one.token_ids_T.tolist()
+        assert np.concatenate([each.loss_mask_T for each in both]).tolist() == one.loss_mask_T.tolist()
+        assert [each.prompt_length for each in both] == [1, 1]
 
 
 def test_the_command_imitates_a_runs_best_rollouts_in_its_own_models_tokens(
