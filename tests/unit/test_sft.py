@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from draco_ray.commands.sft import fine_tune as command
 from draco_ray.config.load import load_config
@@ -29,7 +30,7 @@ from draco_ray.sandbox.starter.tokenizer import train_tokenizer
 from draco_ray.training.demonstrations import Demonstration, as_sample, best_rollouts, fitting, read_demonstrations
 from draco_ray.training.sft import fine_tune
 from tests.support.small_run import small_run
-from tests.support.tiny_model import build_tiny_model
+from tests.support.tiny_model import VOCABULARY, build_tiny_model, tiny_tokenizer
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer
 from tests.unit.test_agent_loop import CHAT, END, ScriptedSampler
 from tests.unit.test_tool_agent import SCHEMA, TASK, play, said_by
@@ -301,6 +302,29 @@ def test_the_learner_makes_demonstrations_likelier_and_writes_a_whole_model(tmp_
     after = [_loss(tmp_path / "out", each) for each in samples]
     assert max(after) < 0.7 * losses[0]
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == chat.tokenizer.chat_template
+
+
+def test_of_a_mixture_of_experts_what_is_beside_the_experts_learns(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 32}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    mixture = Qwen3MoeConfig(vocab_size=VOCABULARY, num_experts_per_tok=2, initializer_range=0.1, **sizes, **layers)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(mixture).save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    config = load_config("sandbox", [f"model.path={base}", "learner.minibatch_prompts=1", "learner.learning_rate=1e-2"])
+    chat = ChatTokens(AutoTokenizer.from_pretrained(base), thinking=False)
+    opening = (Message(role="user", content="Say hello."),)
+    said = as_sample(Demonstration(name="a", opening=opening, rest=({"role": "assistant", "content": "hello"},)), chat)
+    before = _loss(base, said)
+    fine_tune(config, [said], out, epochs=8, on_update=lambda *_: None)
+    assert _loss(out, said) < 0.8 * before
+    # Under the names of the checkpoint, which are those that an engine reads, experts and router as they were.
+    was, now = (load_file(folder / "model.safetensors") for folder in (base, out))
+    assert was.keys() == now.keys()
+    changed = {name for name in was if not torch.equal(was[name], now[name])}
+    assert {name.split(".")[3] for name in changed} == {"self_attn"}
+    assert any(".mlp.experts." in name for name in was)
 
 
 def _loss(model: Path, sample: TrainingSample) -> float:
