@@ -17,7 +17,7 @@ from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import TOOLS, Message, TrainingSample, Trajectory
 from draco_ray.rollout.agent import Agent
-from draco_ray.rollout.endpoint.requests import by_call
+from draco_ray.rollout.endpoint.requests import by_call, clean
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import step_trajectories
 
@@ -60,7 +60,8 @@ def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> l
 
 def _demonstration(name: str, line: str, environment: Environment, agent: Agent) -> Demonstration:
     try:
-        row = json.loads(line)
+        # Half a character, which JSON can spell, could not be put into tokens.
+        row = clean(json.loads(line))
         messages = row["messages"]
         roles = [message["role"] for message in messages]
         tools = row.get("tools") or []
@@ -68,9 +69,13 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
         raise ConfigError(f"{name}: expected an object with messages, each with a role ({error!r})") from None
     if not isinstance(tools, list) or not all(_named(tool) for tool in tools):
         raise ConfigError(f"{name}: tools: expected a list of schemas, each with a function that has a name")
+    if row.get("functions"):
+        raise ConfigError(f"{name}: functions: not read here; expected tools")
     messages = by_call([_with_calls(name, _in_texts(name, message)) for message in messages])
     if "assistant" not in roles:
         raise ConfigError(f"{name}: no turn of the assistant, so nothing to learn")
+    if not any(message["role"] == "assistant" and _learned(message) for message in messages):
+        raise ConfigError(f"{name}: every turn of the assistant has weight 0, so nothing to learn")
     first = roles.index("assistant")
     if first:
         opening = tuple(Message(role=each["role"], content=str(each.get("content") or "")) for each in messages[:first])
@@ -98,9 +103,7 @@ def _in_texts(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content = "\n".join(map(str, texts))
     if not isinstance(content, str | None):
         raise ConfigError(f"{name}: the content of a message: expected a text, found {type(content).__name__}")
-    # Half a character, which JSON can spell, could not be put into tokens.
-    content = (content or "").encode("utf-8", "replace").decode("utf-8")
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
+    return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
 
 
 def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,7 +126,18 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls.append({**call, "type": "function", "function": {**call["function"], "arguments": arguments}})
     if not calls and not str(message["content"]).strip():
         raise ConfigError(f"{name}: a turn of the assistant that says nothing and calls nothing")
-    return {**message, "tool_calls": calls}
+    if message.get("weight") not in (None, 0, 1):
+        raise ConfigError(f"{name}: weight {message['weight']!r}: expected 0, a turn that is not learned, or 1")
+    # Servers differ in what they call it.
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    if not isinstance(reasoning, str):
+        raise ConfigError(f"{name}: the reasoning of a turn: expected a text, found {type(reasoning).__name__}")
+    return {**message, "tool_calls": calls, "reasoning_content": reasoning}
+
+
+def _learned(message: Mapping[str, Any]) -> bool:
+    """Whether a turn is to be imitated: with OpenAI's ``weight`` of 0 it is context."""
+    return message.get("weight") != 0
 
 
 def _named(entry: Any) -> bool:
@@ -133,7 +147,8 @@ def _named(entry: Any) -> bool:
 
 
 def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
-    """The tokens that an agent records when a policy says exactly this. Every turn of the assistant is sampled.
+    """The tokens that an agent records when a policy says exactly this. Every turn of the assistant that is to be
+    learned is sampled.
 
     Raises: ConfigError where a conversation has no such form.
     """
@@ -143,7 +158,7 @@ def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
         prompt_length, sampled = len(ids), [False] * len(ids)
         for index, (message, answers) in enumerate(turns):
             turn = chat.turn(message)
-            ids, sampled = ids + turn, sampled + [True] * len(turn)
+            ids, sampled = ids + turn, sampled + [_learned(message)] * len(turn)
             if index == len(turns) - 1:
                 break
             texts = [str(answer.get("content") or "") for answer in answers]

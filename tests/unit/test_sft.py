@@ -137,6 +137,31 @@ RESULT = {"role": "tool", "content": "paid"}
 CLOSING = {"role": "assistant", "content": "Done."}
 
 
+def test_a_turn_of_weight_0_is_context(tmp_path: Path) -> None:
+    begin, answer, end = asks(content="Hm."), {"role": "user", "content": "Well?"}, asks(content="Hello.")
+    both, last = (
+        as_sample(each, CHAT)
+        for each in read(
+            tmp_path,
+            {"id": "t1", "messages": [{**begin, "weight": 1}, answer, end]},
+            {"id": "t1", "messages": [{**begin, "weight": 0}, answer, {**end, "weight": None}]},
+        )
+    )
+    assert last.token_ids_T.tolist() == both.token_ids_T.tolist()
+    assert CHAT.tokenizer.decode(both.token_ids_T[both.loss_mask_T]) == "Hm.<|im_end|>Hello.<|im_end|>"
+    assert CHAT.tokenizer.decode(last.token_ids_T[last.loss_mask_T]) == "Hello.<|im_end|>"
+    assert (last.advantage_T == last.loss_mask_T).all()
+
+
+def test_what_servers_call_reasoning_is_learned_and_half_characters_are_none(tmp_path: Path) -> None:
+    turn = asks(content="Hello.", reasoning="A greet\ud800ing.", tool_calls=[called({"to": "\udfff"})])
+    chat = ChatTokens(tool_tokenizer(TEMPLATES["qwen3"]), thinking=False)
+    (sample,) = (as_sample(each, chat) for each in read(tmp_path, {"id": "t1", "messages": [turn]}))
+    said = chat.tokenizer.decode(sample.token_ids_T[sample.loss_mask_T])
+    assert "<think>\nA greet?ing.\n</think>" in said
+    assert '"to": "?"' in said
+
+
 def test_results_are_told_in_the_order_of_the_calls_that_they_name(tmp_path: Path) -> None:
     chat = ChatTokens(tool_tokenizer(TEMPLATES["mistral"]), thinking=False)
     results = [{"role": "tool", "tool_call_id": f"call_{order}", "content": f"{order} paid"} for order in ("B", "A")]
@@ -258,6 +283,10 @@ def test_the_command_writes_a_model_of_what_fits(
         ),
         ({"id": "t1", "messages": [{"role": "assistant", "content": " "}]}, "says nothing and calls nothing"),
         ({"id": "t1", "messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "expected tool_calls"),
+        ({"id": "t1", "messages": [asks(content="a")], "functions": [{"name": "f"}]}, "functions: .* expected tools"),
+        ({"id": "t1", "messages": [asks(content="a", weight=0.5)]}, "weight 0.5: expected 0, .* or 1"),
+        ({"id": "t1", "messages": [asks(content="a", weight=0)]}, "every turn of the assistant has weight 0"),
+        ({"id": "t1", "messages": [asks(content="a", reasoning=["b"])]}, "the reasoning of a turn: .* found list"),
         ({"id": "t1", "messages": [asks(tool_calls="refund")]}, "tool_calls: expected a list of calls"),
         ({"id": "t1", "messages": [asks(tool_calls=[{"id": "a"}])]}, "tool_calls: expected a list of calls"),
         ({"id": "t1", "messages": [asks(tool_calls=[called("{no")])]}, "the arguments of f are no JSON object"),
