@@ -159,6 +159,22 @@ async def test_what_is_no_text_is_told_and_what_is_no_protocol_is_passed_over(
     assert "Traceback" not in caplog.text
 
 
+async def test_an_answer_that_does_not_fit_what_was_promised_costs_no_rollout(folder: Path) -> None:
+    desk = environment(folder, raw(folder))
+    async with opened(desk) as world:
+        for tool, said in (
+            ("misfitting", "Invalid structured content returned by tool misfitting"),
+            ("unstructured", "Tool unstructured has an output schema but did not return structured content"),
+            ("malformed", "validation error"),
+        ):
+            told = await call(world, tool)
+            assert told.startswith(f"error: {tool}: its answer cannot be read: ")
+            assert said in told
+            assert "\n" not in told
+        assert await call(world, "embedded") == "inside"
+    await desk.stop()
+
+
 async def test_of_a_server_those_tools_are_offered_that_are_named(folder: Path) -> None:
     desk = environment(folder, {**raw(folder), "tools": ["embedded", "structured"]})
     offered = json.loads(desk.task("a").tools)

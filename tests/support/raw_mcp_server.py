@@ -15,7 +15,12 @@ RESULTS: dict[str, Any] = {
     "embedded": {"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]},
     "linked": {"content": [{"type": "resource_link", "uri": "file:///b", "name": "b"}]},
     "structured": {"content": [], "structuredContent": {"orders": ["A1"]}},
+    "misfitting": {"content": [{"type": "text", "text": "5"}], "structuredContent": {"orders": 5}},
+    "unstructured": {"content": [{"type": "text", "text": "5"}]},
+    "malformed": {"content": 5},
 }
+OUTPUT = {"type": "object", "properties": {"orders": {"type": "array"}}}
+"""What two of the tools say that they answer, and do not."""
 
 
 def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +30,8 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
         version = params["protocolVersion"]
         return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server}
     if method == "tools/list":
-        return {"tools": [{"name": name, "inputSchema": SCHEMA} for name in RESULTS]}
+        promised = {name: {"outputSchema": OUTPUT} for name in ("misfitting", "unstructured")}
+        return {"tools": [{"name": name, "inputSchema": SCHEMA, **promised.get(name, {})} for name in RESULTS]}
     result: dict[str, Any] = RESULTS[params["name"]] if method == "tools/call" else {}
     return result
 

@@ -149,6 +149,9 @@ class McpSession:
                 raise
             said = f"stopped after {seconds:g} s without an answer" if code == _TIMED_OUT else str(error)
             return f"error: {tool}: {' '.join(said.split())[:500]}"
+        except (RuntimeError, ValueError) as error:
+            # The server has answered, and goes on: with something that fits neither its own schema nor the protocol.
+            return f"error: {tool}: its answer cannot be read: {' '.join(str(error).split())[:500]}"
         text = "\n".join(map(_text, result.content))
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
