@@ -519,6 +519,9 @@ async def test_an_agent_that_does_not_wait_stops_the_sampling() -> None:
         await at.sampler.begun.wait()
         asking.cancel()
         await at.sampler.cancelled.wait()
+        # Refused too, and not by the policy's part of the endpoint.
+        assert (await at.post("/tools", "{}")).status_code == 404
+        assert at.episode.complaint == "it did not wait for one"
         assert at.trajectory().turns == ()
 
 

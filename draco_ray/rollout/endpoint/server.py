@@ -155,7 +155,7 @@ class Endpoint:
                 return JSONResponse({"tools": tools.schemas})
             return JSONResponse({"result": await tools.call(await _body(request))})
 
-        return await self._guarded(reply, request)
+        return await self._guarded(reply)
 
     async def _generate(self, request: Request) -> Response:
         async def reply() -> Response:
@@ -164,7 +164,7 @@ class Endpoint:
             ask = read_generate(body)
             return JSONResponse(generated(ask, await _sampled(request, episode.generate(ask))))
 
-        return await self._guarded(reply, request)
+        return await self._guarded(reply)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -174,15 +174,15 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _guarded(self, reply: Callable[[], Awaitable[Response]], request: Request) -> Response:
-        """What ``reply`` answers, or why there is nothing."""
+    async def _guarded(self, reply: Callable[[], Awaitable[Response]], asks_policy: Request | None = None) -> Response:
+        """What ``reply`` answers, or why there is nothing, which the episode of ``asks_policy`` is to remember."""
         try:
             return await reply()
         except Refused as refused:
-            self._note(request, str(refused))
+            self._note(asks_policy, str(refused))
             return _refusal(refused)
         except _Gone:
-            self._note(request, "it did not wait for one")
+            self._note(asks_policy, "it did not wait for one")
             return Response(status_code=499)
         except RecursionError:
             return _refusal(Refused("the request is nested too deeply"))
@@ -191,9 +191,9 @@ class Endpoint:
             said = " ".join(str(error).split())[:300]
             return _refusal(Refused(f"the policy cannot be asked: {type(error).__name__}: {said}", 500, "server_error"))
 
-    def _note(self, request: Request, why: str) -> None:
+    def _note(self, request: Request | None, why: str) -> None:
         """Remember why an agent got no answer."""
-        if (episode := self._episodes.get(request.path_params.get("episode", ""))) is not None:
+        if request is not None and (episode := self._episodes.get(request.path_params["episode"])) is not None:
             episode.complaint = why
 
     def _episode(self, request: Request) -> Episode:
