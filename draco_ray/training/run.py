@@ -47,6 +47,7 @@ from draco_ray.training.session import (
     checked_model,
     open_judge,
     ray_session,
+    say_cut_prompts,
     stopped_plainly,
     training_session,
     usable_prompts,
@@ -213,14 +214,16 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
         config = _without_evaluator(config, console)
+    held_out: Sequence[str] = ()
     if config.train.evaluate_before_after:
-        environment.tasks(config.data.eval_split)
+        held_out = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
     find_rule(config.algorithm.rule)
     find_learner(config.learner.use)
     config = checked_model(config)
     if config.learner.use == LearnerConfig().use:
         check_trainable(config.model.path, config.learner, config.engine.tensor_parallel)
     prompts = usable_prompts(config, environment, console)
+    say_cut_prompts(config, environment, held_out, console)
     return config, prompts, task_order(config, list(prompts))
 
 

@@ -38,6 +38,7 @@ from draco_ray.rollout.agent import find_agent
 from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
+from draco_ray.rollout.turn_agent import TurnAgent
 from draco_ray.rollout.worker import EPISODES, rollout_starter
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
@@ -148,6 +149,25 @@ def usable_prompts(config: DracoConfig, environment: Environment, console: Conso
             f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
         )
     return usable
+
+
+def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequence[str], console: Console) -> None:
+    """Say how many tasks that are played whatever their length begin without the beginning of their prompt.
+
+    Raises:
+        ConfigError, WorldError: a task or the agent's prompt cannot be used.
+    """
+    if not tasks or not issubclass(find_agent(config.agent.use), TurnAgent):
+        # Other agents put their messages into tokens as they go, and are refused what is too long.
+        return
+    prompts, chat = task_prompts(config, environment, tasks)
+    most = config.agent.max_prompt_length
+    if long := [task_id for task_id, prompt in prompts.items() if len(chat.prompt(prompt)) > most]:
+        console.print(
+            f"{len(long)} of {len(prompts)} held-out tasks are played without the beginning of their prompt, which is "
+            f"longer than agent.max_prompt_length={most} tokens, the first is {long[0]}",
+            markup=False,
+        )
 
 
 @contextlib.contextmanager

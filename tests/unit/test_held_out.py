@@ -12,7 +12,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.records import JudgedRollout
-from draco_ray.training import held_out
+from draco_ray.training import held_out, session
 from draco_ray.training.before_after import BeforeAfter
 from draco_ray.training.held_out import JudgedBeforeAfter
 from tests.support.evaluations import a_result
@@ -66,3 +66,23 @@ async def test_what_was_judged_of_a_policy_that_is_gone_stays_when_other_tasks_a
     assert await judged.measure(3, 3) == new
     # As many as there were, and of another task.
     assert await judged.measure(0, 0) == new
+
+
+def test_held_out_tasks_that_lose_the_beginning_of_their_prompt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = SimpleNamespace(prompt=lambda prompt: [0] * prompt)
+    monkeypatch.setattr(session, "task_prompts", lambda *given: (dict(zip(given[2], (9, 10, 11), strict=True)), chat))
+    environment: Any = None
+
+    def said(tasks: tuple[str, ...] = ("a", "b", "c"), use: str = "tool_calling", most: int = 10) -> str:
+        words = StringIO()
+        config = load_config("sandbox", [f"agent.use={use}", f"agent.max_prompt_length={most}"])
+        session.say_cut_prompts(config, environment, tasks, Console(file=words, width=300))
+        return words.getvalue()
+
+    assert said() == (
+        "1 of 3 held-out tasks are played without the beginning of their prompt, which is longer than "
+        "agent.max_prompt_length=10 tokens, the first is c\n"
+    )
+    assert said(most=11) == said(()) == ""
+    # What a program asks is refused where it is too long, and never cut.
+    assert said(use="command") == ""

@@ -42,7 +42,7 @@ from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.room import begun
-from draco_ray.training.session import checked_model, plain_error
+from draco_ray.training.session import checked_model, plain_error, say_cut_prompts
 from draco_ray.workers.elastic import standing
 
 APPWORLD = "appworld"
@@ -248,6 +248,7 @@ class _Evaluator:
         if self._policy.api_model is not None:
             policies: EnginePolicies | ApiPolicies = self._api_policies(self._policy.api_model)
         else:
+            say_cut_prompts(config, self._environment, [*self._directory.plan.tasks], self._console)
             ranks = [rank for checkpoint in self._policy.checkpoints if (rank := lora_rank(checkpoint)) is not None]
             self._fleet = EngineFleet(
                 start_policy_engines(
