@@ -25,7 +25,16 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.reply_json import BEGIN, NO_ARRAY, arrays_of_objects, comparable, integer, without_json
+from draco_ray.judging.reply_json import (
+    BEGIN,
+    NO_ARRAY,
+    arrays_of_objects,
+    comparable,
+    decides,
+    integer,
+    refuse_taken_back,
+    without_json,
+)
 from draco_ray.records import Criterion
 
 MAX_REPLY_CHARACTERS = 400_000
@@ -236,6 +245,8 @@ def read_entries(text: str, schema: type[EntryT]) -> list[EntryT]:
             if any(isinstance(entry, dict) and not schema.model_fields.keys().isdisjoint(entry) for entry in array):
                 raise
             misfit = problem
+            if found is not None and decides(schema.model_fields):
+                refuse_taken_back(array)
             continue
         if found is None:
             found = entries

@@ -2,7 +2,8 @@
 
 Strict reading is JSON with four refusals more: a key that comes twice in an object, a number that is not written
 plainly (``-0``, ``1e0``), NaN, and a second verdict where it is not read: under the name of a verdict's field or a
-longer one (``final_score``), or in words behind the array. Words in front of it are superseded. Lenient reading mends
+longer one (``final_score``), or behind the array, where of words only courtesies may stand. Words in front of it are
+superseded, but for a correction between two objects. Lenient reading mends
 what judges get wrong in JSON of which every value can still be seen: trailing commas, ``+1``, other minus signs than
 the ASCII one, line breaks and unescaped quotes in strings, escapes that JSON does not know. It never guesses: a token
 that is not exactly a value, a field that is written more often than it is found, or an array that does not visibly end
@@ -32,6 +33,9 @@ MAX_DEPTH = 20
 MAX_COMPARED_CHARACTERS = 300
 """Of a name that is compared with others. Unicode's normal form of many accents takes time in the square of them."""
 
+MAX_VALUE_CHARACTERS = 20
+"""Of a verdict, however it is spelled; longer texts explain one."""
+
 BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Where an array of objects or an object begins: ``[3]`` in prose is a citation, ``{x}`` a name."""
 MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u207b\u208b\u2796\ufe58\ufe63\uff0d"
@@ -42,12 +46,24 @@ INTEGER = re.compile(r"\+?(?:0|[1-9][0-9]{0,5})|-[1-9][0-9]{0,5}")
 DECIDING = ("score", "verdict", "relevantsteps")
 """Fields, by `_name`, that must not stand where they are not read, nor under a longer name (``final_score``): which of
 two counts would be a guess."""
+_CORRECTS = (
+    r"correct(?:ion|ed|ing)|errat(?:um|a)|mistaken?|revis\w{1,6}+|reconsider\w{0,6}+|on second thought|scratch that"
+    r"|should (?:be|have been|read)|actually|instead|wait"
+)
+_CORRECTION = re.compile(rf"\b(?:{_CORRECTS})\b", re.IGNORECASE)
 _TAKES_BACK = re.compile(
-    r"\b(?:(?:pass|fail)(?:es|ed|s)?|not[ _-]applicable|correct(?:ion|ed|ing)|errat(?:um|a)|mistaken?|revis\w{1,6}+"
-    r"|reconsider\w{0,6}+|on second thought|scratch that|should (?:be|have been|read)|actually|instead|wait)\b",
-    re.IGNORECASE,
+    rf"\b(?:(?:pass|fail)(?:es|ed|s)?|not[ _-]applicable|scores?|verdicts?|{_CORRECTS})\b", re.IGNORECASE
 )
 """What behind a verdict may take it back."""
+_COURTESY = re.compile(
+    r"let me know|(?:i |we )?hope|(?:please )?(?:feel free|do not hesitate|don.t hesitate)|thanks?\b|thank you"
+    r"|(?:i.m |i am )?(?:happy|glad) to|if you (?:need|have|want|would)|end of|end$|done|that.s all|that is all",
+    re.IGNORECASE,
+)
+"""How a sentence begins that may stand behind the array: whatever else is said there may be about a verdict."""
+_MARK = re.compile(r"</?\w{1,40}>|<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|\[/?[A-Z_]{1,20}\]")
+"""A tag or special token on its own."""
+_SENTENCE_END = re.compile(r"[.!?;:\n]")
 
 _ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
 _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
@@ -71,9 +87,14 @@ NO_ARRAY = "no complete JSON array of objects was found in the reply"
 def integer(value: object) -> object:
     """Integers as judges write them: 1, "1", "+1", "−1". Everything else stays as it is, or becomes text, and fails."""
     if isinstance(value, str):
-        plain = value.strip(" \t\n\r").translate(_ASCII_MINUS)
+        plain = ascii_minus(value.strip(" \t\n\r"))
         return int(plain) if INTEGER.fullmatch(plain) else value
     return str(value) if isinstance(value, bool | float) else value
+
+
+def ascii_minus(text: str) -> str:
+    """``text`` with every minus sign the ASCII one."""
+    return text.translate(_ASCII_MINUS)
 
 
 def comparable(name: str) -> str:
@@ -92,24 +113,80 @@ def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
     """
     names = "|".join(map(re.escape, fields))
     named = re.compile(rf"""(?<!\\)["']({names})["']\s*+:""")
-    decisive = tuple(name for name in map(_name, fields) if name in DECIDING)
-    arrays, besides, deciding = _strict_arrays(text)
+    decisive = _decisive(fields)
+    arrays, besides, deciding, further = _strict_arrays(text)
     behind = besides[-1]
     if not arrays:
-        deciding = Counter()
+        deciding, further = Counter(), []
         array, behind = _lenient_array(text, named, deciding)
         arrays = [array]
     elif named.search(around := " ".join(besides)) or re.search(rf"\{{\s*+(?:{names})\s*+:", around):
         raise ReplyError(f"{NO_ARRAY}: fields stand outside of it")
     read = Counter(key for array in arrays for entry in array if isinstance(entry, dict) for key in entry)
     for key, times in deciding.items():
-        if _name(key).endswith(decisive) and (key not in fields or times > read[key]):
+        if any(name in _name(key) for name in decisive) and (key not in fields or times > read[key]):
             raise ReplyError(f"{key[:60]!r} stands where it is not read; write it once for each entry, under its name")
-    if decisive and (word := _TAKES_BACK.search(behind)):
-        raise ReplyError(
-            f"what stands behind the JSON array may take back a verdict of it: {word[0]!r}; answer with the array alone"
-        )
+    if decisive and (words := _said_behind(behind) or taken_back(further)):
+        raise _taken_back_by(words)
     return arrays
+
+
+def decides(fields: Iterable[str]) -> bool:
+    """Whether an entry with these fields holds a verdict."""
+    return bool(_decisive(fields))
+
+
+def _decisive(fields: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in map(_name, fields) if name in DECIDING)
+
+
+def _said_behind(text: str) -> str | None:
+    """Of the text behind the array what may be about a verdict: all but courtesies, tags and signs."""
+    if word := _TAKES_BACK.search(text):
+        return word[0]
+    for sentence in _SENTENCE_END.split(_MARK.sub("\n", text)):
+        said = " ".join(sentence.split()).strip("`*_#->~\"' ")
+        letters = any(character.isalpha() for character in said)
+        if any(character.isnumeric() for character in said) or (letters and not _COURTESY.match(said)):
+            return said[:60]
+    return None
+
+
+def taken_back(value: object) -> str | None:
+    """Of JSON behind a verdict what may take it back: such words, a -1, and a list of scores."""
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+            plain = [integer(each) for each in part if not isinstance(each, dict | list)]
+            if plain and all(each in (-1, 0, 1) for each in plain):
+                return json.dumps(part)[:60]
+        elif isinstance(part, str):
+            if word := _TAKES_BACK.search(part):
+                return word[0]
+            part = integer(part)
+        if part == -1:
+            return "-1"
+    return None
+
+
+def refuse_taken_back(array: object) -> None:
+    """Refuse JSON that stands behind the array and is not it where it may be about a verdict.
+
+    Raises:
+        ReplyError: it may.
+    """
+    if words := taken_back(array):
+        raise _taken_back_by(words)
+
+
+def _taken_back_by(words: str) -> ReplyError:
+    return ReplyError(
+        f"what stands behind the JSON array may take back a verdict of it: {words!r}; answer with the array alone"
+    )
 
 
 def without_json(text: str) -> str:
@@ -140,8 +217,9 @@ def without_json(text: str) -> str:
     return "".join([*parts, text[kept:]])
 
 
-def _strict_arrays(text: str) -> tuple[list[list[Any]], list[str], Counter[str]]:
-    """The arrays, the texts around them, and how often keys that name a field of `DECIDING` stand anywhere in them.
+def _strict_arrays(text: str) -> tuple[list[list[Any]], list[str], Counter[str], list[Any]]:
+    """The arrays, the texts around them, how often keys that name a field of `DECIDING` stand anywhere in them, and
+    what stands behind an array in the object that holds it.
 
     Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of the
     trajectory, which must not be taken for the judge's word.
@@ -155,29 +233,36 @@ def _strict_arrays(text: str) -> tuple[list[list[Any]], list[str], Counter[str]]
     )
     arrays: list[list[Any]] = []
     objects: list[Any] = []
-    besides = []
+    besides: list[str] = []
+    further: list[Any] = []
     position = 0
     while match := BEGIN.search(text, position):
         besides.append(text[position : match.start()])
         try:
             value, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
-            return [], [text], deciding
+            return [], [text], deciding, []
         if isinstance(value, list):
             arrays.append(value)
         elif wrapped := _wrapped_array(value):
-            arrays.append(wrapped)
+            arrays.append(value[wrapped])
+            names = list(value)
+            further += [value[name] for name in names[names.index(wrapped) + 1 :]]
         else:
+            if not objects:
+                arrays.append(objects)
+            elif word := _CORRECTION.search(besides[-1]):
+                further.append(word[0])
             objects.append(value)
-    if objects:
-        arrays.append(objects)
-    return arrays, [*besides, text[position:]], deciding
+    return arrays, [*besides, text[position:]], deciding, further
 
 
-def _wrapped_array(value: dict[str, Any]) -> list[Any] | None:
-    """``{"rubrics": [...]}``: the array, if it is the object's only one of objects."""
+def _wrapped_array(value: dict[str, Any]) -> str | None:
+    """``{"rubrics": [...]}``: the array's name, if it is the object's only one of objects."""
     arrays = [
-        part for part in value.values() if isinstance(part, list) and part and all(isinstance(e, dict) for e in part)
+        name
+        for name, part in value.items()
+        if isinstance(part, list) and part and all(isinstance(each, dict) for each in part)
     ]
     return arrays[0] if len(arrays) == 1 else None
 
@@ -196,7 +281,9 @@ def _plain_float(token: str) -> object:
 
 
 def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[str, Any]:
-    """The pairs as a dict; keys that end in the name of a field of `DECIDING` are counted in ``deciding``.
+    """The pairs as a dict; keys that hold the name of a field of `DECIDING` are counted in ``deciding``.
+
+    Such as only begin with it count where a value stands there: ``score_reason`` may hold a text.
 
     Raises:
         ReplyError: two keys differ by nothing but case, spaces and the like.
@@ -209,15 +296,23 @@ def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[st
             raise ReplyError(f"the key {key[:60]!r} comes twice in one object; write every key once")
         seen.add(name)
         found[key] = value
-        if name.endswith(DECIDING):
+        if name.endswith(DECIDING) or (any(each in name for each in DECIDING) and _is_value(value)):
             deciding[key] += 1
     return found
 
 
+def _is_value(value: object) -> bool:
+    """Whether it may be a verdict or steps: no text, nothing, or further objects."""
+    if isinstance(value, list):
+        return bool(value) and not any(isinstance(each, dict) for each in value)
+    return not isinstance(value, dict) and value is not None and len(str(value)) <= MAX_VALUE_CHARACTERS
+
+
 def _name(key: str) -> str:
-    """A key without case, spaces, signs and look-alike letters."""
+    """A key without case, spaces, signs, accents and look-alike letters."""
     short = len(key) <= MAX_COMPARED_CHARACTERS
-    return ("".join(re.findall(r"[^\W_]+", comparable(ascii_like(key)))) if short else "") or key
+    plain = unicodedata.normalize("NFKD", comparable(ascii_like(key))) if short else ""
+    return "".join(re.findall(r"[^\W_]+", plain)) or key
 
 
 # --- lenient reading --------------------------------------------------------------------------------------------------
@@ -317,7 +412,7 @@ class _Lenient:
         self.position = token.end()
         if token[0] in _WORDS:
             return _WORDS[token[0]]
-        number = _NUMBER.fullmatch(token[0].translate(_ASCII_MINUS))
+        number = _NUMBER.fullmatch(ascii_minus(token[0]))
         if number is None:
             raise ReplyError(f"{self._where}: {token[0][:40]!r} is not a plain value")
         return int(number[1])

@@ -522,6 +522,9 @@ def test_a_verdict_beside_the_score_must_say_the_same() -> None:
         '"score": 1, "s\u0441ore": -1',
         '"score": 1, "thoughts": {"Score ": -1}',
         '"score": 1, "final_score": -1',
+        '"score": 1, "score_corrected": -1',
+        '"score": 1, "verdicts": ["FAIL"]',
+        '"score": 1, "sc\u00f3re": -1',
         '"score": 1, "thoughts": {"Overall verdict": "FAIL"}',
     ],
 )
@@ -559,6 +562,25 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
         ({"justification": "FAIL: it never looked."}, "a justification that begins with FAIL"),
         ({"justification": "**Failed** - it never looked."}, "a justification that begins with Failed"),
         ({"justification": "fail"}, "a justification that begins with fail"),
+        ({"justification": "\u22121: it never looked."}, "a justification that begins with -1"),
+        ({"justification": "N/A: there are no pages."}, "a justification that begins with N/A"),
+        ({"justification": "Not applicable. No pages."}, "a justification that begins with Not applicable"),
+        ({"justification": "Verdict: **FAIL**, it skips."}, "a justification that says 'Verdict: **FAIL'"),
+        ({"justification": "Score: 1? No: the score is -1."}, "a justification that says 'score is -1'"),
+        ({"justification": "It skips one, hence: fail."}, "a justification that says 'hence: fail.'"),
+        ({"result": "-1"}, "result -1"),
+        ({"corrected": -1}, "corrected -1"),
+        ({"Outcome": "failure"}, "Outcome failure"),
+        ({"assessment": "FAIL (step 2)"}, "assessment FAIL (step 2)"),
+        ({"result": "not passed"}, "result not passed"),
+        ({"outcome": False}, "outcome False"),
+        ({"checks": {"value": ["FAIL"]}}, "value FAIL"),
+        ({"passed": "no"}, "passed no"),
+        ({"is_passed": 0}, "is_passed 0"),
+        ({"criterionMet": False}, "criterionMet False"),
+        ({"violated": True}, "violated True"),
+        ({"applicable": False}, "applicable False"),
+        ({"not_passed": True}, "not_passed True"),
     ],
 )
 def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object], other: str) -> None:
@@ -576,6 +598,11 @@ def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object
         {"notes": "N/A", "confidence": -1},
         {"evidence": "FAIL: test_refund", "justification": "Failed logins are handled; pass-through too."},
         {"justification": "PASS: all pages."},
+        {"justification": "N/A"},
+        {"justification": 'It printed "score: -1" and `verdict: FAIL`; the score is 1.0 of 1.'},
+        {"justification": "The verdict is not FAIL, though page -1 is asked for. Score 100%."},
+        {"outcome": "success", "rating": 1, "label": "1", "violated": "no", "applicable": True, "final": False},
+        {"steps": [1, -1, 0], "confirmed": None, "score_reason": "it has read all pages", "result": "N/A"},
     ],
 )
 def test_what_is_no_other_verdict_may_stand_within_an_entry(beside: dict[str, object]) -> None:
@@ -593,8 +620,69 @@ def test_words_behind_the_array_that_may_take_a_verdict_back_are_asked_again(arr
     criteria = json.dumps([criterion()])
     assert parse_criteria(f"{criteria} Whoever passes them has not failed.", limit=3, source="x").value
     cited = json.dumps([attribution(index) for index in range(3)])
-    with pytest.raises(ReplyError, match="may take back a verdict"):
-        parse_attributions(f"{cited} Actually, step 2.", RUBRIC, STEPS)
+    for words in ("Actually, step 2.", "Criterion 0: steps 2 and 3", '{"steps": [1, 0]}'):
+        with pytest.raises(ReplyError, match="may take back a verdict"):
+            parse_attributions(f"{cited} {words}", RUBRIC, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("behind", "taken"),
+    [
+        ("[{rubric_index: 0, score: -1}]", "score"),
+        ('[{\\"rubric_index\\": 0, \\"score\\": -1}]', "score"),
+        ("\u201cscore\u201d: -1", "score"),
+        ("Criterion 0 -> -1", "Criterion 0 -> -1"),
+        ("- 0: \u22121", "0"),
+        ("However, the first one is violated.", "However, the first one is violated"),
+        ("Let me know if you agree.\nThe first one is not met.", "The first one is not met"),
+        ("\u7b2c\u4e00\u6761\u4e0d\u7b26\u5408", "\u7b2c\u4e00\u6761\u4e0d\u7b26\u5408"),
+        ('[{"criterion": 0, "new": -1}]', "-1"),
+        ('{"0": "\u22121"}', "-1"),
+        ('{"corrected": [-1, 1, 1]}', "[-1, 1, 1]"),
+        ('{"note": "the first one should be lower"}', "should be"),
+    ],
+)
+def test_what_behind_the_array_may_be_about_a_verdict_is_asked_again(behind: str, taken: str) -> None:
+    with pytest.raises(ReplyError) as problem:
+        parse_scores(f"{PLAIN}\n{behind}", RUBRIC)
+    assert str(problem.value) == (
+        f"what stands behind the JSON array may take back a verdict of it: {taken!r}; answer with the array alone"
+    )
+    # In front of it all of this is superseded, but for what does not read as JSON.
+    if not behind.startswith("["):
+        assert verdicts(f"{behind}\n</think>\n{PLAIN}") == [1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "```\n\n**End of the evaluation.**",
+        "</answer></s>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c><|im_end|>[/INST]",
+        "I hope this helps! Please feel free to ask.",
+        "---",
+        '{"city": "Rome", "pages": [3]}',
+    ],
+)
+def test_what_behind_the_array_is_about_no_verdict_may_stand_there(behind: str) -> None:
+    assert verdicts(f"{PLAIN}\n{behind}") == [1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    "besides", ['"correction": "the first one fails"', '"final": [-1, 1, 1]', '"final": {"0": -1}', '"overall": "FAIL"']
+)
+def test_what_stands_behind_the_array_in_the_object_that_holds_it_is_behind_it(besides: str) -> None:
+    assert verdicts(f'{{{besides}, "entries": {PLAIN}}}') == [1, -1, 0]
+    for end in ("}", ",}"):
+        with pytest.raises(ReplyError, match="may take back a verdict of it"):
+            parse_scores(f'{{"entries": {PLAIN}, {besides}{end}', RUBRIC)
+
+
+def test_a_correction_between_objects_takes_the_one_before_it_back() -> None:
+    first, *rest = map(json.dumps, scores(1, -1, 0))
+    assert verdicts("\n".join([first, "Criterion 1: failed", *rest])) == [1, -1, 0]
+    with pytest.raises(ReplyError, match="may take back a verdict of it: 'Wait'"):
+        parse_scores("\n".join([first, "Wait, that was a FAIL.", *rest]), RUBRIC)
 
 
 # --- which entry is whose ---------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
@@ -12,8 +11,9 @@ from pydantic import BeforeValidator, ConfigDict
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Parsed, Remark, RubricEntry, VerdictName, align, read_entries, verdict_name
+from draco_ray.judging.parsing import Parsed, Remark, RubricEntry, VerdictName, align, read_entries
 from draco_ray.judging.phases.base import INTEGER, TEXT, JsonSchema, Question, Scores, trajectory_values
+from draco_ray.judging.phases.contradiction import other_verdict
 from draco_ray.judging.reply_json import integer
 from draco_ray.judging.shortening import shortened
 from draco_ray.records import Criterion, ScoredCriterion, Trajectory, Verdict
@@ -21,8 +21,6 @@ from draco_ray.runs.rows import Row, verdict_rows
 
 WHICH = {"rubric_index": INTEGER, "rubric_title": TEXT}
 _SCORE: JsonSchema = {"type": "integer", "enum": [-1, 0, 1]}
-_BEGINS = re.compile(r"[\W_]{0,5}+(pass(?:ed)?|fail(?:ed)?)\b[^\w\s]{0,3}?(?:[:.,;\u2013\u2014]|\s-|$)", re.IGNORECASE)
-"""A text that begins with a verdict, perhaps in bold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +94,11 @@ class ScoreEntry(RubricEntry):
     justification: Remark = ""
 
     def contradiction(self) -> str | None:
-        """What else of the entry says another verdict than its score: a field of whatever name that holds a verdict
-        (``"result": "FAIL"``, ``"passed": false``), or how the justification begins (``FAIL: ...``)."""
+        """What else of the entry says another verdict than its score."""
         score = Verdict(self.score)
         if self.verdict is not None and Verdict[self.verdict] != score:
             return f"verdict {self.verdict}"
-        for name, value in (self.model_extra or {}).items():
-            if isinstance(value, bool):
-                agrees = (named := _said(name)) is None or (named == score) is value
-            else:
-                # "N/A" is also what stands where there is nothing to say.
-                agrees = not isinstance(value, str) or _said(value) in (None, Verdict.NOT_APPLICABLE, score)
-            if not agrees:
-                return f"{name[:60]} {value}"
-        begins = _BEGINS.match(self.justification)
-        return None if begins is None or _said(begins[1]) == score else f"a justification that begins with {begins[1]}"
-
-
-def _said(text: str) -> Verdict | None:
-    """The verdict that a text is, if it is one and nothing else."""
-    return Verdict.__members__.get(str(verdict_name(text[:60])).removesuffix("ED"))
+        return other_verdict(score, self.justification, self.model_extra or {})
 
 
 def parse_scores(text: str, rubric: Sequence[Criterion]) -> Parsed[Scores]:
