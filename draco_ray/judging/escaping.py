@@ -37,37 +37,42 @@ TAGS = (
 )
 """XML-like tags that delimit untrusted text in the prompts."""
 _SIGNS = {
-    "[": "\u27e6\u301a\u3010\u3014\u2772\u298b\u2045\u3016\u3018\ufe5d\ufe39\u300e\u300c\uff62\u2e22\u23a1\ufe47",
-    "]": "\u27e7\u301b\u3011\u3015\u2773\u298c\u2046\u3017\u3019\ufe5e\ufe3a\u300f\u300d\uff63\u2e23\u23a4\ufe48",
-    "<": "\u25c1\u2039\u2329\u27e8\u3008\ufe64\u276e\u2770\u02c2\u1438\u00ab\u300a\u27ea",
-    ">": "\u25b7\u203a\u232a\u27e9\u3009\ufe65\u276f\u2771\u02c3\u1433\u00bb\u300b\u27eb",
+    "[": "\u27e6\u301a\u3010\u3014\u2772\u298b\u2045\u3016\u3018\ufe5d"
+    "\ufe39\u300e\u300c\uff62\u2e22\u23a1\ufe47\u27ec\ufd3e\u2774\u2997",
+    "]": "\u27e7\u301b\u3011\u3015\u2773\u298c\u2046\u3017\u3019\ufe5e"
+    "\ufe3a\u300f\u300d\uff63\u2e23\u23a4\ufe48\u27ed\ufd3f\u2775\u2998",
+    "<": "\u25c1\u2039\u2329\u27e8\u3008\ufe64\u276e\u2770\u02c2\u1438\u00ab\u300a\u27ea\u29fc\u169c",
+    ">": "\u25b7\u203a\u232a\u27e9\u3009\ufe65\u276f\u2771\u02c3\u1433\u00bb\u300b\u27eb\u29fd\u169b",
     "|": "\u2502\u2223\u01c0\u2758\u2759\u275a\u2503\ufe31\uffe8\u00a6\u2016",
     "/": "\u2044\u2215\u29f8\u2571",
-    "#": "\ufe5f\u266f",
+    "#": "\ufe5f\u266f\u2317\u22d5",
     ":": "\ufe55\u02d0\ua789\u2236\u05c3\ufe13",
-    "a": "\u0430\u0410\u0391\u03b1",
-    "b": "\u0412\u0392\u13f4",
-    "c": "\u0441\u0421\u03f9\u03f2",
-    "d": "\u0501",
-    "e": "\u0435\u0415\u0395\u0454",
-    "g": "\u0261",
-    "h": "\u04bb\u041d\u0397",
-    "i": "\u0456\u0406\u0399\u0131\u04cf\u04c0",
-    "j": "\u0458\u0408",
-    "k": "\u041a\u039a\u043a",
-    "l": "\u217c",
-    "m": "\u041c\u039c",
-    "n": "\u039d",
-    "o": "\u043e\u041e\u039f\u03bf\u0585",
-    "p": "\u0440\u0420\u03a1\u03c1",
-    "r": "\u0433",
-    "s": "\u0455\u0405",
-    "t": "\u0422\u03a4\u0442",
-    "u": "\u057d\u03c5",
-    "v": "\u0475\u03bd",
-    "x": "\u0445\u0425\u03a7",
-    "y": "\u0443\u0423\u03a5",
-    "z": "\u0396",
+    "_": "\u2581",
+    "a": "\u0430\u0410\u0391\u03b1\u1d00\ua4ee\u0251",
+    "b": "\u0412\u0392\u13f4\u0299\ua4d0",
+    "c": "\u0441\u0421\u03f9\u03f2\u1d04\ua4da\u13df",
+    "d": "\u0501\u1d05\ua4d3\u13a0\u13e7",
+    "e": "\u0435\u0415\u0395\u0454\u1d07\ua4f0\u13ac",
+    "f": "\ua730\ua4dd",
+    "g": "\u0261\u0262\ua4d6\u13c0",
+    "h": "\u04bb\u041d\u0397\u029c\ua4e7\u13bb",
+    "i": "\u0456\u0406\u0399\u0131\u04cf\u04c0\u026a\ua4f2\u13a5",
+    "j": "\u0458\u0408\u1d0a\ua4d9\u13ab",
+    "k": "\u041a\u039a\u043a\u1d0b\ua4d7\u13e6",
+    "l": "\u217c\u029f\ua4e1\u13de",
+    "m": "\u041c\u039c\u1d0d\ua4df\u13b7",
+    "n": "\u039d\u0274\ua4e0",
+    "o": "\u043e\u041e\u039f\u03bf\u0585\u1d0f\ua4f3\u0555",
+    "p": "\u0440\u0420\u03a1\u03c1\u1d18\ua4d1\u13e2",
+    "r": "\u0433\u0280\ua4e3\u13a1\u13d2\u027e",
+    "s": "\u0455\u0405\ua731\ua4e2\u13da\u054f",
+    "t": "\u0422\u03a4\u0442\u1d1b\ua4d4\u13a2",
+    "u": "\u057d\u03c5\u1d1c\ua4f4\u054d\u13a4",
+    "v": "\u0475\u03bd\u1d20\ua4e6\u13d9",
+    "w": "\u1d21\ua4ea\u13b3\u051d",
+    "x": "\u0445\u0425\u03a7\ua4eb",
+    "y": "\u0443\u0423\u03a5\u028f\ua4ec\u13bd",
+    "z": "\u0396\u1d22\ua4dc\u13c3",
 }
 
 # Characters that show nothing, or change how others are shown; line breaks other than \n and \r are among them.
@@ -76,8 +81,10 @@ _INVISIBLE = (
     "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0000-\U000e0fff"
 )
-_UNSEEN = re.compile(f"[{_INVISIBLE}]")
-_SPELLED = re.compile(rf"[{_INVISIBLE}]|&(?=(?:amp|lt|#x[0-9A-F]{{1,6}});)")
+# An accent on a sign hides it from who looks for the sign.
+_ON_A_SIGN = r"(?<=[\[\]<>#|:/])[\u0300-\u036f\u20d0-\u20ff]"
+_UNSEEN = re.compile(f"[{_INVISIBLE}]|{_ON_A_SIGN}")
+_SPELLED = re.compile(rf"[{_INVISIBLE}]|{_ON_A_SIGN}|&(?=(?:amp|lt|#x[0-9A-F]{{1,6}});)")
 _ENTITY = re.compile(r"&(?:(amp|lt)|#x([0-9A-F]{1,6}));")
 _NAMED = {"amp": "&", "lt": "<"}
 
@@ -86,10 +93,21 @@ _LOOK_ALIKE = {
     **{ord(sign): ascii for ascii, signs in _SIGNS.items() for sign in signs},
     **{
         code: plain
-        for first, last in ((0xFF01, 0xFF5E), (0x1D400, 0x1D7FF), (0x24B6, 0x24E9), (0x2100, 0x214F), (0x2160, 0x217F))
+        for first, last in (
+            *((0xFF01, 0xFF5E), (0x1D400, 0x1D7FF), (0x24B6, 0x24E9), (0x2100, 0x214F), (0x2160, 0x217F)),
+            *((0x02B0, 0x02E3), (0x1D2C, 0x1DBF), (0x2070, 0x209C), (0x1F130, 0x1F149)),
+        )
         for code in range(first, last + 1)
         if len(plain := unicodedata.normalize("NFKC", chr(code))) == 1 and plain.isascii()
     },
+    # Letters with accents, and letters on discs, on tiles and of flags, which Unicode does not call letters.
+    **{
+        code: plain
+        for first, last in ((0x00C0, 0x024F), (0x1E00, 0x1EFF))
+        for code in range(first, last + 1)
+        if (plain := unicodedata.normalize("NFKD", chr(code))[0]).isascii() and plain.isalpha()
+    },
+    **{first + place: chr(ord("a") + place) for first in (0x1F150, 0x1F170, 0x1F1E6) for place in range(26)},
 }
 
 _ROLES = r"\s*+(?:system|user|assistant|environment|tool|developer|judge|evaluator|end)\b"
@@ -101,11 +119,12 @@ _STRUCTURE = rf"(?=\[{_ROLES}|\[{_OURS}|\#\#|{_SECTION})"
 # holds "_", ":" or "=" (<fim_prefix>, <minimax:tool_call>, <function=f>), or is a word that some family of models uses.
 # In square brackets EXAONE's [|user|] and, in capitals only, Mistral's, BERT's and Apriel's.
 _SPECIAL = (
-    r"\||/?\w{1,40}+\|(?:\w{1,40}+)?+>|</?SYS>>|/?(?=\w{0,40}?[_:=])[\w:=.-]{2,80}+\s*+/?>|\]\w{1,20}+\[>|##\w{1,20}+##>"
-    r"|/?(?:s|bos|eos|pad|unk|mask|gmask|sop|eop|eod|eoh|eoa|cls|sep|think|thinking|thoughts?|reasoning|answer|response"
+    r"/?\||\[\w{1,40}+\]>|/?\w{1,40}+\|(?:\w{1,40}+)?+>"
+    r"|</?SYS>>|/?(?=\w{0,40}?[_:=])[\w:=.-]{2,80}+\s*+/?>|\]\w{1,20}+\[>|##\w{1,20}+##>"
+    r"|/?(?:s|bos|eos|pad|unk|mask|gmask|sop|eop|eod|eoh|eoa|eom|cls|sep|think|thinking|thoughts?|reasoning|answer|response"
     r"|solution|observation|result|tools?|functions?|param(?:eter)?s?|invoke|call|escape|instruct|query|passage|role|system|user"
     r"|assistant|human|bot|image|ipython|filename|reponame|fim-\w{1,20}+|0x[0-9a-f]{2}|(?-i:PRE|SUF|MID|EOT)"
-    r"|(?:unused|reserved|special)\d{1,6}+)\s*+/?>"
+    r"|(?:unused|reserved|special|dummy|ctrl)\d{1,6}+)\s*+/?>"
 )
 _BRACKETED = (
     r"/?(?-i:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID|IMG(?:_\w{1,9}+)?"
