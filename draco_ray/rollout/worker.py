@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import platform
 import resource
 import shutil
@@ -168,7 +169,7 @@ async def _opened(slot: Environment, task_id: str) -> World:
 async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
     """The verdict on a finished rollout; one whose agent crashed its world has failed.
 
-    Raises: as `World.evaluate`, but for WorldBroken.
+    Raises: as `World.evaluate`, but for WorldBroken; EnvironmentCrashed for a reward that is no number.
     """
     if trajectory.ended is EpisodeEnd.CRASHED:
         verdict = WorldVerdict(success=False, failures=(f"the world crashed: {trajectory.error}",))
@@ -177,6 +178,8 @@ async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
             verdict = await world.evaluate()
         except WorldBroken as error:
             verdict = WorldVerdict(success=False, failures=(f"the world crashed: {error}",))
+    if verdict.reward is not None and not math.isfinite(verdict.reward):
+        raise EnvironmentCrashed(f"task {trajectory.task_id}: its reward is {verdict.reward}, expected a number")
     evaluation = Evaluation(
         task_id=trajectory.task_id,
         run=trajectory.rollout,

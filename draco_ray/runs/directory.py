@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,17 @@ from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import EpisodeEnd, Termination, Verdict
 from draco_ray.runs import parts
-from draco_ray.runs.schema import BEFORE, METRIC_COUNTS, METRIC_LISTS, REQUIRED, STEP_TABLES, TABLES
+from draco_ray.runs.schema import (
+    AMOUNTS,
+    BEFORE,
+    MEASURES,
+    METRIC_COUNTS,
+    METRIC_LISTS,
+    MOST,
+    REQUIRED,
+    STEP_TABLES,
+    TABLES,
+)
 
 STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
@@ -168,6 +179,20 @@ def _check_rows(table: pa.Table, name: str, *, older: bool) -> None:
             known = {each.value for each in kind}
             if unknown := [each for each in pc.unique(values).to_pylist() if each is not None and each not in known]:
                 raise DamagedRun(f"its column {column!r} holds {unknown[0]!r}")
+        if column in AMOUNTS and not _all(_is_amount, values):
+            raise DamagedRun(f"its column {column!r} holds what is no amount")
+        if column in MEASURES and not _all(pc.is_finite, values):
+            raise DamagedRun(f"its column {column!r} holds what is no number")
+
+
+def _all(is_plain: Callable[[pa.ChunkedArray], pa.ChunkedArray], values: pa.ChunkedArray) -> bool:
+    """Whether every value is; nulls are left to `REQUIRED`."""
+    return pc.all(is_plain(values.cast(pa.float64(), safe=False))).as_py() is not False
+
+
+def _is_amount(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    # A NaN compares false with everything.
+    return pc.and_(pc.greater_equal(values, 0.0), pc.less_equal(values, MOST))
 
 
 def _check_regular(path: Path) -> None:
@@ -380,7 +405,11 @@ class RunDirectory:
         *lines, rest = read_text(self.metrics_file).split("\n")
         if rest or not lines:
             raise damaged(self.metrics_file, f"line {len(lines) + 1} has no end" if rest else "it is empty")
-        return [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        read = [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        for one, other in pairwise(sorted(line["step"] for line in read)):
+            if one == other:
+                raise damaged(self.metrics_file, f"step {one} is there twice")
+        return read
 
     def _metrics_line(self, number: int, text: str) -> dict[str, Any]:
         try:
@@ -421,20 +450,21 @@ class RunDirectory:
 
         Raises:
             KeyError: if no table has that name.
-            DamagedRun: one of its files cannot be read or has other columns.
+            DamagedRun: one of its files cannot be read, has other columns or another step's rows, or is no step's.
         """
         wanted = TABLES[name].names if columns is None else list(columns)
+        read_too = [*wanted, *({"training_step"} - set(wanted))]
         older = self.schema_version < origin.SCHEMA_VERSION
         for left in reversed(range(LOOKS)):
             paths = self._files(name, step)
             try:
-                read = [read_table(path, name, wanted, older=older) for path in paths]
+                read = [_of_its_step(path, read_table(path, name, read_too, older=older)) for path in paths]
             except DamagedRun:
                 # Parts go when the table that they were gathered into is there.
                 if left and paths != self._files(name, step):
                     continue
                 raise
-            return pa.concat_tables([TABLES[name].empty_table().select(wanted), *read])
+            return pa.concat_tables([TABLES[name].empty_table().select(read_too), *read]).select(wanted)
         raise AssertionError
 
     def _files(self, name: str, step: int | None) -> list[Path]:
@@ -444,9 +474,25 @@ class RunDirectory:
         # Parts first: those of a step that is gathered between the two looks are then left out for what they became.
         under_way = _parts(folder, pattern)
         finished = sorted(folder.glob(f"{pattern}.parquet"))
+        if strange := [path for path in finished if _step_of(path) is None]:
+            raise damaged(strange[0], "it is named as no step's table is, and its rows may be another's again")
         # Leftovers of a step that was gathered since are the same rows twice.
         gathered = set(finished)
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
+
+
+def _step_of(path: Path) -> int | None:
+    """The step whose rows a file holds, by its name or its folder's: ``step00003.parquet``, and no copy of it."""
+    found = STEP.fullmatch(path.parent.name) or STEP.fullmatch(path.stem)
+    step = None if found is None else int(found[1])
+    return step if found is not None and found[0] == f"step{step:05d}" else None
+
+
+def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
+    """``rows`` if they are of the step that the file is named after: of another they would count twice."""
+    if others := [step for step in pc.unique(rows.column("training_step")).to_pylist() if step != _step_of(path)]:
+        raise damaged(path, f"it has rows of step {others[0]}")
+    return rows
 
 
 def _parts(folder: Path, pattern: str) -> list[Path]:

@@ -223,6 +223,15 @@ REQUIRED: dict[str, frozenset[str]] = {
 REQUIRED |= {"evaluation_trajectories": REQUIRED["trajectories"], "evaluation_steps": REQUIRED["steps"]}
 REQUIRED |= {"heldout_calls": REQUIRED["judge_calls"]}
 
+MOST = 1e15
+"""Of an amount: beyond it sums would show nothing else, or could not be shown."""
+AMOUNTS = frozenset({"input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "dollars"}) | {
+    *("estimated_dollars", "requests", "seconds", "waited_seconds", "rollouts", "lost", "unscored", "credit_failures"),
+}
+"""Columns of counts, dollars and seconds."""
+MEASURES = frozenset({"reward", "advantage", "started_at", "ended_at"})
+"""Columns of finite numbers."""
+
 METRIC_LISTS = frozenset({"solved_tasks", "updates_skipped"})
 """Of a line of the metrics: lists of texts."""
 METRIC_COUNTS = frozenset({"ended", "credit_fallbacks", "judge", "task_pass_rates"})

@@ -20,6 +20,7 @@ from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.lock import sole_driver
+from draco_ray.runs.parts import write_part
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import rewind
@@ -344,3 +345,74 @@ def test_a_name_too_long_for_a_folder_is_one_line(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["runs", "show", "n" * 5000])
     assert "not a run directory (File name too long)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("copy", "problem"),
+    [
+        ("step00002.parquet", "it has rows of step 1"),
+        ("step00009.parquet", "it has rows of step 1"),
+        ("step00001 (1).parquet", "it is named as no step's table is"),
+        ("step1.parquet", "it is named as no step's table is"),
+        ("step00001-conflict/t.arrow", "it has rows of step 1"),
+    ],
+)
+@pytest.mark.parametrize("columns", [None, ["dollars"]])
+def test_a_table_that_is_there_again_under_another_name_is_not_counted_twice(
+    whole: Path, tmp_path: Path, copy: str, problem: str, columns: list[str] | None
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    folder = run / "tables" / "judge_calls"
+    first = pq.read_table(folder / "step00001.parquet")
+    (folder / copy).parent.mkdir(exist_ok=True)
+    if copy.endswith(".arrow"):
+        write_part(folder / copy, first)
+    else:
+        pq.write_table(first, folder / copy)
+    with pytest.raises(DamagedRun) as caught:
+        RunDirectory.open(run).table("judge_calls", columns=columns)
+    assert str(caught.value).startswith(f"{folder / copy}: damaged: {problem}")
+    (folder / copy).unlink()
+    read = RunDirectory.open(run).table("judge_calls", 1, columns)
+    assert read.column_names == (columns or TABLES["judge_calls"].names)
+    assert read.num_rows == first.num_rows
+
+
+def test_a_step_that_is_twice_in_the_metrics_is_not_shown_twice(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics_file.write_text('{"step": 0}\n{"step": 3}\n{"step": 0}\n', encoding="utf-8")
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 0 is there twice"):
+        run.metrics()
+    run.metrics_file.write_text('{"step": 1}\n{"step": 0}\n', encoding="utf-8")
+    assert [line["step"] for line in run.metrics()] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value", "kind"),
+    [
+        ("judge_calls", "dollars", float("nan"), "amount"),
+        ("judge_calls", "dollars", -1.0, "amount"),
+        ("judge_calls", "estimated_dollars", 1e300, "amount"),
+        ("judge_calls", "input_tokens", -1, "amount"),
+        ("judge_calls", "output_tokens", 2**62, "amount"),
+        ("judge_calls", "seconds", float("inf"), "amount"),
+        ("groups", "lost", -1, "amount"),
+        ("advantages", "reward", float("nan"), "number"),
+        ("advantages", "advantage", float("-inf"), "number"),
+        ("spans", "ended_at", float("nan"), "number"),
+        ("evaluations", "reward", float("inf"), "number"),
+    ],
+)
+def test_a_number_that_cannot_be_added_up_is_damage(
+    whole: Path, tmp_path: Path, table: str, column: str, value: float, kind: str
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    files = sorted((run / "tables" / table).glob("**/*.parquet"))
+    file = next(each for each in files if pq.read_metadata(each).num_rows)
+    rows = pq.read_table(file)
+    place = rows.schema.get_field_index(column)
+    values = [value, *rows.column(column).to_pylist()[1:]]
+    pq.write_table(rows.set_column(place, rows.schema.field(column), pa.array(values, rows.schema.types[place])), file)
+    with pytest.raises(DamagedRun) as caught:
+        RunDirectory.open(run).table(table)
+    assert f"{file}: damaged: its column {column!r} holds what is no {kind}" in str(caught.value)

@@ -173,6 +173,16 @@ async def test_a_verdict_is_kept_with_the_rollout_and_its_scenario() -> None:
     assert (spoilt.success, spoilt.failures) == (False, ("the world crashed: spoilt",))
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+async def test_a_reward_that_is_no_number_is_no_verdict(reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rewarded(self: Ill) -> WorldVerdict:
+        return WorldVerdict(success=reward > 0, reward=reward)
+
+    monkeypatch.setattr(Ill, "evaluate", rewarded)
+    with pytest.raises(EnvironmentCrashed, match=f"^task t_1: its reward is {reward}, expected a number$"):
+        await evaluate(Ill("ok"), ended(EpisodeEnd.FINISHED))
+
+
 def desk(*, ground_truth: bool) -> Environment:
     config = load_config(str(DESK / "order_desk.yaml"))
     use = config.environment.model_copy(update={"use": f"{DESK / 'environment.py'}:OrderDesk"})
