@@ -70,7 +70,7 @@ def other_verdict(score: Verdict, justification: str, further: Mapping[str, obje
 
 def _leaves(further: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Every value that holds no others, under the nearest name."""
-    waiting = [*reversed(further.items())]
+    waiting = [*reversed([*further.items()])]
     while waiting:
         name, value = waiting.pop()
         if isinstance(value, dict):
