@@ -117,6 +117,16 @@ def test_a_kind_has_one_colour_wherever_it_stands() -> None:
     assert [bar.color for bar in bars(stacked)] == ["#123456", "#654321"]
 
 
+@pytest.mark.parametrize("name", ["\u5b57" * 40, "Donaudampfschifffahrt\u00e4" * 5, "W" * 60])
+def test_a_long_name_stays_inside_a_heat_map_in_a_wider_font_too(name: str) -> None:
+    drawing = heat_map("t", [name], ["1"], [[0.5]])
+    (label,) = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.anchor == "end"]
+    assert label.string.endswith("…")
+    assert label.x - 1.15 * text_width(label.string, label.size) >= 0
+    # Such a character is a square.
+    assert text_width("\u5b57\u3042", 8) == 16
+
+
 def test_what_is_solved_is_marked_and_what_was_never_asked_stays_blank() -> None:
     drawing = heat_map("t", ["a", "b"], ["1", "2"], [[0.5, None], [None, None]], marks={(0, 1): "solved"})
     assert [bar.hint for bar in bars(drawing)] == ["a, training step 1: 50%", "a, training step 2: solved"]

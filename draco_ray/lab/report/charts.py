@@ -14,6 +14,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 10.0, 24.0, 30.0
 _MOST_DOTS = 60
 _LEGEND_LINE, _LABEL_LINE = 11.0, 8.5
 _MOST_LABEL_LINES = 4
+_WIDER = 1.15
+"""A page's own font may be so much wider than Helvetica."""
 _HEAT = ((226, 128, 142), (236, 196, 110), (88, 180, 145))
 SOLVED = "#dcefe7"
 """Behind the mark of a row that has nothing more to say in a column of a heat map."""
@@ -210,7 +212,7 @@ def heat_map(
     cell = min((width - names - _RIGHT) / len(columns), 40.0)
     for place, (name, shares) in enumerate(zip(rows, values, strict=True)):
         y = _TOP + place * line
-        drawing.add(Text(names - 6, y + 9.5, shortened(name, 8, names - 12), 8, "end"))
+        drawing.add(Text(names - 6, y + 9.5, shortened(name, 8, (names - 12) / _WIDER), 8, "end"))
         for column, share in enumerate(shares):
             mark = (marks or {}).get((place, column))
             if share is None and mark is None:
@@ -341,8 +343,7 @@ def _legend(drawing: Drawing, names: Sequence[str], colors: Sequence[str] | None
     x, y = _LEFT, _TOP
     for index, name in enumerate(names):
         name = shortened(name, 7.5, drawing.width - _LEFT - 30)
-        # A page's own font may be wider than Helvetica.
-        wide = 12 + 1.15 * text_width(name, 7.5) + 10
+        wide = 12 + _WIDER * text_width(name, 7.5) + 10
         if x + wide > drawing.width and x > _LEFT:
             x, y = _LEFT, y + _LEGEND_LINE
         color = palette(index) if colors is None else colors[index]

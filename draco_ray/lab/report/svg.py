@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from markupsafe import Markup, escape
 
@@ -17,7 +18,7 @@ _WIDTHS = [
     *(333, 556, 556, 500, 556, 556, 278, 556, 556, 222, 222, 500, 222, 833, 556, 556),
     *(556, 556, 333, 500, 278, 556, 500, 722, 500, 500, 500, 334, 260, 334, 584),
 ]
-_OTHER_WIDTH = 556
+_OTHER_WIDTH, _WIDE = 556, 1000
 _DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
@@ -50,13 +51,20 @@ def to_image(drawing: Drawing) -> Markup:
 
 
 def text_width(string: str, size: float) -> float:
-    """Points a text is wide in Helvetica.
+    """Points a text is wide in Helvetica; a Chinese, Japanese or Korean character is as wide as it is high.
 
     >>> text_width("00", 10)
     11.12
+    >>> text_width("\u5b57", 10)
+    10.0
     """
-    units = (_WIDTHS[ord(c) - 32] if 32 <= ord(c) < 127 else _OTHER_WIDTH for c in string)
-    return sum(units) * size / 1000
+    return sum(map(_width, string)) * size / 1000
+
+
+def _width(character: str) -> int:
+    if 32 <= ord(character) < 127:
+        return _WIDTHS[ord(character) - 32]
+    return _WIDE if unicodedata.east_asian_width(character) in "WF" else _OTHER_WIDTH
 
 
 def shortened(string: str, size: float, width: float) -> str:
