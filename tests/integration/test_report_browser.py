@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import threading
@@ -19,6 +20,8 @@ from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.report.serving import ReportServer
 from draco_ray.records import Criterion
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from tests.support import small_run as small_run_module
 from tests.support.browser import NAMES, Browser, find_browser
@@ -365,6 +368,63 @@ def test_a_task_in_all_steps_and_two_rollouts_side_by_side(browser: Browser, pag
     at(browser, f"#task/{TASKS[0]}")
     assert texts(browser, "#task a.item") == ["step 1", "step 2", "test after step 2"]
     assert texts(browser, "#task table.matrix tbody tr:first-child td") == ["1 of 2", "1 of 2"]
+    assert texts(browser, "#task table.matrix tbody tr:last-child td") == ["✓ 1 of 1", "✓ 1 of 1"]
+
+
+def test_what_was_never_proposed_is_not_marked_as_solved(started_browser: Browser, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", steps=2)
+    store, task = RunStore(run), TASKS[0]
+    rubric = small_run_module.rubric(task)
+    write_group(store, 3, task)
+    share = small_run_module.advantages(3, task)
+    store.write("criteria", 3, task, rows.criterion_rows(3, task, rubric, share)[:1])
+    store.write("proposals", 3, task, rows.proposal_rows(3, task, rubric[:2]))
+    path = tmp_path / "report.html"
+    write_report(run, path)
+    started_browser.look()
+    started_browser.goto("about:blank")
+    started_browser.goto(f"{path.as_uri()}#task/{task}")
+    at(started_browser, f"#task/{task}")
+    assert texts(started_browser, "#task table.matrix tbody td:last-child") == ["1 of 2", "✓", "·"]
+
+
+def test_what_a_group_lacks_is_said(started_browser: Browser, tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", "{}\n"))
+    write_group(store, 1, TASKS[0])
+    state = {"state": "credited", "rollouts": 2, "lost": 2, "unscored": 1, "credit_failures": 1, "reason": None}
+    store.write("groups", 1, TASKS[0], [{"training_step": 1, "task_id": TASKS[0], **state}])
+    path = tmp_path / "report.html"
+    write_report(store.directory, path)
+    started_browser.look()
+    started_browser.goto("about:blank")
+    started_browser.goto(f"{path.as_uri()}#groups")
+    at(started_browser, "#groups")
+    assert texts(started_browser, "#groups .list .bad") == [" 2 lost"]
+    started_browser.goto(f"{path.as_uri()}#group/1/{TASKS[0]}")
+    at(started_browser, f"#group/1/{TASKS[0]}")
+    said = [text.partition(":")[0] for text in texts(started_browser, "#group > p.bad")]
+    assert said == ["2 rollouts lost", "1 rollout unscored", "1 rollout without step credit"]
+
+
+def test_a_print_of_a_rollout_says_whose_it_is(browser: Browser, page: str) -> None:
+    browser.look(width=718, media="print")
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/1")
+    at(browser, f"#rollout/1/{TASKS[0]}/1")
+    assert f"{TASKS[0]}, step 1" in browser.run("document.querySelector('#rollout h1').innerText")
+
+
+def test_a_group_of_sixteen_has_marks_that_do_not_overlap(started_browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(small_run(tmp_path / "run", steps=1, size=16), path)
+    for width, media in ((400, "screen"), (718, "print")):
+        started_browser.look(width=width, media=media)
+        started_browser.goto("about:blank")
+        started_browser.goto(f"{path.as_uri()}#group/1/{TASKS[0]}")
+        at(started_browser, f"#group/1/{TASKS[0]}")
+        marks = "[...document.querySelectorAll('#matrix tbody tr:first-child .verdict')]"
+        boxes = started_browser.run(f"{marks}.map(n => n.getBoundingClientRect().toJSON())")
+        assert len(boxes) == 16
+        assert all(one["right"] <= other["left"] + 0.5 for one, other in itertools.pairwise(boxes)), (width, boxes)
 
 
 def test_held_out_rollouts_are_listed_and_opened(browser: Browser) -> None:
@@ -478,7 +538,14 @@ def test_a_group_of_six_is_readable(started_browser: Browser, tmp_path: Path, wi
                 "[...document.querySelectorAll('#overview svg text')].map(n => n.getBoundingClientRect().height)"
             )
             assert min(heights) >= 7
+        if place == "#groups":
+            # All six rollouts of a group, without scrolling.
+            right = "[...document.querySelectorAll('.list .chip')].map(n => n.getBoundingClientRect().right)"
+            assert max(started_browser.run(right)) <= width
         if place.startswith("#group/"):
+            # A number is in one line.
+            tall = "[...document.querySelectorAll('#matrix .sub td')].filter(n => /\\d/.test(n.textContent))"
+            assert max(started_browser.run(f"{tall}.map(n => n.getBoundingClientRect().height)")) < 26
             # The names of the criteria and the sixth rollout's verdicts, without scrolling.
             for cell in (
                 "#matrix tbody td:first-child summary",

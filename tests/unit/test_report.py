@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.lab.report.groups import pack, packed_groups, unpack
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.page import INERT, KINDS, QUALITY, ceiling, write_report
+from draco_ray.lab.report.page import INERT, KINDS, QUALITY, REWARD, ceiling, write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from tests.support.evaluations import a_result
 from tests.support.measured_run import evaluated_run, judged_run
-from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_trajectory, small_run
+from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_trajectory, small_run, write_group
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,46 @@ def test_the_ceiling_of_a_pass_rate_is_said_where_there_is_one(run: RunDirectory
     other = RunDirectory.create(tmp_path / "other", "algorithm: {rule: no_dropout}\n")
     assert ceiling(other) == ""
     assert "3 of 4" in ceiling(RunDirectory.create(tmp_path / "four", "algorithm: {group_size: 4}\n"))
+    # Dropped criteria are in the rates: of the third one all verdicts pass.
+    assert "Verdicts on dropped ones are in the rate" in ceiling(run)
+    # Groups of traces are of any size.
+    assert "of 6" not in ceiling(RunDirectory.create(tmp_path / "traces", "setting: traces\n"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "unsaid"),
+    [
+        ("algorithm: {group_size: 4}", ["plays a task 4 times", "names the steps", "KL to the base"], []),
+        ("algorithm: {rule: grpo}", ["plays a task 6 times", REWARD], ["names the steps"]),
+        ("algorithm: {reward: outcome, rule: grpo}", ["KL to the base"], ["A judge gives", REWARD]),
+        (
+            "setting: traces",
+            ["Traces of one task", REWARD],
+            ["The policy plays", "KL to the base", "Seconds per stage"],
+        ),
+    ],
+)
+def test_the_first_page_says_what_it_is_about(tmp_path: Path, config: str, said: list[str], unsaid: list[str]) -> None:
+    run = RunDirectory.create(tmp_path / "run", config + "\n")
+    write_report(run, tmp_path / "report.html")
+    page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8")).partition("<script")[0]
+    assert [words for words in said if words not in page] == []
+    assert [words for words in unsaid if words in page] == []
+
+
+def test_both_spreads_of_quality_are_told_apart(page: str) -> None:
+    # 0.5 over the active rollout of each group, 0.25 over both.
+    table = page.partition("Where credit acts")[2].partition("</section>")[0]
+    assert re.findall(r'<th class="n">([^<]*)</th>', table)[1:] == ["spread of Q, active rollouts", "of all"]
+    assert re.findall(r'<td class="n">([\d.]+)</td>', table)[:2] == ["0.500", "0.250"]
+
+
+def test_lost_rollouts_are_counted_in_the_list(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", "{}\n"))
+    write_group(store, 1, TASKS[0])
+    group = {"state": "credited", "rollouts": 2, "lost": 1, "unscored": 0, "credit_failures": 0, "reason": None}
+    store.write("groups", 1, TASKS[0], [{"training_step": 1, "task_id": TASKS[0], **group}])
+    assert [group.summary["lost"] for group in packed_groups(store.directory)] == [1]
 
 
 def test_nothing_in_the_page_is_loaded_from_elsewhere(page: str) -> None:
@@ -212,7 +253,11 @@ def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
     (group,) = packed_groups(store.directory)
     assert group.summary["state"] == "under way"
     assert group.summary["rollouts"] == [[0, "finished", None, None, None, None]]
-    assert "nothing recorded" in path.read_text(encoding="utf-8")
+    page = path.read_text(encoding="utf-8")
+    assert "nothing recorded" in page
+    # A judge that was not asked yet has no cost, and no missing price.
+    assert re.findall(r"<dt>(?:judge cost|time)</dt><dd[^>]*>([^<]*)</dd>", page) == ["–", "–"]
+    assert "no reply had a price" not in page
 
 
 def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:

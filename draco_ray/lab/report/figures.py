@@ -281,6 +281,6 @@ def _label(row: Row) -> str:
 
 
 def _cost_column(rows: Sequence[Row]) -> tuple[str, str]:
-    if any(row["dollars"] for row in rows):
+    if not rows or any(row["dollars"] for row in rows):
         return "dollars", "Judge cost by phase, dollars"
     return "input_tokens", "Judge input tokens by phase (no reply had a price)"

@@ -139,6 +139,7 @@ def _summary(step: int | None, task: str, rows: dict[str, list[Row]], data: Row)
         "titles": [criterion["title"] for criterion in data["criteria"]],
         "dropped": [index for index, criterion in enumerate(data["criteria"]) if criterion["survived"] is False],
         "signal": len(rewards) > 1,
+        "lost": data["state"].get("lost") or 0,
         "failed_calls": sum(call["error"] is not None for call in rows["judge_calls"]),
         "dollars": _short(sum(call["dollars"] for call in rows["judge_calls"])),
         "rollouts": [

@@ -32,6 +32,7 @@ from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.report.svg import to_svg, visible
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.traces.keeping import SETTING
 
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
@@ -71,6 +72,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
         title=run.path.name,
         live=live,
         facts=_facts(run),
+        how_to_read=how_to_read(run),
         charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
         timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),
         steps=steps,
@@ -97,6 +99,9 @@ def run_id(run: RunDirectory) -> str:
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
+REWARD = "Mean over rollouts of R: of the criteria that count and apply, the share passed less the share failed."
+KL = "Of a sampled token, on average, in nats: how far the policy has moved from the model it began as."
+STAND_IN = "No evaluator: the share that passes of the judge's verdicts, on criteria that depend on no policy."
 INERT = "Inert: the verdicts that cite its steps agree, so credit tells no step from another."
 QUALITY = "Quality Q of a step: the share that passes of the verdicts that cite it."
 
@@ -117,28 +122,34 @@ def overview(run: RunDirectory) -> list[Chart]:
     metrics = run.metrics()
     names = [run.path.name]
     steps = [line["step"] for line in metrics]
-    reward, kl = ([Series(name, steps, [line.get(name) for line in metrics])] for name in ("reward", "kl"))
+    reward = [Series("reward", steps, [line.get("reward") for line in metrics])]
     credit = tidy("credit_by_step", [run]).to_pylist()
     inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread_active"))
     evaluated, judged = (tidy(name, [run]).to_pylist() for name in ("success", "judged"))
     by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
     return [
-        Chart(line_chart("Reward", reward, bounds=(-1.0, 1.0))),
+        Chart(line_chart("Reward", reward, bounds=(-1.0, 1.0)), note=REWARD if _by_rubric(run) else ""),
         Chart(figures.pass_rate([run]), note=ceiling(run)),
         Chart(figures.terminations(tidy("terminations", [run]).to_pylist())),
         *([Chart(figures.success(evaluated), note=_intervals(evaluated, "tgc"))] if evaluated else []),
-        *([Chart(figures.judged(judged), note=_intervals(judged, "pass_rate"))] if judged else []),
+        *([Chart(figures.judged(judged), note=f"{STAND_IN} {_intervals(judged, 'pass_rate')}")] if judged else []),
         Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
         Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent), note=INERT),
         Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5)), note=QUALITY),
-        Chart(line_chart("KL to the base model", kl)),
-        Chart(stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
+        *([] if _of_traces(run) else _of_training(run)),
         Chart(
             figures.pass_rate_by_criterion(by_criterion, left_out(run), width=PAGE_WIDTH),
             wide=True,
             note=f"✓: proposed in that step, and no longer in a rubric. {ceiling(run)}".strip(),
         ),
     ]
+
+
+def _of_training(run: RunDirectory) -> list[Chart]:
+    metrics = run.metrics()
+    kl = Series("kl", [line["step"] for line in metrics], [line.get("kl") for line in metrics])
+    seconds = tidy("stage_seconds", [run]).to_pylist()
+    return [Chart(line_chart("KL to the base model", [kl]), note=KL), Chart(stage_seconds(seconds))]
 
 
 def _intervals(rows: list[Row], column: str) -> str:
@@ -149,12 +160,42 @@ def _intervals(rows: list[Row], column: str) -> str:
 def ceiling(run: RunDirectory) -> str:
     """What bounds a pass rate, of a run whose rule drops what no member fails; empty for others."""
     size = int(run.setting("algorithm.group_size"))
-    if run.setting("algorithm.reward") != "rubric" or run.setting("algorithm.rule") == "no_dropout":
+    if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
+    if _of_traces(run):
+        return (
+            "A criterion that all traces of a group pass is dropped, so none that counts is passed by all. Verdicts on "
+            "dropped ones and on traces alone in their group are in the rate."
+        )
     return (
         f"A criterion that all rollouts of a group pass is dropped: one that counts is passed by {size - 1} of {size} "
-        f"at most, so {percent((size - 1) / size)} is the ceiling and not 100%."
+        f"at most, so {percent((size - 1) / size)} is the ceiling and not 100%. Verdicts on dropped ones are in the "
+        "rate, and they alone can lift it above."
     )
+
+
+def how_to_read(run: RunDirectory) -> str:
+    """What the page is about, for somebody who has never seen one; empty where no verdicts are behind it."""
+    if not _by_rubric(run):
+        return ""
+    if _of_traces(run):
+        played = "Traces of one task are a group."
+    else:
+        played = f"The policy plays a task {run.setting('algorithm.group_size')} times: a group of rollouts."
+    named = " and names the steps responsible" if run.setting("algorithm.rule") != "grpo" else ""
+    return (
+        f"{played} A judge gives each of them a verdict on every criterion of the group's rubric{named}. To see one: "
+        "Groups, a rollout, a verdict."
+    )
+
+
+def _by_rubric(run: RunDirectory) -> bool:
+    return bool(run.setting("algorithm.reward") == "rubric")
+
+
+def _of_traces(run: RunDirectory) -> bool:
+    """Whether another agent's traces were judged: nothing was trained."""
+    return bool(run.setting("setting") == SETTING)
 
 
 KINDS = dict(zip(("rollout", *PHASES, "learning", "sync", "checkpoint"), PALETTE, strict=False))
@@ -207,8 +248,8 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
         ("seed", value("seed")),
         ("finished steps", str(len(metrics))),
         ("rollouts", f"{rollouts:,}"),
-        ("judge cost", f"${dollars:,.2f}" if dollars else "no price known"),
-        ("time", f"{seconds / 60:,.1f} min"),
+        ("judge cost", "–" if not metrics else f"${dollars:,.2f}" if dollars else "no price known"),
+        ("time", f"{seconds / 60:,.1f} min" if metrics else "–"),
         *_held_out(tidy("success", [run]).to_pylist(), "tgc", "TGC"),
         *_held_out(tidy("judged", [run]).to_pylist(), "pass_rate", "judge's pass rate"),
     ]

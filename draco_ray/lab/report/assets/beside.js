@@ -1,31 +1,36 @@
 // ---- a task in all steps, and two rollouts side by side
 
+// Criteria are the same wherever their titles are, but for case and spacing.
+const titleKey = (title) => title.toLocaleLowerCase().split(/\s+/).join(" ").trim();
+
 async function taskView(task) {
   const places = index.groups.map((group, place) => [group, place]).filter(([group]) => group.task === task);
   if (!places.length) return [el("p", {}, "No such task in this report.")];
   const trained = places.filter(([group]) => !group.split);
   const asked = places[0][0].asked;
   const rows = places.map(([group]) => el("tr", {}, el("td", {}, el("a.item", { href: groupLink(group) }, whereOf(group))), el("td.chips", {}, group.rollouts.map((rollout) => chip(group, rollout)))));
-  const counts = new Map();
+  const counts = new Map(), proposed = new Map();
   for (const [group, place] of trained) {
     const data = await open(place);
     data.criteria.forEach((criterion, at) => {
-      const key = criterion.title.toLocaleLowerCase().split(/\s+/).join(" ").trim();
+      const key = titleKey(criterion.title);
       if (!counts.has(key)) counts.set(key, { title: criterion.title, of: new Map() });
       const verdicts = data.rollouts.map((rollout) => rollout.verdicts[at]).filter(Boolean).map((verdict) => verdict[0]);
-      counts.get(key).of.set(group, [verdicts.filter((verdict) => verdict === 1).length, verdicts.filter((verdict) => verdict !== 0).length, at]);
+      counts.get(key).of.set(group, [verdicts.filter((verdict) => verdict === 1).length, verdicts.filter((verdict) => verdict !== 0).length, criterion.survived === false]);
     });
+    proposed.set(group, new Set(data.proposals.map((proposal) => titleKey(proposal.title))));
   }
-  const body = [...counts.values()].map(({ title, of }) => el("tr", {}, el("th", { scope: "row" }, title), trained.map(([group]) => {
+  const body = [...counts].map(([key, { title, of }]) => el("tr", {}, el("th", { scope: "row" }, title), trained.map(([group]) => {
     const found = of.get(group);
-    if (!found) return el("td.c.muted", { title: "in no rubric of this step" }, "✓");
-    return el("td.c." + (found[1] && found[0] * 2 >= found[1] ? "plus" : "minus"), {}, el("a", { href: groupLink(group) }, found[1] ? `${found[0]} of ${found[1]}` : "–"));
+    if (!found) return proposed.get(group).has(key) ? el("td.c.muted", { title: "proposed, and in no rubric of this step" }, "✓") : el("td.c.muted", { title: "not proposed in this step" }, "·");
+    const [passed, applied, dropped] = found;
+    return el("td.c." + (!applied ? "muted" : passed * 2 >= applied ? "plus" : "minus"), { title: dropped ? "dropped: no rollout failed it" : null }, el("a", { href: groupLink(group) }, (dropped ? "✓ " : "") + (applied ? `${passed} of ${applied}` : "–")));
   })));
   return [el("nav.crumbs", { "aria-label": "Place" }, el("a", { href: "#groups" }, "Groups")), el("h1", {}, task, el("span.muted", {}, " in all steps")), el("p", {}, asked),
     el("section.card", {}, el("h2", {}, "Rollouts"), el("div.scroll", {}, el("table", {}, el("tbody", {}, rows)))),
     counts.size ? el("section.card", {}, el("h2", {}, "Passed, of those to which the criterion applied"),
-      el("p.muted", {}, "✓: in no rubric of that step, because no rollout failed it or it was not thought of. A criterion that all pass is dropped, so it never shows all of them once it counts."),
-      el("div.scroll", {}, el("table.matrix", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "criterion"), trained.map(([group]) => el("th.c", { scope: "col" }, el("span.wideonly", {}, "step "), String(group.step))))), el("tbody", {}, body)))) : null];
+      el("p.muted", {}, "✓: solved. With a number, dropped because no rollout failed it; alone, proposed and left out of the rubric, because no rollout failed it or another criterion covers it. A criterion that counts is never passed by all. ·: not proposed in that step."),
+      el("div.scroll", {}, matrix(null, trained.length, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "criterion"), trained.map(([group]) => el("th.c", { scope: "col" }, el("span.wideonly", {}, "step "), String(group.step))))), el("tbody", {}, body)))) : null];
 }
 
 // Other rollouts of the task, of this group first, then of other steps and of evaluations.
@@ -48,7 +53,7 @@ async function besideView(ends) {
   }
   const titles = new Map();
   sides.forEach(({ data, rollout }, side) => data.criteria.forEach((criterion, at) => {
-    const key = criterion.title.toLocaleLowerCase().split(/\s+/).join(" ").trim();
+    const key = titleKey(criterion.title);
     if (!titles.has(key)) titles.set(key, [criterion.title, [null, null]]);
     titles.get(key)[1][side] = rollout.verdicts[at] ? [at, rollout.verdicts[at]] : null;
   }));
@@ -60,7 +65,7 @@ async function besideView(ends) {
       side.rollout.turns.map((turn, order) => turnCard(turn, order, reader(side.data), here, side.rollout.share, "ab"[place])));
   });
   return [el("nav.crumbs", { "aria-label": "Place" }, el("a", { href: "#groups" }, "Groups"), " › ", el("a", { href: taskLink(sides[0].group.task) }, sides[0].group.task)), el("h1", {}, "Two rollouts"),
-    titles.size ? el("section.card", {}, el("h2", {}, "Verdicts"), el("div.scroll", {}, el("table.matrix", { id: "both" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "criterion"), sides.map((side) => el("th.c", { scope: "col" }, `${whereOf(side.group)}, ${side.rollout.rollout}`)))),
+    titles.size ? el("section.card", {}, el("h2", {}, "Verdicts"), el("div.scroll", {}, el("table.matrix", { id: "both" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "criterion"), sides.map((side) => el("th.c", { scope: "col" }, `${whereOf(side.group)}, rollout ${side.rollout.rollout}`)))),
       el("tbody", {}, [...titles.values()].map(([title, found]) => el("tr" + (found[0] && found[1] && found[0][1][0] !== found[1][1][0] ? ".differs" : ""), {}, el("th", { scope: "row" }, title), sides.map((side, place) => el("td.c", {}, verdict(found[place], side))))))))) : null,
     el("div.sides", {}, columns)];
 }

@@ -196,7 +196,8 @@ function groupsView() {
     choose("kind", "show", [["signal", "with signal"], ["nosignal", "without signal"], ["active", "credit active"], ["dropped", "with dropped criteria"], ["problem", "with errors"], ["failed", "with failed rollouts"]]),
     count, el("span.spring"), exportButton(() => [`${index.run}-groups.json`, index.groups.filter((group) => passes(group, filters.text.toLocaleLowerCase().trim()))]));
   fill();
-  return [el("h1", {}, "Groups"), bar, el("div.scroll", {}, el("table.list", {}, el("thead", {}, el("tr", {}, heads)), body)), more];
+  const chips = el("p.muted", {}, "A chip is a rollout. Trained on: its advantage, green above 0, red below." + (measured.length ? " Held out: ✓ solved, ✗ not, or the share of the judge's verdicts that pass." : ""));
+  return [el("h1", {}, "Groups"), bar, index.groups.length ? chips : el("p.muted", {}, "No rollout is recorded yet."), el("div.scroll", {}, el("table.list", {}, el("thead", {}, el("tr", {}, heads)), body)), more];
 }
 
 const exportButton = (made) => el("button.export", { type: "button", title: "Download what is shown as JSON", onclick: () => { const [name, value] = made(); save(name, JSON.stringify(value, null, 1), "application/json"); } }, "JSON");
@@ -224,12 +225,31 @@ function chip(group, [rollout, ended, reward, advantage, , , success], extra = "
 function groupRow(group) {
   const kept = group.titles.length - group.dropped.length;
   return el("tr", {},
-    el("td.n", {}, group.split ? keyOf(group) : group.step), el("td", {}, el("a.item", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null),
-    el("td.asked", {}, group.asked), el("td.n", {}, group.split && !group.titles.length ? "–" : group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
-    el("td.chips", {}, group.rollouts.map((rollout) => chip(group, rollout))), el("td.n", {}, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
+    el("td.n", {}, group.split ? keyOf(group) : group.step), el("td", {}, el("a.item", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null, group.lost ? el("span.bad", {}, ` ${group.lost} lost`) : null),
+    el("td.asked", {}, group.asked), el("td.n", { "data-label": "criteria" }, group.split && !group.titles.length ? "–" : group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
+    el("td.chips", {}, group.rollouts.map((rollout) => chip(group, rollout))), el("td.n", { "data-label": "judge" }, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
 }
 
 // ---- one group
+
+const MARKS = "✓ pass, ✗ fail, – not applicable, · no verdict.";
+const WORDS = [
+  ["R", "the reward: of the criteria that count and apply to the rollout, the share passed less the share failed."],
+  ["A", "the advantage: R less the group's mean, in standard deviations. Above 0 a rollout is reinforced, below it is pushed away."],
+  ["credit", "active: verdicts that differ make some steps weigh more than others. inert: the verdicts that cite its steps agree, so every step weighs the same. Anything else says why there was none."],
+];
+const STEP_WORDS = [
+  ["Q", "of a step: the share that passes of the verdicts that cite it."],
+  ["a", "of a step: the advantage of each of its tokens, A shared out by Q."],
+  ["push", "of a step: |a| times its tokens, as a share of the rollout's. It is how much of the update lands there."],
+];
+
+// A table of verdicts: each rollout's column is wide enough for its mark, however many there are.
+function matrix(id, columns, ...children) {
+  const table = el("table.matrix", { id }, ...children);
+  table.style.minWidth = 110 + 36 * columns + "px";
+  return table;
+}
 
 function neighbours(place, link) {
   const step = (to, text, rel) => (index.groups[to] ? el("a", { href: groupLink(index.groups[to]), rel }, text) : el("span.muted", {}, text));
@@ -265,10 +285,21 @@ async function groupView(place) {
     : null;
   return [neighbours(place, null), el("h1", {}, group.task, el("span.muted", {}, ` ${whereOf(group)} · ${group.state}`), " ", exportButton(() => [`${group.task}-${keyOf(group)}.json`, whole(group, data)])),
     data.state.reason ? el("p.bad", {}, data.state.reason) : null,
+    ...missing(data.state).map((said) => el("p.bad", {}, said)),
     promptFolds(data, text, (part) => `${groupLink(group)}/${part}`),
-    el("section.card", {}, el("h2", {}, group.split && !judged ? "Rollouts" : "Verdicts"), judged ? el("p.muted", {}, "By criteria that depend on no policy. A verdict leads to its evidence.") : group.split ? null : el("p.muted", {}, "Struck through: dropped, because no member failed it. A verdict leads to its steps."),
-      el("div.scroll", {}, el("table.matrix", { id: "matrix" }, head, el("tbody", {}, rows)))),
+    el("section.card", {}, el("h2", {}, group.split && !judged ? "Rollouts" : "Verdicts"), judged ? el("p.muted", {}, `By criteria that depend on no policy. ${MARKS} A verdict leads to its evidence.`) : group.split ? null : el("p.muted", {}, `${MARKS} Struck through: dropped, because no member failed it. A verdict leads to its steps.`),
+      group.split ? null : el("details.fold", {}, el("summary", {}, "What R, A and credit are"), WORDS.map(([name, text]) => el("p", {}, el("b", {}, name), " " + text))),
+      el("div.scroll", {}, matrix("matrix", rollouts.length, head, el("tbody", {}, rows)))),
     proposals, callList(data.calls, text, groupLink(group))];
+}
+
+// What a group lacks that a reader would look for among its rollouts.
+function missing(state) {
+  return [
+    state.lost && `${plural(state.lost, "rollout")} lost: the environment failed until the retries were spent, and nothing of it is kept.`,
+    state.unscored && `${plural(state.unscored, "rollout")} unscored: no usable reply of the judge, and no part of the update.`,
+    state.credit_failures && `${plural(state.credit_failures, "rollout")} without step credit: the credit call failed, and the advantage is the same on every step.`,
+  ].filter(Boolean);
 }
 
 // A group with its texts in place of the numbers of their lines.
@@ -310,7 +341,7 @@ async function rolloutView(place, number, rest) {
   const panel = el("aside.panel", { "aria-label": "Verdicts" }, group.split && !judged ? [el("h2", {}, "Evaluated"), el("p", {}, !rollout.outcome ? "No result." : `${rollout.outcome.success ? "Solved" : "Not solved"}: ${rollout.outcome.tests.join(" of ")} tests passed.`), failures]
     : [el("h2", {}, "Verdicts"), unscored, el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" })]);
   return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, ${whereOf(group)}`), " › ", others]),
-    el("h1", {}, `Rollout ${number}`, rollout.error ? el("span.bad", {}, " " + rollout.error) : null, " ", besideChoice(group, number), " ", exportButton(() => [`${group.task}-${keyOf(group)}-${number}.json`, { ...whole(group, { ...data, rollouts: [rollout], calls: [] }) }])),
+    el("h1", {}, `Rollout ${number}`, el("span.muted.onprint", {}, ` ${group.task}, ${whereOf(group)}`), rollout.error ? el("span.bad", {}, " " + rollout.error) : null, " ", besideChoice(group, number), " ", exportButton(() => [`${group.task}-${keyOf(group)}-${number}.json`, { ...whole(group, { ...data, rollouts: [rollout], calls: [] }) }])),
     rolloutFacts(rollout),
     pushStrip(rollout, here, share),
     el("div.columns", {}, el("div", {}, promptFolds(data, text, here), turns, callList(rollout.calls, text, here(""))), panel)];
@@ -340,7 +371,8 @@ function pushStrip(rollout, here, share) {
     const title = gap ? (turn.role === "assistant" ? "a turn without a step" : turn.role) : `step ${turn.step}: ${percent(turn.push)} of the push, Q ${fixed(turn.quality)}, ${turn.tokens} tokens${turn.cited ? "" : ", not cited"}`;
     return el("a.column", { href: here("t" + (order + 1)), title, "aria-label": title, "data-step": turn.step }, bar, el("span", {}, gap ? "·" : turn.step));
   });
-  return el("figure.push", {}, legend, el("div.strip", { role: "group", "aria-label": "share of the push by step" }, columns));
+  return el("figure.push", {}, legend, el("div.strip", { role: "group", "aria-label": "share of the push by step" }, columns),
+    el("details.fold", {}, el("summary", {}, "What push, Q and a are"), STEP_WORDS.map(([name, text]) => el("p", {}, el("b", {}, name), " " + text))));
 }
 
 const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advantage) === "zero" ? "gap" : sign(turn.advantage) + (turn.cited ? "" : ".uncited"));
@@ -355,7 +387,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
     head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share that passes of the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
     if (!turn.cited) head.append(el("span.tag", {}, "not cited"));
   }
-  head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s + ${fixed(turn.executing)} s`));
+  head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s generating, ${fixed(turn.executing)} s executing`));
   const before = text(turn.before), after = text(turn.after), output = text(turn.observation);
   return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: prefix + (order + 1), "data-step": turn.step }, head,
     before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
