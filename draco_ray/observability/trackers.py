@@ -129,10 +129,12 @@ class MLflow:
             # A resumed run goes on in the same one.
             known = run / "mlflow_run_id"
             if known.exists():
-                self._package.start_run(run_id=known.read_text(encoding="ascii"))
+                self._run_id = known.read_text(encoding="ascii")
+                self._package.start_run(run_id=self._run_id)
             else:
-                known.write_text(self._package.start_run(run_name=run.name).info.run_id, encoding="ascii")
-            self._package.log_dict(dict(config), "config.yaml")
+                self._run_id = self._package.start_run(run_name=run.name).info.run_id
+                known.write_text(self._run_id, encoding="ascii")
+            self._package.log_dict(dict(config), "config.yaml", run_id=self._run_id)
         except Exception as error:
             raise ConfigError(
                 f"run.trackers: mlflow: {_first_line(error)}; set MLFLOW_TRACKING_URI or leave it out"
@@ -140,12 +142,13 @@ class MLflow:
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """See `Tracker.step`."""
-        self._package.log_metrics(dict(scalars), step=step)
+        # By its id: a run is active in the thread that started it, and in another one MLflow would start a second run.
+        self._package.log_metrics(dict(scalars), step=step, run_id=self._run_id)
 
     def rollouts(self, step: int, table: Table) -> None:
         """See `Tracker.rollouts`."""
         columns = {name: list(values) for name, values in table.items()}
-        self._package.log_table(columns, f"rollouts/step{step:05d}.json")
+        self._package.log_table(columns, f"rollouts/step{step:05d}.json", run_id=self._run_id)
 
     def close(self) -> None:
         """See `Tracker.close`."""

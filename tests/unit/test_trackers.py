@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,10 +62,11 @@ class WandB(ModuleType):
 
 
 class MLflow(ModuleType):
-    """The module's functions, which act on the run that is active."""
+    """The module's functions, which act on the run that is active in their thread where they are not told which."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
+        self.active = threading.local()
         self.begun: list[dict[str, Any]] = []
         self.files: list[str] = []
         self.tables: dict[str, dict[str, list[Any]]] = {}
@@ -73,19 +75,27 @@ class MLflow(ModuleType):
 
     def start_run(self, run_id: str | None = None, *, run_name: str | None = None) -> Any:
         self.begun.append({"run_id": run_id, "run_name": run_name})
+        self.active.run = True
         return SimpleNamespace(info=SimpleNamespace(run_id="0123abcd"))
 
-    def log_dict(self, dictionary: dict[str, Any], artifact_file: str) -> None:
+    def log_dict(self, dictionary: dict[str, Any], artifact_file: str, run_id: str | None = None) -> None:
+        self._or_start(run_id)
         self.files.append(artifact_file)
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int, *, run_id: str | None = None) -> None:
+        self._or_start(run_id)
         self.logged.append((step, metrics))
 
-    def log_table(self, data: dict[str, list[Any]], artifact_file: str) -> None:
+    def log_table(self, data: dict[str, list[Any]], artifact_file: str, run_id: str | None = None) -> None:
+        self._or_start(run_id)
         self.tables[artifact_file] = data
 
     def end_run(self) -> None:
         self.finished += 1
+
+    def _or_start(self, run_id: str | None) -> None:
+        if run_id is None and not hasattr(self.active, "run"):
+            self.start_run()
 
 
 def tracked(name: str, package: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +126,24 @@ def test_mlflow_goes_on_with_the_run_that_it_began(tmp_path: Path, monkeypatch: 
     assert package.begun == [{"run_id": None, "run_name": "first"}, {"run_id": "0123abcd", "run_name": None}]
     assert package.files == ["config.yaml", "config.yaml"]
     assert (package.logged, package.finished) == ([(3, SCALARS), (3, SCALARS)], 2)
+
+
+def test_what_another_thread_sends_to_mlflow_belongs_to_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    (tracker,) = open_trackers(("mlflow",), tmp_path, {}).values()
+
+    def send() -> None:
+        tracker.step(3, scalars(LINE))
+        tracker.rollouts(3, {"task_id": ["82e2fac_1"]})
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join()
+    assert [begun["run_name"] for begun in package.begun] == [tmp_path.name]
+    assert (package.logged, list(package.tables)) == ([(3, SCALARS)], ["rollouts/step00003.json"])
 
 
 @pytest.mark.parametrize(("name", "variable"), [("wandb", "WANDB_API_KEY"), ("mlflow", "MLFLOW_TRACKING_URI")])
