@@ -157,7 +157,8 @@ class Pipeline:
             return None
         group.rollouts.append(member.summary)
         # On disk before anything is paid for it: a resumed run then asks the same questions, and finds their answers.
-        await self._keep.trajectory.remote(group.step, member.trajectory)
+        with self._wait("writing of a rollout", f"{group.name}/{rollout}"):
+            await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
         if stage1 is None:
             return member, None
@@ -195,7 +196,8 @@ class Pipeline:
             self._ask(group, Score, member, trajectory=member.trajectory, rubric=rubric) for member in members
         )
         numbers = [member.rollout for member in members]
-        group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
+        with self._wait("advantages", group.name):
+            group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:
             self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
             return None

@@ -28,6 +28,9 @@ SILENT_SECONDS = 1800.0
 """After which a rollout worker that does not answer is taken for stopped: environments and agents of other authors may
 keep its event loop for as long as they compute."""
 
+STOP_SECONDS = 15.0
+"""In which a worker ends its worlds. One that is stopped itself never would."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
@@ -101,8 +104,8 @@ class RolloutWorkers:
 
 
 async def _ended(worker: Any) -> None:
-    with contextlib.suppress(RayError):
-        await worker.stop.remote()
+    with contextlib.suppress(RayError, TimeoutError):
+        await asyncio.wait_for(worker.stop.remote(), STOP_SECONDS)
     # A process that exits by itself would keep its name for as long as anybody has its handle.
     ray.kill(worker)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import ray
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
+from draco_ray.pipeline import Wait
 from draco_ray.records import Evaluation, Task, Trajectory, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.worker import Evaluated
@@ -41,6 +43,7 @@ class BeforeAfter:
         progress: StepProgress,
         console: Console,
         tell: Tell = lambda step, rates: None,
+        wait: Wait = lambda kind, which: nullcontext(),
     ) -> None:
         """
         Args:
@@ -49,10 +52,11 @@ class BeforeAfter:
             run: where it is kept.
             progress: is told of what is played.
             console: to print on.
-            tell: called after each measurement.
+            tell: called after each measurement, in a thread.
+            wait: entered while something is waited for (`draco_ray.pipeline.Pipeline`).
         """
         self._config, self._actors, self._run = config, actors, run
-        self._progress, self._console, self._tell = progress, console, tell
+        self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
         """What the policy of ``step`` achieves, measured or read from the run directory.
@@ -87,13 +91,16 @@ class BeforeAfter:
                 step=step,
                 keep=lambda trajectory: store.evaluated_trajectory.remote(step, trajectory),
                 done=self._progress.advance,
+                wait=self._wait,
             )
         finally:
             self._progress.stop()
             await workers.stop()
-        await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
+        with self._wait("the run store", ""):
+            await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
         tgc, sgc = task_goal_completion(evaluations), scenario_goal_completion(evaluations)
-        self._tell(step, {"tgc": tgc, "sgc": sgc})
+        with self._wait("the trackers", ""):
+            await asyncio.to_thread(self._tell, step, {"tgc": tgc, "sgc": sgc})
         lost = sum(evaluation.lost for evaluation in evaluations)
         moment = "before" if step == 0 else f"after step {step}"
         self._console.print(
@@ -145,6 +152,7 @@ async def evaluate_tasks(
     step: int,
     keep: Callable[[ray.ObjectRef[Trajectory]], object],
     done: Callable[[], None] = lambda: None,
+    wait: Wait = lambda kind, which: nullcontext(),
 ) -> list[Evaluation]:
     """Play every task ``runs`` times; a rollout that is lost counts as a failure.
 
@@ -153,16 +161,19 @@ async def evaluate_tasks(
         step: the training step whose adapter is loaded; 0 is the untrained policy.
         keep: given the trajectory of every rollout that was not lost.
         done: called after every rollout.
+        wait: as of `BeforeAfter`.
     """
 
     async def one(index: int, task: Task, run: int) -> Evaluation:
-        played = await pool.run(task.task_id, f"evaluation{step}/{task.task_id}", run, step=step, priority=index)
-        done()
-        if played.member is None:
-            return lost_evaluation(task, run)
-        keep(played.member.trajectory)
-        evaluated: Evaluated = await played.member.evaluation
-        return evaluated.evaluation
+        group = f"evaluation{step}/{task.task_id}"
+        with wait("rollout", f"{group}/{run}"):
+            played = await pool.run(task.task_id, group, run, step=step, priority=index)
+            done()
+            if played.member is None:
+                return lost_evaluation(task, run)
+            keep(played.member.trajectory)
+            evaluated: Evaluated = await played.member.evaluation
+            return evaluated.evaluation
 
     work = [one(index, task, run) for run in range(runs) for index, task in enumerate(tasks)]
     return list(await asyncio.gather(*work))

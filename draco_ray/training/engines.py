@@ -13,6 +13,7 @@ from draco_ray.engine.canary import CanaryReading, Probe, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError
 from draco_ray.learner.base import Learner
+from draco_ray.training.watchdog import Pending
 
 PROBE_TOKENS, PROBE_LENGTH = 512, 8192
 """Sampled tokens of one of the step's rollouts on which engine and learner are compared after a sync, and all tokens up
@@ -120,18 +121,28 @@ class WeightSync:
 
 @asynccontextmanager
 async def engines_asleep(
-    fleet: EngineFleet, *, colocate: bool, after: Sequence[asyncio.Future[Any]] = ()
+    fleet: EngineFleet,
+    *,
+    colocate: bool,
+    after: Sequence[asyncio.Future[Any]] = (),
+    pending: Pending | None = None,
 ) -> AsyncIterator[None]:
-    """Give the engines' GPUs to the learner inside the block, which begins when ``after`` has ended."""
+    """Give the engines' GPUs to the learner inside the block, which begins when ``after`` has ended.
+
+    ``pending`` is told that the engines are waited for.
+    """
+    pending = pending or Pending()
     if not colocate:
         yield
         return
     if after:
         # Errors are left to the caller, who awaits the same tasks.
         await asyncio.wait(after)
-    await fleet.sleep()
+    with pending.of("the engines' going to sleep"):
+        await fleet.sleep()
     yield
-    await fleet.wake()
+    with pending.of("the engines' waking up"):
+        await fleet.wake()
 
 
 async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from draco_ray.environments.base import make_environment
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.pipeline import Wait
 from draco_ray.records import Criterion, Judged, JudgedRollout, Message, Task
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.runs.directory import RunDirectory
@@ -54,15 +56,16 @@ class JudgedBeforeAfter:
         prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]],
         static: Sequence[Criterion],
         tell: Tell = lambda step, rates: None,
+        wait: Wait = lambda kind, which: nullcontext(),
     ) -> None:
-        """The first five and the last are those of `BeforeAfter`.
+        """The first five and the last two are those of `BeforeAfter`.
 
         Args:
             prompts: the agent's prompts of tasks.
             static: the rubric of every task; empty: the judge writes one for each.
         """
         self._config, self._actors, self._run = config, actors, run
-        self._progress, self._console, self._tell = progress, console, tell
+        self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
         self._prompts, self._static = prompts, tuple(static)
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
@@ -94,7 +97,8 @@ class JudgedBeforeAfter:
         rollouts = [rollout for of_task in found for rollout in of_task]
         moment, rates = "before" if step == 0 else f"after step {step}", judged_rates(rollouts)
         if rates.pass_rate is not None:
-            self._tell(step, {"judged_pass_rate": rates.pass_rate.mean})
+            with self._wait("the trackers", ""):
+                await asyncio.to_thread(self._tell, step, {"judged_pass_rate": rates.pass_rate.mean})
         self._console.print(f"{moment}: on {split}: {rates}", markup=False)
         return rollouts
 
@@ -115,7 +119,8 @@ class JudgedBeforeAfter:
         if self._static:
             static: ray.ObjectRef[Any] = ray.put(Judged(value=self._static))
             return static
-        written = await self._actors.judges.ask(Stage1, context, messages=prompt)
+        with self._wait(f"judge's {Stage1.name}", context.group):
+            written = await self._actors.judges.ask(Stage1, context, messages=prompt)
         self._actors.store.heldout_calls.remote(step, f"{context.task_id}-stage1", written.archived)
         return written.judged
 
@@ -129,7 +134,9 @@ class JudgedBeforeAfter:
         writing: asyncio.Task[ray.ObjectRef[Any]],
     ) -> JudgedRollout:
         store, split = self._actors.store, self._config.data.eval_split
-        played = await pool.run(task.task_id, f"heldout{step}/{task.task_id}", run, step=step, priority=index)
+        which = f"heldout{step}/{task.task_id}/{run}"
+        with self._wait("rollout", which):
+            played = await pool.run(task.task_id, f"heldout{step}/{task.task_id}", run, step=step, priority=index)
         self._progress.advance()
         rubric, scores = await writing, []
         if played.member is not None:
@@ -140,8 +147,10 @@ class JudgedBeforeAfter:
                 self._actors.judges.ask(phase, context, trajectory=trajectory, rubric=rubric)
                 for phase in (Score, ScoreAgain)
             )
-            scores = [judgement.archived for judgement in await asyncio.gather(*asked)]
-        found: JudgedRollout = await store.heldout.remote(step, split, task, run, rubric, *scores)
+            with self._wait(f"judge's {Score.name}", which):
+                scores = [judgement.archived for judgement in await asyncio.gather(*asked)]
+        with self._wait("writing of a rollout", which):
+            found: JudgedRollout = await store.heldout.remote(step, split, task, run, rubric, *scores)
         return found
 
     def report(self, before: Sequence[JudgedRollout], after: Sequence[JudgedRollout]) -> None:

@@ -26,8 +26,14 @@ STAGES = {
     "advantages": "judging",
     "a group's gradients": "learning",
     "the learner's update": "learning",
+    "the learner's log-probs": "learning",
     "sync": "sync",
+    "the engines' going": "sync",
+    "the engines' waking": "sync",
     "the learner's checkpoint": "checkpoint",
+    "writing": "writing",
+    "the run store": "writing",
+    "the trackers": "writing",
     "the engines' start": "loading engine",
     "the learner's start": "loading learner",
     "the first": "waiting for the judge",
@@ -133,10 +139,15 @@ class StepProgress:
         rollouts = f"{self._rollouts}/{self._of_rollouts}"
         about = "" if self._ready == self._of_groups else "about "
         judged = f"{self._judged} of {about}{self._phases}" if self._phases else ""
+        # What is said in the stage's place says the most important thing first.
+        brief, shorter = doing.split(", ")[0], judged.replace("about ", "~")
         forms = [
             [head, doing, f"{rollouts} rollouts", judged and f"{judged} judge phases", self._done_groups],
-            [head, doing, f"{rollouts} rollouts", judged and f"{judged.replace('about ', '~')} judged"],
-            [head, doing, rollouts, judged.replace("about ", "~")],
+            [head, doing, f"{rollouts} rollouts", judged and f"{shorter} judged"],
+            [head, doing, rollouts, shorter],
+            [head, brief, rollouts, shorter],
+            [head, brief, rollouts],
+            [head, brief],
         ]
         lines = [" · ".join(filter(None, form)) for form in forms]
         return next((line for line in lines if len(line) <= width), lines[-1])

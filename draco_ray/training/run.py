@@ -384,12 +384,12 @@ async def _train_and_measure(session: TrainingSession, done: int, last: int, eve
 
     async def between(step: int) -> None:
         if every is not None and 0 < step < last and step % every == 0:
-            await evaluation.measure(step, step)
+            await session.measure(step, step)
 
-    before = await evaluation.measure(0, done)
+    before = await session.measure(0, done)
     # Of a run that was stopped between the two.
     await between(done)
     await session.trainer.train(done + 1, last, between)
-    if before and last and (after := await evaluation.measure(last, done)):
+    if before and last and (after := await session.measure(last, done)):
         evaluation.report(before, after)
-    await session.actors.store.settle.remote(last)
+    await session.settle(last)

@@ -21,7 +21,7 @@ from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
-from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError
+from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
@@ -31,7 +31,7 @@ from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.learner.base import Learner, find_learner
-from draco_ray.pipeline import Pipeline
+from draco_ray.pipeline import Pipeline, Wait
 from draco_ray.records import Criterion, Judged, Message
 from draco_ray.registry import find
 from draco_ray.rollout.agent import find_agent
@@ -408,6 +408,27 @@ class TrainingSession:
     actors: Actors
     trainer: Trainer
     evaluation: BeforeAfter | JudgedBeforeAfter
+    pending: Pending
+    """What is waited for."""
+    step_seconds: float | None
+    """``watch.step_seconds``."""
+
+    async def measure(self, step: int, done: int) -> Any:
+        """What `evaluation` measures (`BeforeAfter.measure`). Raises: RunStopped: it takes longer than a step may."""
+
+        def late() -> RunStopped:
+            return RunStopped(
+                f"the evaluation of step {step} has not ended in watch.step_seconds={self.step_seconds:g}, waiting "
+                f"for: {self.pending}"
+            )
+
+        measuring: Coroutine[Any, Any, Any] = self.evaluation.measure(step, done)
+        return await in_time(measuring, self.step_seconds, late)
+
+    async def settle(self, last: int) -> None:
+        """Return once every step up to the last is one file a table."""
+        with self.pending.of("the run store"):
+            await self.actors.store.settle.remote(last)
 
 
 @contextlib.asynccontextmanager
@@ -452,17 +473,6 @@ async def training_session(
         parts.push_async_exit(partial(_drain_within_budget, actors, judge))
         advantages = start_advantage_computer(config.algorithm, name)
         said = partial(console.print, markup=False)
-        async with _beside(watch_quiet(pending, min(START_SAY_SECONDS, config.watch.quiet_seconds), said, unplaced)):
-            await in_time(
-                _start(config, actors, learner, pending),
-                config.watch.start_seconds,
-                lambda: ClusterError(
-                    f"the run has not started in watch.start_seconds={config.watch.start_seconds:g}, waiting for: "
-                    f"{pending}"
-                ),
-            )
-        begun()
-
         weights = WeightSync(
             learner,
             actors.fleet,
@@ -471,8 +481,15 @@ async def training_session(
             moved=start.moved,
             first_gap=start.first_gap,
         )
-        if start.step:
-            await weights.publish(start.step)
+
+        async def begin() -> None:
+            await _start(config, actors, learner, pending)
+            begun()
+            if start.step:
+                with pending.of("sync of the adapter to the engines"):
+                    await weights.publish(start.step)
+
+        await started(begin(), config, pending, console)
         pool, watch = actors.pool(actors.workers), StepWatch(progress, observer, most_phases(config.algorithm))
         observer.watch_pools(pool, actors.judges)
         observer.watch_engines(actors.fleet)
@@ -512,22 +529,31 @@ async def training_session(
         )
         # The last to be put there, and so the first thing of the end.
         parts.callback(progress.start, "ending")
-        yield TrainingSession(actors, trainer, _before_after(config, actors, run, progress, console, observer.held_out))
+        measuring = _before_after(config, actors, run, progress, console, observer.held_out, pending.of)
+        yield TrainingSession(actors, trainer, measuring, pending, config.watch.step_seconds)
 
 
 def _before_after(
-    config: DracoConfig, actors: Actors, run: RunDirectory, progress: StepProgress, console: Console, tell: Tell
+    config: DracoConfig,
+    actors: Actors,
+    run: RunDirectory,
+    progress: StepProgress,
+    console: Console,
+    tell: Tell,
+    wait: Wait,
 ) -> BeforeAfter | JudgedBeforeAfter:
     """What measures held-out tasks: the environment's evaluator, or the judge where there is none."""
     environment = make_environment(config.environment, config.data)
     if environment.evaluates:
-        return BeforeAfter(config, actors, run, progress, console, tell)
+        return BeforeAfter(config, actors, run, progress, console, tell, wait)
 
     def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
         return task_prompts(config, environment, tasks)[0]
 
     static = _static_rubric(config)
-    return JudgedBeforeAfter(config, actors, run, progress, console, prompts=prompts, static=static, tell=tell)
+    return JudgedBeforeAfter(
+        config, actors, run, progress, console, prompts=prompts, static=static, tell=tell, wait=wait
+    )
 
 
 def spent_dollars(run: RunDirectory) -> float:
@@ -553,6 +579,27 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
 
 
+async def started(begin: Coroutine[Any, Any, None], config: DracoConfig, pending: Pending, console: Console) -> None:
+    """Do what starts a run, and say what it waits for whenever nothing has happened for a while.
+
+    Args:
+        begin: tells ``pending`` what it waits for.
+        config: the run's.
+        pending: what is waited for.
+        console: for people.
+
+    Raises:
+        ClusterError: it takes longer than ``watch.start_seconds``.
+    """
+    quiet, limit = min(START_SAY_SECONDS, config.watch.quiet_seconds), config.watch.start_seconds
+
+    def late() -> ClusterError:
+        return ClusterError(f"the run has not started in watch.start_seconds={limit:g}, waiting for: {pending}")
+
+    async with _beside(watch_quiet(pending, quiet, partial(console.print, markup=False), unplaced)):
+        await in_time(begin, limit, late)
+
+
 async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
     async def learn() -> None:
         with pending.of("the learner's start"):
@@ -563,7 +610,7 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
         return
     # One after the other: Ray gives each engine a GPU of its own first, and vLLM measures what is free there.
     await actors.start(pending)
-    async with engines_asleep(actors.fleet, colocate=True):
+    async with engines_asleep(actors.fleet, colocate=True, pending=pending):
         await learn()
 
 

@@ -107,11 +107,13 @@ class Trainer:
         check_disk(config, self._run.path)
         if self._writing is not None and self._writing.done():
             await self._written()
-        batch = await self._batches.take(step)
+        with self._pending.of("the run store"):
+            batch = await self._batches.take(step)
         self._watch.begin(f"step {step}/{last}", batch.groups, config.algorithm.group_size)
         try:
             if self._weights.proven:
-                await self._batches.run_ahead(range(step + 1, min(step + config.train.staleness, last) + 1))
+                with self._pending.of("the run store"):
+                    await self._batches.run_ahead(range(step + 1, min(step + config.train.staleness, last) + 1))
             update, probe = await self._learn(batch)
         finally:
             await batch.cancel()
@@ -128,18 +130,25 @@ class Trainer:
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
         learning = {**played, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
         # The checkpoint makes the step one that is done: what it has taught is on disk by then.
-        await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
-        await self._store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
+        with self._pending.of("the run store"):
+            await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
+            await self._store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
         if step % config.train.checkpoint_every == 0 or step == last:
             began = time.time()
             await self._checkpoint(step)
             if step == last:
                 await self._written()
-            await self._store.spans.remote(step, "checkpoint", step_spans((), {"checkpoint": [(began, time.time())]}))
+            spans = step_spans((), {"checkpoint": [(began, time.time())]})
+            with self._pending.of("the run store"):
+                await self._store.spans.remote(step, "checkpoint", spans)
         metrics = {**learning, **_seconds(learned_at, started)}
-        self._observer.step(metrics)
-        await self._store.finish_step.remote(step, metrics)
-        await asyncio.to_thread(self._observer.rollouts, step, self._run)
+        with self._pending.of("the trackers"):
+            # A server of theirs that hangs stops no watch, nor the line on a terminal.
+            await asyncio.to_thread(self._observer.step, metrics)
+        with self._pending.of("the run store"):
+            await self._store.finish_step.remote(step, metrics)
+        with self._pending.of("the trackers"):
+            await asyncio.to_thread(self._observer.rollouts, step, self._run)
         return metrics
 
     async def _checkpoint(self, step: int) -> None:
@@ -161,12 +170,16 @@ class Trainer:
 
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:
         """Update the policy with the groups as they finish; returns what became of it and what the canary compares."""
-        async with engines_asleep(self._fleet, colocate=self._config.engine.colocate, after=batch.work):
+        asleep = engines_asleep(
+            self._fleet, colocate=self._config.engine.colocate, after=batch.work, pending=self._pending
+        )
+        async with asleep:
             update = await streamed_update(
                 self._learner, batch.work, self._config.learner.minibatch_prompts, self._pending
             )
             # Before engines on the same GPU take the memory that a pass of the learner's needs.
-            probe = await self._weights.probe(update.fed)
+            with self._pending.of("the learner's log-probs for the canary"):
+                probe = await self._weights.probe(update.fed)
         for group in batch.groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from draco_ray.config.load import load_config
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, RunStopped
 from draco_ray.training.run import _train_and_measure
+from draco_ray.training.session import TrainingSession
+from draco_ray.training.watchdog import Pending
 
 
 class Session:
@@ -18,10 +21,12 @@ class Session:
 
     def __init__(self, known: tuple[int, ...] = ()) -> None:
         self.happened: list[str] = []
-        self.evaluation = SimpleNamespace(measure=self._measure, report=lambda before, after: self._note("report"))
-        self.trainer = SimpleNamespace(train=self._train)
-        settle = SimpleNamespace(remote=self._settle)
-        self.actors = SimpleNamespace(store=SimpleNamespace(settle=settle))
+        evaluation: Any = SimpleNamespace(measure=self._measure, report=lambda before, after: self._note("report"))
+        trainer: Any = SimpleNamespace(train=self._train)
+        actors: Any = SimpleNamespace(store=SimpleNamespace(settle=SimpleNamespace(remote=self._settle)))
+        self.pending = Pending()
+        self.real = TrainingSession(actors, trainer, evaluation, self.pending, 3600.0)
+        self.hangs = False
         self._known = known
 
     def _note(self, what: str) -> None:
@@ -33,6 +38,9 @@ class Session:
         if step < done:
             return None
         self._note(f"measure {step}")
+        if self.hangs:
+            with self.pending.of("rollout", f"evaluation{step}/a_1/0"):
+                await asyncio.Event().wait()
         return ["measured"]
 
     async def _train(self, first: int, last: int, between: Callable[[int], Awaitable[None]]) -> None:
@@ -44,10 +52,9 @@ class Session:
         self._note(f"settle {step}")
 
 
-async def happened(session: Any, done: int, last: int, every: int | None) -> list[str]:
-    await _train_and_measure(session, done, last, every)
-    found: list[str] = session.happened
-    return found
+async def happened(session: Session, done: int, last: int, every: int | None) -> list[str]:
+    await _train_and_measure(session.real, done, last, every)
+    return session.happened
 
 
 async def test_before_and_after_alone() -> None:
@@ -68,6 +75,24 @@ async def test_a_run_that_goes_on_measures_what_it_stopped_at_and_nothing_twice(
     assert (await happened(Session((0, 2)), 2, 4, 2))[0] == "train 3"
     # The policy of step 0 is gone, and was never measured: there is nothing to compare with.
     assert await happened(Session(), 3, 4, 2) == ["train 4", "settle 4"]
+
+
+async def test_an_evaluation_that_does_not_end_stops_the_run_and_what_it_waits_for_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, loop = Session(), asyncio.get_running_loop()
+    session.hangs = True
+    now = loop.time
+    training = asyncio.create_task(happened(session, 0, 3, None))
+    while not session.pending.kinds:  # noqa: ASYNC110 (the loop's own turns are what is waited for)
+        await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "time", lambda: now() + 3600.0)
+    with pytest.raises(
+        RunStopped,
+        match=r"^the evaluation of step 0 has not ended in watch.step_seconds=3600, waiting for: rollout evaluation0/a",
+    ):
+        await training
+    assert session.happened == ["measure 0"]
 
 
 def test_a_curve_without_its_ends_is_refused() -> None:

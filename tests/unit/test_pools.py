@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Termination
+from draco_ray.rollout import pool as pool_module
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.summaries import RolloutSummary
@@ -39,6 +40,8 @@ class Stop:
         self.worker = worker
 
     async def remote(self) -> None:
+        if self.worker.silent:
+            await asyncio.Event().wait()
         self.worker.stopped = True
 
 
@@ -345,3 +348,13 @@ async def test_a_worker_that_cannot_be_made_ends_what_waits_with_its_error() -> 
     pool = Crew([worker], slots=1, each=1).pool(retries=1)
     with pytest.raises(ActorDiedError):
         await play(pool, 0)
+
+
+async def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an evaluation, say, which ends its workers before the training goes on."""
+    monkeypatch.setattr(pool_module, "STOP_SECONDS", 0.01)
+    crew = Crew([Worker(), Worker()], slots=2, each=1)
+    await until(lambda: crew.workers.places.up == 2)
+    crew.made[0].silent = True
+    await crew.workers.stop()
+    assert [(worker.stopped, worker.killed) for worker in crew.made] == [(False, True), (True, True)]

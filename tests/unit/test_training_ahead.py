@@ -6,6 +6,7 @@ The trainer is the real one; engines, learner and pipeline are stand-ins that no
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from pathlib import Path
@@ -443,3 +444,53 @@ async def test_a_step_over_its_deadline_ends_the_run_and_names_what_it_waits_for
     assert ended
     assert set(ended) == {"samples"}
     assert run.learned == [1]
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "named"),
+    [
+        ("_store", "spans", "the run store"),
+        ("_store", "metrics", "the run store"),
+        ("_store", "finish_step", "the run store"),
+        ("_learner", "token_logprobs", "the learner's log-probs for the canary"),
+        ("_learner", "step", "the learner's update"),
+        ("_fleet", "load", "sync of the adapter to the engines"),
+    ],
+)
+async def test_whatever_a_step_waits_for_has_a_name(
+    part: str, method: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped never answers: what is asked of it here."""
+    run, asked = Run(tmp_path), asyncio.Event()
+
+    async def hang(*ignored: Any, **named: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    instead = remote(hang) if part == "_store" else hang
+    monkeypatch.setattr(getattr(run.trainer, part), method, instead)
+    training = asyncio.create_task(trained(run, monkeypatch))
+    await asked.wait()
+    assert str(run.trainer._pending).startswith(f"{named}, for ")
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+
+
+async def test_a_tracker_that_hangs_holds_up_its_step_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked, goes_on = Run(tmp_path), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(line: Any) -> None:
+        loop.call_soon_threadsafe(asked.set)
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(run.trainer._observer, "step", hang)
+    training = asyncio.create_task(trained(run, monkeypatch))
+    await asked.wait()
+    assert str(run.trainer._pending).startswith("the trackers, for ")
+    assert run.learned == []
+    goes_on.set()
+    await training
+    assert run.learned == [1, 2, 3, 4, 5]

@@ -1,0 +1,115 @@
+"""Whatever a run waits for outside of a step's learning has a name, and a start has an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draco_ray.config.load import load_config
+from draco_ray.errors import ClusterError
+from draco_ray.pipeline import Group, Pipeline
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.training import session
+from draco_ray.training.before_after import evaluate_tasks
+from draco_ray.training.order import TaskOrder
+from draco_ray.training.resume import StartPoint
+from draco_ray.training.watchdog import Pending
+
+
+def remote(work: Callable[..., Any]) -> Any:
+    """An actor's method."""
+    return SimpleNamespace(remote=work)
+
+
+class Hang:
+    """A method of a process that is stopped."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def __call__(self, *ignored: Any, **named: Any) -> None:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+async def waited_for(work: Awaitable[Any], hang: Hang, pending: Pending) -> str:
+    """What ``work`` waits for once it has asked what hangs."""
+    working = asyncio.ensure_future(work)
+    await hang.asked.wait()
+    named = str(pending)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return named
+
+
+async def test_the_run_store_that_does_not_take_a_rollout_is_named() -> None:
+    hang, pending = Hang(), Pending()
+    algorithm = load_config("sandbox", ["setting=random"]).algorithm
+
+    async def play(*ignored: Any, **named: Any) -> Any:
+        return SimpleNamespace(member=SimpleNamespace(summary=None, trajectory=None))
+
+    rollouts: Any = SimpleNamespace(run=play)
+    judges: Any = None
+    pipeline = Pipeline(
+        algorithm.model_copy(update={"group_size": 1, "reward": "random"}),
+        rollouts,
+        judges,
+        None,
+        SimpleNamespace(trajectory=remote(hang)),
+        wait=pending.of,
+    )
+    group = Group(step=1, index=0, task_id="a_1", prompt=())
+    assert (await waited_for(pipeline.run(group), hang, pending)).startswith("writing of a rollout step1/a_1/0, for ")
+
+
+async def test_a_rollout_of_an_evaluation_is_named() -> None:
+    hang, pending = Hang(), Pending()
+    pool: Any = SimpleNamespace(run=hang)
+    task: Any = SimpleNamespace(task_id="a_1")
+    work = evaluate_tasks(pool, [task], 1, step=4, keep=lambda trajectory: None, wait=pending.of)
+    assert (await waited_for(work, hang, pending)).startswith("rollout evaluation4/a_1/0, for ")
+
+
+async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step nothing else would end it, or say what it waits for."""
+    hang, loop = Hang(), asyncio.get_running_loop()
+
+    async def nothing(*ignored: Any) -> None: ...
+
+    async def unless_gone(stop: Callable[[], Awaitable[object]]) -> None:
+        await stop()
+
+    learner = SimpleNamespace(start=nothing, stop=nothing)
+    actors = SimpleNamespace(start=nothing, stop=nothing, fleet=None)
+    monkeypatch.setattr(session, "RunObserver", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(session, "find_learner", lambda use: lambda *_, **__: learner)
+    monkeypatch.setattr(session, "Actors", lambda *_: actors)
+    monkeypatch.setattr(session, "start_advantage_computer", lambda *_: None)
+    monkeypatch.setattr(session, "unless_gone", unless_gone)
+    monkeypatch.setattr(session, "unplaced", lambda: "")
+    monkeypatch.setattr(session.WeightSync, "publish", hang)
+    config = load_config("sandbox", ["watch.start_seconds=3600"])
+    run = RunDirectory.create(tmp_path / "run", "")
+    start, judge, order = StartPoint(step=3), config.judge, TaskOrder(["a_1"], 1, seed=0)
+
+    async def begin() -> None:
+        async with session.training_session(config, judge, {}, order, run, start, Console(quiet=True)):
+            raise AssertionError
+
+    beginning = asyncio.ensure_future(begin())
+    await hang.asked.wait()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + 3600.0)
+    with pytest.raises(
+        ClusterError, match=r"^the run has not started in watch.start_seconds=3600, waiting for: sync of the adapter"
+    ):
+        await beginning
