@@ -606,6 +606,9 @@ class LearnerConfig(Tree):
     stall_seconds: float = Field(600.0, gt=0)
     """Time that a worker's process may not answer, before the workers are started anew; a long pass does not keep it
     from answering."""
+    hang_seconds: float = Field(1800.0, gt=0)
+    """Time in which a worker that has something to do may run no layer of the model, before the workers are started
+    anew: its kernel hangs, say. As long as an operation of all workers may take."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -689,7 +692,7 @@ class WatchConfig(Tree):
     heartbeat_seconds: float | None = Field(60.0, gt=0)
     """Time between two lines on how far a step is, where the output is no terminal; null is none."""
     step_seconds: float | None = Field(43200.0, gt=0)
-    """Most that a step may take; null is no limit."""
+    """Most that a step may take, or an evaluation between two; null is no limit."""
     start_seconds: float | None = Field(7200.0, gt=0)
     """Most that engines, judge and learner may take to start, nodes that an autoscaler adds included."""
 

@@ -106,6 +106,11 @@ class AdaptedModel:
                 f"learner.context_parallel={context.size}: model {model.path} has other layers than plain causal "
                 "attention and gated delta nets, which workers cannot share; set it to 1"
             )
+        self.progress = 0
+        """Layers that have begun, those that are computed again for their gradients included."""
+        for layer in getattr(self._decoder, "layers", ()):
+            # Before it: PyTorch breaks off a layer that it computes again once it has what it wants.
+            layer.register_forward_pre_hook(self._count)
         self._architectures = _architectures(model.path)
         self.adapter_config = _as_saved(self.peft.peft_config["default"])
 
@@ -122,6 +127,9 @@ class AdaptedModel:
         """
         logprob_V, entropy_V = self._of_all(row, self._logprobs)
         return logprob_V, entropy_V
+
+    def _count(self, *ignored: object) -> None:
+        self.progress += 1
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:

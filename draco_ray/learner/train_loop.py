@@ -8,6 +8,7 @@ together with the position in the feed that it stands for, and the two must chan
 from __future__ import annotations
 
 import os
+import signal
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import Any
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import DracoError
 from draco_ray.learner.messages import Failed, Start, Stop
+from draco_ray.learner.pass_watch import PassWatch
+
+TELL_SECONDS = 10.0
+"""For the feed to take why a worker ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,21 +135,35 @@ def _carry_out(given: LoopSettings, start: Start) -> None:
         publish=ray.put,
         save=checkpoints.save,
     )
+    seconds = given.config.hang_seconds
+    watch = PassWatch(seconds, lambda: learner.policy.progress, partial(_end_hung, given.feed, seconds))
     position = start.position
-    while True:
-        command = _told(given.feed.next.remote(position))
-        try:
-            answer = worker.execute(command)
-        except (DracoError, ValueError, OSError) as error:
-            # Answered rather than raised: a worker started anew would fail at the same command again.
-            answer = Failed(message=str(error))
-        if isinstance(answer, Future):
-            answer.add_done_callback(partial(_send_later, given.feed, rank, position))
-        else:
-            _told(given.feed.answer.remote(rank, position, (answer,)))
-        if isinstance(command, Stop):
-            return
-        position += 1
+    with watch.watching():
+        while True:
+            command = _told(given.feed.next.remote(position))
+            try:
+                with watch.command():
+                    answer = worker.execute(command)
+            except (DracoError, ValueError, OSError) as error:
+                # Answered rather than raised: a worker started anew would fail at the same command again.
+                answer = Failed(message=str(error))
+            if isinstance(answer, Future):
+                answer.add_done_callback(partial(_send_later, given.feed, rank, position))
+            else:
+                _told(given.feed.answer.remote(rank, position, (answer,)))
+            if isinstance(command, Stop):
+                return
+            position += 1
+
+
+def _end_hung(feed: Any, seconds: float) -> None:
+    """End this process, which nothing else may do: Ray Train then starts all workers anew."""
+    import ray
+
+    with suppress(ray.exceptions.RayError):
+        told = feed.trouble.remote(f"a worker ran no layer for learner.hang_seconds={seconds:g}: its kernel hangs")
+        ray.get(told, timeout=TELL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _send_later(feed: Any, rank: int, position: int, done: Future[Any]) -> None:
@@ -161,7 +180,7 @@ def _one_line(error: BaseException) -> str:
 def fit(settings: LoopSettings) -> None:
     """Run the loop on all workers until it ends; blocks. Workers that fail are started anew as long as the feed says.
 
-    So are those of which one does not answer for ``learner.stall_seconds``.
+    So are those of which one does not answer for ``learner.stall_seconds``, or stands still (`PassWatch`).
 
     Raises: ray.train.TrainingFailedError when they cannot be started.
     """

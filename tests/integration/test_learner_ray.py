@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,6 +220,36 @@ async def test_a_worker_that_stands_still_or_dies_costs_nothing_but_time_until_i
         await outlive_deaths(learner, 3)
     # They end together, and by themselves: Ray would keep the CPUs of a group that was ended by force.
     await learner.stop(timeout=3600)
+
+
+class HangsOnce:
+    """A group that hangs whoever reads it first, as a kernel would: its process goes on answering."""
+
+    def __init__(self, first: Path, group: list[TrainingSample]) -> None:
+        first.touch()
+        self._first, self._group = first, group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_or_hang, (self._first, self._group)
+
+
+def read_or_hang(first: Path, group: list[TrainingSample]) -> list[TrainingSample]:
+    if first.exists():
+        first.unlink()
+        threading.Event().wait()
+    return group
+
+
+@pytest.mark.parametrize("learner", [{"workers": 1, "hang_seconds": 10}], indirect=True)
+async def test_a_worker_that_hangs_in_a_command_is_started_anew_and_does_it_again(
+    learner: RayLoraLearner, model: ModelConfig, tmp_path: Path
+) -> None:
+    alone = LoraLearner(model, CONFIG, seed=0)
+    (before,) = worker_pids()
+    await learner.accumulate(ray.put(HangsOnce(tmp_path / "first", make_group(1, 0))))
+    alone.accumulate(make_group(1, 0))
+    assert worker_pids() != [before]
+    assert (await learner.step()).grad_norm == pytest.approx(alone.step().grad_norm, rel=1e-3)
 
 
 async def test_workers_end_where_nobody_is_left_to_tell_them_what_to_do(learner: RayLoraLearner) -> None:

@@ -257,6 +257,17 @@ def test_an_untrained_adapter_is_the_base_model(model: ModelConfig) -> None:
     assert learner.accumulate(make_samples())["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_every_layer_that_runs_is_progress_also_while_gradients_are_computed(model: ModelConfig) -> None:
+    """Else a long backward pass would be taken for one that hangs."""
+    learner = make_learner(model, gradient_checkpointing=True, kl_coefficient=0.0)
+    layers = learner.policy.peft.config.num_hidden_layers
+    before = learner.policy.progress
+    learner.token_logprobs(list(range(9)))
+    assert learner.policy.progress == before + layers
+    learner.accumulate(make_samples(1))
+    assert learner.policy.progress == before + layers + 2 * layers
+
+
 def test_the_seed_decides_the_adapter(model: ModelConfig) -> None:
     first, same, other = (weights(LoraLearner(model, CONFIG, seed=seed)) for seed in (0, 0, 1))
     assert torch.equal(first, same)

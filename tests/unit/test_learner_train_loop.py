@@ -1,7 +1,9 @@
-"""How the workers of Ray Train's loop begin: one asks the feed, all are told the same."""
+"""How the workers of Ray Train's loop begin, where one asks the feed and all are told the same; and one that hangs."""
 
 from __future__ import annotations
 
+import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 import ray
 import ray.train
 import ray.train.torch
+import torch
 import torch.distributed
 
-from draco_ray.learner.messages import Start
-from draco_ray.learner.train_loop import _start
+from draco_ray.config.schema import LearnerConfig
+from draco_ray.learner import carried, lora_learner, pass_watch, worker
+from draco_ray.learner.messages import Start, Stop, Update
+from draco_ray.learner.train_loop import _carry_out, _start
+from draco_ray.observability import logs
 
 BEGIN = Start(checkpoint="first", position=3)
 
@@ -68,3 +74,39 @@ def test_one_worker_asks_where_to_begin_and_all_are_told_the_same(
 def test_where_the_feed_is_lost_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch, ray.exceptions.ActorDiedError())
     assert group.begin() == [None, None]
+
+
+def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    killed = threading.Event()
+
+    class Worker:
+        def __init__(self, *ignored: Any, **named: Any) -> None: ...
+
+        def execute(self, command: Any) -> None:
+            if not isinstance(command, Stop):
+                assert killed.wait(60)
+
+    commands = [Update(), Stop()]
+    feed = SimpleNamespace(
+        next=SimpleNamespace(remote=lambda position: commands[position]),
+        answer=SimpleNamespace(remote=lambda *answer: None),
+        trouble=SimpleNamespace(remote=said.append),
+    )
+    config = LearnerConfig(workers=1, gpus_per_worker=0, hang_seconds=0.003)
+    given: Any = SimpleNamespace(feed=feed, node="here", model=None, config=config, seed=0)
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    policy = SimpleNamespace(progress=7)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(carried, "checkpoints_of", lambda node: SimpleNamespace(save=None))
+    monkeypatch.setattr(logs, "private_files", lambda: None)
+    monkeypatch.setattr(lora_learner, "LoraLearner", lambda *_, **__: SimpleNamespace(policy=policy))
+    monkeypatch.setattr(worker, "LearnerWorker", Worker)
+    monkeypatch.setattr(pass_watch, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(os, "kill", lambda process, number: killed.set())
+    _carry_out(given, Start(checkpoint=None, position=0))
+    assert killed.is_set()
+    assert said == ["a worker ran no layer for learner.hang_seconds=0.003: its kernel hangs"]
