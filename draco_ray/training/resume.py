@@ -39,6 +39,9 @@ FREE = (
     ),
     *("judge.workers", "judge.max_workers", "judge.concurrency_per_worker", "judge.idle_seconds"),
     *("judge.local.", "judge.start_timeout_seconds", "judge.request_timeout_seconds", "judge.max_attempts"),
+    *("engine.min_engines", "engine.max_failures", "engine.stall_seconds"),
+    *("environment.min_slots", "environment.idle_seconds"),
+    *("learner.max_failures", "learner.stall_seconds", "learner.hang_seconds"),
 )
 """Keys that say where a run happens, by what way the same judge is reached, and what it may spend, not what it
 computes: they may change between runs."""

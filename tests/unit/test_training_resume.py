@@ -140,6 +140,12 @@ def test_a_changed_configuration_is_refused_by_name(run: RunDirectory) -> None:
 def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> None:
     new = load_config(None, ["judge.limits.dollars=5", "ray.object_store_mib=200", "run.name=other"])
     assert config_changes(DracoConfig(), new) == []
+    patience = [
+        *("engine.min_engines=1", "engine.max_failures=9", "engine.stall_seconds=60"),
+        *("environment.min_slots=2", "environment.idle_seconds=9"),
+        *("learner.max_failures=9", "learner.stall_seconds=60", "learner.hang_seconds=60"),
+    ]
+    assert config_changes(DracoConfig(), load_config(None, patience)) == []
     assert adopt_config(run, DracoConfig(), new, allow_changed=False) == []
     assert load_config(str(run.path)).judge.limits.dollars == 5
 
