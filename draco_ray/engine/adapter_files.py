@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from draco_ray.engine.held import try_lock
 from draco_ray.errors import EngineError
 from draco_ray.records import Adapter
 
@@ -47,7 +48,7 @@ class AdapterFiles:
             with _locked(self._root):
                 self._sweep()
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._held = _try_lock(self.directory)
+                self._held = try_lock(self.directory)
         except OSError as error:
             raise EngineError(
                 f"adapter directory {self.directory}: {error.strerror}; "
@@ -91,7 +92,7 @@ class AdapterFiles:
     def _sweep(self) -> None:
         for directory in self._root.glob("*/*/"):
             with contextlib.suppress(OSError):  # Another user's.
-                held = _try_lock(directory)
+                held = try_lock(directory)
                 if held is not None:
                     _remove(directory)
                     os.close(held)
@@ -101,17 +102,6 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         directory.parent.rmdir()
-
-
-def _try_lock(directory: Path) -> int | None:
-    """Lock a directory until the descriptor is closed or this process ends; None if it is locked already."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 @contextlib.contextmanager

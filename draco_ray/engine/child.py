@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from draco_ray.engine.held import HeldFolder
 from draco_ray.environments.jail import linux
 
 MASK = "***"
@@ -59,14 +59,13 @@ class Child:
 
         Args:
             folder: working directory; None is this process's.
-            temporary: a variable that names it a folder for what it may leave behind, which goes with it; a value that
-                ``environment`` has stays.
+            temporary: a variable that names it a folder for what it may leave behind, which goes with it
+                (`HeldFolder`); a value that ``environment`` has stays.
         """
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: HeldFolder | None = None
         if temporary is not None and temporary not in environment:
-            # A name that is short: sockets are to lie in it.
-            self._temporary = tempfile.TemporaryDirectory(prefix="draco-", ignore_cleanup_errors=True)
-            environment = {**environment, temporary: self._temporary.name}
+            self._temporary = HeldFolder()
+            environment = {**environment, temporary: str(self._temporary.path)}
         self.last_line = ""
         """The last line it printed that is not empty."""
         self._process = subprocess.Popen(
@@ -115,7 +114,7 @@ class Child:
         self._process.wait()
         self._reader.join(END_SECONDS)
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.remove()
 
     def _copy(self, log: Path, scrubber: Scrubber) -> None:
         assert self._process.stdout is not None
