@@ -250,9 +250,14 @@ def test_kuberay_pods_are_unprivileged_and_get_their_secrets_from_kubernetes() -
 def test_kuberay_job_runs_on_the_same_cluster_and_its_words_are_a_configuration() -> None:
     job = kuberay_job()
     assert job.rayClusterSpec == kuberay_cluster()
-    program, command, preset, *overrides = shlex.split(job.entrypoint)
+    program, command, preset, *words = shlex.split(job.entrypoint)
     assert (program, command) == ("draco", "train")
-    config = load_config(preset, overrides)
+    # A try that follows another finds the run there, on a cluster that has nothing of the one before.
+    assert job.backoffLimit > 0
+    assert "--resume-or-start" in words
+    config = load_config(preset, [word for word in words if word != "--resume-or-start"])
+    assert config.run.name is not None
+    assert isinstance(config.run.root, str)
     assert config.train.steps == 100
     for path in (config.data.root, Path(str(config.run.root).removeprefix("file://")), Path(config.model.path)):
         assert path.is_relative_to("/shared")
