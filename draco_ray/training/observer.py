@@ -48,13 +48,14 @@ SAMPLE_SECONDS = 2.0
 class RunObserver:
     """Records groups and steps; an error while recording never stops the run."""
 
-    def __init__(self, config: DracoConfig, run: Path, spent: float = 0.0) -> None:
+    def __init__(self, config: DracoConfig, run: Path, spent: float = 0.0, done: int = 0) -> None:
         """Open the trackers; needs a connected Ray.
 
         Args:
             config: the run's.
             run: its directory.
             spent: dollars of judging before this process.
+            done: steps before this process.
 
         Raises:
             ConfigError: a tracker of ``run.trackers`` cannot be used.
@@ -66,7 +67,8 @@ class RunObserver:
         self._asking: asyncio.Task[None] | None = None
         self._seen: dict[str, tuple[int, int]] = {}
         """Group -> its rollouts and phases that were taken in already."""
-        self._last_step: Mapping[str, Any] = {}
+        # Before the first step ends as well: whoever is told that none does needs a figure that stands still.
+        self._last_step: Mapping[str, Any] = {"step": done}
         """Metrics line of the step that ended last."""
 
     def group(self, group: Group) -> None:

@@ -461,7 +461,7 @@ async def training_session(
         parts.callback(progress.stop)
         progress.start("starting")
         await parts.enter_async_context(_beside(progress.beat()))
-        observer = RunObserver(config, run.path, spent=spent_dollars(run))
+        observer = RunObserver(config, run.path, spent=spent_dollars(run), done=start.step)
         parts.callback(observer.close)
         name = run.path.name
         learner = find_learner(config.learner.use)(

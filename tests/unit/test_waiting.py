@@ -15,7 +15,7 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import session
+from draco_ray.training import observer, session
 from draco_ray.training.before_after import evaluate_tasks
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.resume import StartPoint
@@ -75,6 +75,20 @@ async def test_a_rollout_of_an_evaluation_is_named() -> None:
     task: Any = SimpleNamespace(task_id="a_1")
     work = evaluate_tasks(pool, [task], 1, step=4, keep=lambda trajectory: None, wait=pending.of)
     assert (await waited_for(work, hang, pending)).startswith("rollout evaluation4/a_1/0, for ")
+
+
+async def test_a_run_in_whose_first_step_nothing_happens_has_a_step_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alert on steps that do not end compares figures; where there was none it was silent."""
+    steps: asyncio.Queue[Any] = asyncio.Queue()
+    metrics = SimpleNamespace(set=lambda *_: None, step=steps.put_nowait)
+    monkeypatch.setattr(observer, "RunMetrics", lambda name: metrics)
+    pools: Any = SimpleNamespace(waiting=0, in_flight=0, up=0, wanted=0)
+    watching = observer.RunObserver(load_config("sandbox", ["run.trackers=[]"]), tmp_path, done=3)
+    watching.watch_pools(pools, pools)
+    assert await steps.get() == {"step": 3}
+    watching.close()
 
 
 async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
