@@ -127,8 +127,10 @@ class RayLoraLearner:
         for force in (False, True):
             if not self._watch.done():
                 ray.cancel(self._fit, force=force)
-                await asyncio.wait([self._watch], timeout=None if force else PATIENCE_SECONDS)
+                await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
+        # What is still waited for then is the feed's answer, which one that is stopped never gives.
         ray.kill(self._feed)
+        await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
         self._feed = None
 
     async def _submit(self, command: Command) -> Any:
