@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
 if TYPE_CHECKING:
     from draco_ray.engine.chat import ChatTokens
+    from draco_ray.judging.judge import Judge
 
 START_SAY_SECONDS = 60.0
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
@@ -194,7 +195,8 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
         return
     if not judge.rule_judge.start:
         # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
-        asyncio.run(build_judge(judge, None).check())
+        with shown(console, "asking the judge"):
+            asyncio.run(_asked(build_judge(judge, None), config, console))
         if (warning := api_warning(config)) is not None:
             console.print(warning)
         yield judge
@@ -214,6 +216,18 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
         }
         check_budget(judge, served["model"])
         yield judge.model_copy(update=served)
+
+
+async def _asked(judge: Judge, config: DracoConfig, console: Console) -> None:
+    """Make sure that the judge answers. One that hangs may take its time and tries again, which is said."""
+    pending = Pending()
+
+    async def ask() -> None:
+        with pending.of("the judge's first answer"):
+            await judge.check()
+
+    # Nothing waits for a place: there is no Ray yet.
+    await started(ask(), config, pending, console, why=str)
 
 
 @contextlib.contextmanager
@@ -579,7 +593,13 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def started(begin: Coroutine[Any, Any, None], config: DracoConfig, pending: Pending, console: Console) -> None:
+async def started(
+    begin: Coroutine[Any, Any, None],
+    config: DracoConfig,
+    pending: Pending,
+    console: Console,
+    why: Callable[[], str] = unplaced,
+) -> None:
     """Do what starts a run, and say what it waits for whenever nothing has happened for a while.
 
     Args:
@@ -587,6 +607,7 @@ async def started(begin: Coroutine[Any, Any, None], config: DracoConfig, pending
         config: the run's.
         pending: what is waited for.
         console: for people.
+        why: as of `draco_ray.training.watchdog.watch_quiet`.
 
     Raises:
         ClusterError: it takes longer than ``watch.start_seconds``.
@@ -596,7 +617,7 @@ async def started(begin: Coroutine[Any, Any, None], config: DracoConfig, pending
     def late() -> ClusterError:
         return ClusterError(f"the run has not started in watch.start_seconds={limit:g}, waiting for: {pending}")
 
-    async with _beside(watch_quiet(pending, quiet, partial(console.print, markup=False), unplaced)):
+    async with _beside(watch_quiet(pending, quiet, partial(console.print, markup=False), why)):
         await in_time(begin, limit, late)
 
 

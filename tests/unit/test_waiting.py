@@ -13,10 +13,12 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
+from draco_ray.judging import judge as judge_module
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import observer, session
 from draco_ray.training.before_after import evaluate_tasks
+from draco_ray.training.engines import WeightSync
 from draco_ray.training.order import TaskOrder
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.watchdog import Pending
@@ -77,6 +79,21 @@ async def test_a_rollout_of_an_evaluation_is_named() -> None:
     assert (await waited_for(work, hang, pending)).startswith("rollout evaluation4/a_1/0, for ")
 
 
+def test_a_judge_that_does_not_answer_at_the_start_is_named_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tries of ten minutes went by without a word."""
+
+    async def check() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(judge_module, "build_judge", lambda *_: SimpleNamespace(check=check))
+    config = load_config("sandbox", ["judge.rule_judge.start=false", "watch.start_seconds=0.01"])
+    with (
+        pytest.raises(ClusterError, match=r"not started in watch.start_seconds=0.01, waiting for: the judge's first"),
+        session.open_judge(config, Console(quiet=True)),
+    ):
+        raise AssertionError
+
+
 async def test_a_run_in_whose_first_step_nothing_happens_has_a_step_that_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +127,7 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
     monkeypatch.setattr(session, "start_advantage_computer", lambda *_: None)
     monkeypatch.setattr(session, "unless_gone", unless_gone)
     monkeypatch.setattr(session, "unplaced", lambda: "")
-    monkeypatch.setattr(session.WeightSync, "publish", hang)
+    monkeypatch.setattr(WeightSync, "publish", hang)
     config = load_config("sandbox", ["watch.start_seconds=3600"])
     run = RunDirectory.create(tmp_path / "run", "")
     start, judge, order = StartPoint(step=3), config.judge, TaskOrder(["a_1"], 1, seed=0)
