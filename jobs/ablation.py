@@ -67,20 +67,25 @@ def row(name: str, summary: Summary, cost: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def print_differences(first: str, summaries: Mapping[str, Summary]) -> None:
-    """Every other setting minus ``first``, in each measure, as Markdown."""
-    found = {name: differences(each, summaries[first]) for name, each in summaries.items() if name != first}
+def print_differences(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> None:
+    """Every other setting minus the first, in each measure, over the seeds that both have, as Markdown."""
+    first, *others = chosen
+    found = {}
+    for name in others:
+        if both := chosen[first].keys() & chosen[name].keys():
+            pair = {each: {seed: chosen[each][seed] for seed in sorted(both)} for each in (name, first)}
+            found[name] = len(both), differences(*summaries(runs, pair, runs_per_task).values())
     if not found:
         return
-    adjusted = iter(holm([p_value for of_one in found.values() for _, p_value in of_one.values()]))
-    names = list(summaries[first].measures)
-    print(f"\n| Against {first} | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
-    for name, of_one in found.items():
+    adjusted = iter(holm([p_value for _, of_one in found.values() for _, p_value in of_one.values()]))
+    measures = list(next(iter(found.values()))[1])
+    print(f"\n| Against {first} | {' | '.join(measures)} | Seeds |\n|{'---|' * (2 + len(measures))}")
+    for name, (seeds, of_one) in found.items():
         cells = []
         for what, (interval, _) in of_one.items():
             shown = turns(interval) if what == "turns" else percent(interval, "+")
             cells.append(f"{shown}, p {next(adjusted):.4f}")
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| {name} | {' | '.join(cells)} | {seeds} |")
 
 
 def turns(interval: Interval) -> str:
@@ -117,11 +122,7 @@ def print_results(title: str, runs: Runs, chosen: Mapping[str, Mapping[int, int]
         print(row(name, summary, f"{len(steps)} | {said} | {cost}"))
     for name in (each for each in chosen if each not in found):
         print(f"| {name} | not run yet |{' |' * (len(columns) - 2)}")
-    common = set.intersection(*(set(chosen[name]) for name in found))
-    # A difference is of the seeds that both have.
-    alike = {name: {seed: step for seed, step in chosen[name].items() if seed in common} for name in found}
-    if common:
-        print_differences(next(iter(found)), summaries(runs, alike, runs_per_task))
+    print_differences(runs, {name: chosen[name] for name in found}, runs_per_task)
 
 
 def print_curves(runs: Runs, runs_per_task: int) -> list[list[str | int | float]]:
@@ -199,10 +200,10 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
         print(f"\nStarter policies, with the seeds that began from each: {told}.")
     print(
         "\nIn % (turns apart), with 95 % intervals over training seeds, where there are several, and scenarios; means "
-        "over seeds; p after Holm's correction, over the seeds that all have. Lost rollouts count as failures; "
-        "intervals span what they would have been. The judge is the offline rule judge; dollars are its tokens at "
-        f"{REFERENCE_JUDGE}'s reference prices. At the same spend: for each seed the last evaluated step until which "
-        "a run had spent no more than the cheapest setting that asks a judge spent in all. Curves: "
+        "over seeds; differences over the seeds that both have, p after Holm's correction. Lost rollouts count as "
+        "failures; intervals span what they would have been. The judge is the offline rule judge; dollars are its "
+        f"tokens at {REFERENCE_JUDGE}'s reference prices. At the same spend: for each seed the last evaluated step "
+        "until which a run had spent no more than the cheapest setting that asks a judge spent in all. Curves: "
         f"{root / 'curves.csv'}, {root / 'curves.png'}"
     )
 

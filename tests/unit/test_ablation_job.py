@@ -147,7 +147,7 @@ def test_the_tables_of_finished_runs(job: Any, tmp_path: Path, capsys: pytest.Ca
     # Nothing was solved, of two scenarios: anything up to 84 % would have shown the same now and then.
     assert before["draco"][0] == "0.0 [0.0, 84.2]"
     assert list(last)[3:] == ["Against draco"]
-    assert last["Against draco"] == ["TGC p^1", "TGC p^3", "SGC p^1", "SGC p^3", "turns"]
+    assert last["Against draco"] == ["TGC p^1", "TGC p^3", "SGC p^1", "SGC p^3", "turns", "Seeds"]
     assert re.search(r"\| random \| -41\.7 \[-\d+\.\d, \+\d+\.\d\], p 1\.0000", printed)
     curves = found["Held-out TGC by training step"]
     assert curves["Setting"] == ["0", "2", "4"]
@@ -295,6 +295,20 @@ def test_seeds_of_several_policies_are_one_table_that_says_so(
     run_job(job, tmp_path, seeds=2)
     told = capsys.readouterr().out
     assert f"with the seeds that began from each: {other}: 0; " in told
+
+
+def test_a_difference_is_over_the_seeds_that_both_have(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for setting, seeds in (("draco", 3), ("static", 2), ("random", 1)):
+        for seed in range(seeds):
+            measured_run(job, tmp_path, setting, seed, {0: 0, 4: 3 if setting == "draco" else 0}, 1)
+    run_job(job, tmp_path, settings="draco static random no-credit", seeds=3)
+    lines = capsys.readouterr().out.partition("## After the last step")[2].partition("## At")[0].splitlines()
+    against = [line for line in lines if line.startswith("|")][6:]
+    assert against[0].startswith("| Against draco |")
+    assert [line.strip("| ").split(" | ")[0::6] for line in against[2:]] == [["static", "2"], ["random", "1"]]
+    assert all(" -50.0 [" in f" {line.split(' | ')[1]}" for line in against[2:])
 
 
 def test_lost_rollouts_are_counted(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
