@@ -621,6 +621,12 @@ async def started(
         await in_time(begin, limit, late)
 
 
+async def start_actors(actors: Actors, config: DracoConfig, console: Console) -> None:
+    """`Actors.start` of what trains nothing. Raises: as that and `started`."""
+    pending = Pending()
+    await started(actors.start(pending), config, pending, console)
+
+
 async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
     async def learn() -> None:
         with pending.of("the learner's start"):

@@ -14,6 +14,7 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
 from draco_ray.judging import judge as judge_module
+from draco_ray.lab.evaluation import evaluate, judged
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import observer, session
@@ -144,3 +145,46 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
         ClusterError, match=r"^the run has not started in watch.start_seconds=3600, waiting for: sync of the adapter"
     ):
         await beginning
+
+
+async def test_a_judged_evaluation_whose_actors_do_not_start_ends_with_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As do `draco rubric author`, by the same function, and an evaluation."""
+    hang = Hang()
+
+    async def start(pending: Pending) -> None:
+        with pending.of("the engines' start"):
+            await hang()
+
+    async def stop() -> None:
+        pass
+
+    actors = SimpleNamespace(start=start, stop=stop)
+    monkeypatch.setattr(judged, "Actors", lambda *_: actors)
+    config = load_config("sandbox", ["watch.start_seconds=0.01"])
+    policy: Any = SimpleNamespace(checkpoints=())
+    run: Any = SimpleNamespace(path=tmp_path)
+    with pytest.raises(ClusterError, match="not started in watch.start_seconds=0.01, waiting for: the engines' start"):
+        await judged._judge(policy, config, config.judge, run, Console(quiet=True))
+
+
+async def test_an_evaluation_whose_engines_do_not_start_ends_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("sandbox", ["watch.start_seconds=0.01"])
+    workers = SimpleNamespace(open=lambda: None)
+    for name in ("say_cut_prompts", "start_policy_engines", "EngineClient", "load_tokenizer", "rollout_starter"):
+        monkeypatch.setattr(evaluate, name, lambda *_, **__: None)
+    monkeypatch.setattr(evaluate, "EnginePolicies", lambda **_: None)
+    monkeypatch.setattr(evaluate, "find_price", lambda *_: None)
+    monkeypatch.setattr(evaluate, "RolloutWorkers", lambda *_: workers)
+    monkeypatch.setattr(evaluate, "EngineFleet", lambda *_: SimpleNamespace(start=Hang()))
+    evaluator: Any = object.__new__(evaluate._Evaluator)
+    directory = SimpleNamespace(path=tmp_path, plan=SimpleNamespace(tasks=()))
+    vars(evaluator).update(
+        _config=config, _policy=SimpleNamespace(api_model=None, checkpoints=()), _environment=None, _directory=directory
+    )
+    vars(evaluator).update(_name="evaluation", _console=Console(quiet=True))
+    with pytest.raises(ClusterError, match="not started in watch.start_seconds=0.01, waiting for: the engines' start"):
+        await evaluator._start()

@@ -42,7 +42,8 @@ from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.training.cluster import connect
 from draco_ray.training.room import begun
-from draco_ray.training.session import checked_model, plain_error, say_cut_prompts
+from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
+from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import standing
 
 APPWORLD = "appworld"
@@ -278,7 +279,9 @@ class _Evaluator:
         self._workers = RolloutWorkers(start, config.environment)
         self._workers.open()
         if self._fleet is not None:
-            await self._fleet.start()
+            pending = Pending()
+            with pending.of("the engines' start"):
+                await started(self._fleet.start(), config, pending, self._console)
         begun()
 
     def _api_policies(self, model: str) -> ApiPolicies:

@@ -31,6 +31,7 @@ from draco_ray.training.session import (
     checked_model,
     open_judge,
     ray_session,
+    start_actors,
     stopped_plainly,
     task_prompts,
     with_environment,
@@ -110,7 +111,7 @@ async def _judge(
     )
     rates = {}
     try:
-        await actors.start()
+        await start_actors(actors, config, console)
         begun()
         for checkpoint in policy.checkpoints:
             if checkpoint.adapter is not None:

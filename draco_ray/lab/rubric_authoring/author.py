@@ -59,6 +59,7 @@ from draco_ray.training.session import (
     checked_model,
     open_judge,
     ray_session,
+    start_actors,
     stopped_plainly,
     usable_prompts,
     with_environment,
@@ -164,7 +165,7 @@ class RubricAuthor:
         """
         self._actors = Actors(self._config, self._judge, self._run, self._name)
         try:
-            await self._actors.start()
+            await start_actors(self._actors, self._config, self._console)
             begun()
             members, sets = await self._propose()
             rubric = await self._reduce(sets)
