@@ -153,7 +153,7 @@ def _said_behind(text: str) -> str | None:
 
 
 def taken_back(value: object) -> str | None:
-    """Of JSON behind a verdict what may take it back: such words, a -1, and a list of scores."""
+    """What of JSON behind a verdict may take it back: such words, a -1, and a list of scores."""
     parts = [value]
     while parts:
         part = parts.pop()

@@ -126,7 +126,7 @@ class OfTask(Protocol):
 
     @property
     def task_id(self) -> str:
-        """Its task's."""
+        """The task's."""
 
 
 RolloutT = TypeVar("RolloutT", bound=OfTask)
