@@ -162,7 +162,8 @@ def _end_hung(feed: Any, seconds: float) -> None:
 
     with suppress(ray.exceptions.RayError):
         told = feed.trouble.remote(f"a worker ran no layer for learner.hang_seconds={seconds:g}: its kernel hangs")
-        ray.get(told, timeout=TELL_SECONDS)
+        # Not its answer, which waits for whoever reads something in this process, and that is who may hang.
+        ray.wait([told], timeout=TELL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
