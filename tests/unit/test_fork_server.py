@@ -67,18 +67,20 @@ def forking(folder: Path, modules: Sequence[str] = ("fractions",), **variables: 
     worker.write_text(WORKER)
     own.write_text(OWN)
     raylet = subprocess.Popen(["sleep", "infinity"])
-    with socket.socket(socket.AF_UNIX) as listener:
+    importing, held = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener, open(held, "wb"):
         listener.bind(str(at))
         listener.listen(8)
         server = subprocess.Popen(
-            [sys.executable, str(SERVER), str(listener.fileno()), *modules],
+            [sys.executable, str(SERVER), str(listener.fileno()), str(held), *modules],
             env={**os.environ, "RAY_RAYLET_PID": str(raylet.pid), "OF_THE_SERVER": "1", **variables},
-            pass_fds=[listener.fileno()],
+            pass_fds=[listener.fileno(), held],
             stderr=subprocess.PIPE,
         )
     try:
         yield Forks(at, server, raylet, worker, own)
     finally:
+        os.close(importing)
         for process in (server, raylet):
             process.kill()
             process.communicate()

@@ -74,6 +74,11 @@ def load(files: Iterable[str]) -> Functions:
     Raises: UnusableTools.
     """
     found = Functions()
+    files = list(files)
+    for path in map(Path, files):
+        # As it is now, though this process has loaded it before.
+        if getattr(sys.modules.get(path.stem), "__file__", None) == str(path):
+            del sys.modules[path.stem]
     for file in files:
         module = _import(file)
         for hook in HOOKS:
