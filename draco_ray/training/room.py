@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -85,7 +86,9 @@ def wait_for_turn(config: DracoConfig, console: Console | None) -> None:
 def begun() -> None:
     """Let the next run count what is free: the processes of this one have their places."""
     while _turns:
-        ray.kill(_turns.pop())
+        # One that is left of a run which ended before it had begun may be of a Ray that is gone.
+        with contextlib.suppress(RayError):
+            ray.kill(_turns.pop())
 
 
 def _whose_turn() -> str:

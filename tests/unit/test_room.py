@@ -6,10 +6,13 @@ import io
 from collections.abc import Mapping, Sequence
 
 import pytest
+import ray
+from ray.exceptions import ActorHandleNotFoundError
 from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
+from draco_ray.training import room
 from draco_ray.training.room import LOOK_SECONDS, bundles, wait_for_room, without_place
 
 PAPER = load_config("qwen3.6-27b")
@@ -103,3 +106,13 @@ def test_a_run_on_cpus_needs_room_for_its_cpus() -> None:
     asked = bundles(sandbox)
     assert all(gpus == 0 for of in asked.values() for gpus, _ in of)
     assert without_place(asked, [{"CPU": 1000.0}]) == {}
+
+
+def test_a_turn_that_is_left_of_a_ray_that_is_gone_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(turn: object) -> None:
+        raise ActorHandleNotFoundError("of another session")
+
+    monkeypatch.setattr(room, "_turns", [object()])
+    monkeypatch.setattr(ray, "kill", kill)
+    room.begun()
+    assert room._turns == []

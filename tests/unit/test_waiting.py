@@ -43,8 +43,9 @@ class Hang:
 
 async def waited_for(work: Awaitable[Any], hang: Hang, pending: Pending) -> str:
     """What ``work`` waits for once it has asked what hangs."""
-    working = asyncio.ensure_future(work)
-    await hang.asked.wait()
+    working, asked = asyncio.ensure_future(work), asyncio.ensure_future(hang.asked.wait())
+    await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+    assert asked.done(), working.exception()
     named = str(pending)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
@@ -128,6 +129,7 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
     monkeypatch.setattr(session, "start_advantage_computer", lambda *_: None)
     monkeypatch.setattr(session, "unless_gone", unless_gone)
     monkeypatch.setattr(session, "unplaced", lambda: "")
+    monkeypatch.setattr(session, "begun", lambda: None)
     monkeypatch.setattr(WeightSync, "publish", hang)
     config = load_config("sandbox", ["watch.start_seconds=3600"])
     run = RunDirectory.create(tmp_path / "run", "")
@@ -137,8 +139,9 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
         async with session.training_session(config, judge, {}, order, run, start, Console(quiet=True)):
             raise AssertionError
 
-    beginning = asyncio.ensure_future(begin())
-    await hang.asked.wait()
+    beginning, asked = asyncio.ensure_future(begin()), asyncio.ensure_future(hang.asked.wait())
+    await asyncio.wait({beginning, asked}, return_when=asyncio.FIRST_COMPLETED)
+    assert asked.done(), beginning.exception()
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + 3600.0)
     with pytest.raises(
