@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 import pytest
+
+from tests.support.autoscaling import until
 
 DRIVER = """
 import json, logging, os, sys
@@ -179,6 +181,20 @@ def starting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
             driver.kill()
 
 
+def thread_names(pid: int) -> set[str]:
+    found = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            found.add(thread.read_text().strip())
+    return found
+
+
+def waits_for(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has yet to take a signal that it was sent."""
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(pending, 16) & 1 << number - 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_start_is_interrupted_while_modules_are_imported(
     starting: tuple[subprocess.Popen[str], IO[str]], number: signal.Signals
@@ -189,7 +205,7 @@ def test_a_start_is_interrupted_while_modules_are_imported(
     assert driver.returncode == 0
 
 
-def test_sigterm_while_the_node_does_not_answer_interrupts_the_start(
+async def test_sigterm_while_the_node_does_not_answer_interrupts_the_start(
     starting: tuple[subprocess.Popen[str], IO[str]],
 ) -> None:
     driver, importing = starting
@@ -203,12 +219,10 @@ def test_sigterm_while_the_node_does_not_answer_interrupts_the_start(
         driver.stdin.write("\n")
         driver.stdin.flush()
         # A thread of a driver that joins: from here on no Python runs in it until the node answers.
-        threads = Path(f"/proc/{driver.pid}/task")
-        while not any(thread.read_text() == "global.accessor\n" for thread in threads.glob("*/comm")):
-            assert driver.poll() is None, driver.communicate()
-            time.sleep(0.05)
+        await until(lambda: "global.accessor" in thread_names(driver.pid))
+        assert "global.accessor" in thread_names(driver.pid)
         driver.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        await until(lambda: driver.poll() is not None or not waits_for(driver.pid, signal.SIGTERM))
     finally:
         raylet.resume()
     assert driver.communicate() == ("interrupted\n", "")
