@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import draco, start_draco
+from tests.support.command import descendants, draco, start_draco
 from tests.support.holding_judge import HoldingJudge
 
 # The fixture runs the command four times.
@@ -66,10 +67,14 @@ def resumed(
         # under way then is not known: rollouts that are equal to the letter share one.
         wait_until(lambda: len([*tables.glob("judge_calls/step00002/*union*.arrow")]) == PROMPTS, process)
         wait_until(lambda: judge.held > 0, process)
+        workers = descendants(process.pid, "JudgeWorker")
+        assert workers
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
     finally:
         end_session(process)
+    # What these still had to ask would be answered as well, and then to nobody who keeps it.
+    psutil.wait_procs(workers)
     judge.answers_before_holding = None
     directory = root / "killed"
 
