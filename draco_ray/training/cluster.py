@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 import ray
+import ray._private.ray_constants
 import ray._private.services
 import ray._private.utils
 import ray._private.worker
@@ -36,9 +38,11 @@ LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
 START_ATTEMPTS = 2
 START_SECONDS = 180.0
-"""For a node to come up, where Ray gives it 30."""
+"""For a node to come up, where Ray gives it 30, and its dashboard 60."""
 LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
+DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
+"""What Ray names, among twenty lines of it, where its dashboard does not come up."""
 INSTALL_HANDLERS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
 """``ray::RayLog::InstallFailureSignalHandler(char const*, bool)``."""
 
@@ -89,6 +93,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
             else:
                 # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
+                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_SECONDS:.0f}")
                 # What the dashboard lists; of 100,000 tasks, which Ray keeps, the head would grow for a thousand steps.
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
@@ -173,9 +178,13 @@ def _forked(config: DracoConfig, *, judges: bool) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def _patient_start(seconds: float = START_SECONDS, every: float = 0.5) -> Iterator[None]:
-    """Let a node take so long to register: Ray's limit is a number in its code, asked for between two calls of this."""
-    services = ray._private.services
-    once = services.get_node
+    """Let a node take so long to register, and Ray's dashboard to answer.
+
+    Ray's limit of the first is a number in its code, asked for between two calls of this. That of the second has a
+    variable, which is read once, as Ray is imported.
+    """
+    services, constants = ray._private.services, ray._private.ray_constants
+    once, usual = services.get_node, constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
 
     def get_node(*arguments: Any) -> Any:
         deadline = time.monotonic() + seconds
@@ -187,11 +196,11 @@ def _patient_start(seconds: float = START_SECONDS, every: float = 0.5) -> Iterat
                     raise
                 time.sleep(every)
 
-    services.get_node = get_node
+    services.get_node, constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = get_node, max(usual, seconds)
     try:
         yield
     finally:
-        services.get_node = once
+        services.get_node, constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = once, usual
 
 
 def _try_to_start(config: DracoConfig) -> None:
@@ -216,6 +225,9 @@ def _try_to_start(config: DracoConfig) -> None:
 
 
 def _one_line(error: BaseException) -> str:
+    log = DASHBOARD_LOG.search(str(error))
+    if log:
+        return f"its dashboard did not come up, see {log[0]}; ray.dashboard=false does without"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

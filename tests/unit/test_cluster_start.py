@@ -11,7 +11,7 @@ import ray
 import ray._private.services
 
 from draco_ray.config.load import load_config
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.training.cluster import _patient_start, connect
 
 
@@ -40,6 +40,43 @@ def test_a_node_that_comes_up_late_is_waited_for_and_one_that_never_does_is_not(
 def test_ray_asks_through_the_name_that_is_replaced() -> None:
     """Ray's limit is in its code: where a new version asks in another way, the longer time has to be had in another."""
     assert "get_node" in ray._private.node.Node.__init__.__code__.co_names
+    assert "RAY_DASHBOARD_STARTUP_TIMEOUT_S" in ray._private.services.start_api_server.__code__.co_names
+
+
+def test_a_dashboard_that_comes_up_late_is_waited_for() -> None:
+    constants = ray._private.ray_constants
+    before = constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+    with _patient_start(seconds=before + 120.0):
+        assert before + 120.0 == constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+    assert before == constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+    with _patient_start(seconds=before / 2):
+        assert before == constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        (
+            "/tmp/ray/s/logs/dashboard.log",
+            "\nThe last 20 lines of {} (it contains the error message from the dashboard): \n"
+            + "2026-11-25 22:16:26,725 INFO utils.py:352 -- Available modules\n" * 20,
+        ),
+        ("/tmp/ray/s/logs/dashboard.err", "Failed to read dashboard.err file: [Errno 2] No such file: '{}'. Report it"),
+    ],
+)
+def test_of_a_dashboard_that_does_not_come_up_the_log_is_named_and_not_printed(
+    monkeypatch: pytest.MonkeyPatch, file: str, says: str
+) -> None:
+    def init(**given: Any) -> None:
+        raise Exception(says.format(file))
+
+    monkeypatch.setattr(ray, "init", init)
+    with patch.dict(os.environ), pytest.raises(ClusterError) as error:
+        connect(load_config("sandbox", ["ray.fork_workers=false"]))
+    assert str(error.value) == (
+        f"Ray does not start on this machine: its dashboard did not come up, see {file}; ray.dashboard=false does "
+        "without; wait until the machine has CPU and memory to spare and try again"
+    )
 
 
 @pytest.mark.parametrize(
