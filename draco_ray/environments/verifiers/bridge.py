@@ -364,8 +364,41 @@ def check_renderer(options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------- verifiers' server
 
 
-def serve_environment(config: dict[str, Any], path: list[str], folder: str, truth: bool, parent: Any) -> None:
-    """The main function of the process that is verifiers' environment server; it ends with its ``parent``."""
+def forked_server(folder: str, control: int, *, truth: bool) -> tuple[Any, Any]:
+    """verifiers' environment server, in a process of its own that waits to be told what it serves.
+
+    It is forked once verifiers is imported, which takes seconds, and before anything of a taskset is.
+
+    Args:
+        folder: where it listens.
+        control: a descriptor that is not its own.
+        truth: whether rewards are computed.
+
+    Returns: the process, and the connection over which it is told; it ends when that is closed.
+    Raises: Unusable.
+    """
+    _check_version()
+    import verifiers.v1.serve  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    server = context.Process(target=serve_environment, args=(folder, truth, theirs, mine, control))
+    server.start()
+    theirs.close()
+    return server, mine
+
+
+def serve_environment(folder: str, truth: bool, parent: Any, parents: Any, control: int) -> None:
+    """The main function of the process that is verifiers' environment server; it ends with its ``parent``.
+
+    ``parents`` and ``control`` are the parent's alone.
+    """
+    parents.close()
+    os.close(control)
+    try:
+        config, path = parent.recv()
+    except EOFError:
+        return
     sys.path[:0] = path
     # It starts tool servers as modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
@@ -618,24 +651,15 @@ def _node(node: Any, *, trained: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- main
 
 
-async def _serve(descriptor: int, options: dict[str, Any]) -> None:
+async def _serve(descriptor: int, options: dict[str, Any], folder: str, server: Any, told: Any) -> None:
     from verifiers.v1.serve import env_config_data
 
     control = socket.socket(fileno=descriptor)
     control.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=control, limit=_LONGEST_LINE)
-    folder = tempfile.mkdtemp(prefix="draco-vf-")
-    server: Any = None
     try:
         found = Found(options)
-        context = multiprocessing.get_context("spawn")
-        mine, theirs = context.Pipe()
-        server = context.Process(
-            target=serve_environment,
-            args=(env_config_data(found.config), found.path, folder, options["truth"], theirs),
-        )
-        server.start()
-        theirs.close()
+        told.send((env_config_data(found.config), found.path))
         bridge = Bridge(found, _address(folder), truth=options["truth"])
         until = time.monotonic() + options["start_seconds"]
         while not await bridge.client.health(timeout=1.0):
@@ -647,12 +671,12 @@ async def _serve(descriptor: int, options: dict[str, Any]) -> None:
         ended = asyncio.create_task(asyncio.to_thread(server.join))
         await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
         # What is asked for then has nobody to answer it, and who asked sees the end of this process.
-        mine.close()
+        told.close()
     except Unusable as error:
         writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
         await writer.drain()
     finally:
-        if server is not None and server.is_alive():
+        if server.is_alive():
             server.terminate()
             await asyncio.to_thread(server.join, _END_SECONDS)
             server.kill()
@@ -668,7 +692,14 @@ def main() -> int:
     os.dup2(2, 1)
     options = json.loads(sys.stdin.read())
     if sys.argv[1] == "serve":
-        asyncio.run(_serve(int(sys.argv[2]), options))
+        control, folder = int(sys.argv[2]), tempfile.mkdtemp(prefix="draco-vf-")
+        try:
+            server, told = forked_server(folder, control, truth=options["truth"])
+        except Unusable as error:
+            os.rmdir(folder)
+            os.write(control, json.dumps({"error": str(error)}).encode() + b"\n")
+            return 0
+        asyncio.run(_serve(control, options, folder, server, told))
         return 0
     try:
         if sys.argv[1] == "renderer":
