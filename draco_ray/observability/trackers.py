@@ -74,7 +74,7 @@ class TensorBoard:
     shows_tables = False
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        with _without_torch():
+        with _without("torch", "boto3"):
             package = _package("tensorboardX", "tensorboard")
         self._writer = package.SummaryWriter(str(run / "tensorboard"))
 
@@ -159,19 +159,20 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow"
 
 
 @contextmanager
-def _without_torch() -> Iterator[None]:
-    """Let imports inside the block find no PyTorch unless it is here already.
+def _without(*modules: str) -> Iterator[None]:
+    """Let imports inside the block find none of these unless it is here already.
 
-    tensorboardX imports it for the type of its tensors, which costs the driver seconds and 300 MiB for numbers alone.
+    tensorboardX imports PyTorch for the type of its tensors and boto3 for files in a bucket, which costs the driver
+    seconds and 300 MiB for numbers and files of its own.
     """
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # The import system's own way to say "not to be found".
+    hidden = [module for module in modules if module not in sys.modules]
+    for module in hidden:
+        sys.modules[module] = None  # type: ignore[assignment]  # The import system's own way to say "not to be found".
     try:
         yield
     finally:
-        del sys.modules["torch"]
+        for module in hidden:
+            del sys.modules[module]
 
 
 def _package(module: str, extra: str) -> Any:

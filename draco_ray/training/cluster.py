@@ -46,7 +46,14 @@ DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 INSTALL_HANDLERS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
 """``ray::RayLog::InstallFailureSignalHandler(char const*, bool)``."""
 
-ACTORS = ("draco_ray.engine.actor", "draco_ray.rollout.worker", "draco_ray.runs.store_actor")
+ACTORS = (
+    "draco_ray.engine.actor",
+    "draco_ray.rollout.worker",
+    "draco_ray.runs.store_actor",
+    # Ray's own of every worker, and of those that ask another one.
+    "pydantic.v1",
+    "ray.dag.compiled_dag_node",
+)
 """What every run has, with what it imports; also of evaluations and `draco sft`."""
 OF_ENGINES = (
     "vllm.v1.engine.async_llm",
@@ -56,8 +63,22 @@ OF_ENGINES = (
     "draco_ray.engine.executor",
     "draco_ray.engine.cpu_lora",
 )
-OF_JUDGES = ("litellm", "draco_ray.judging.worker", "draco_ray.judging.judge")
-OF_LEARNERS = ("ray.train.torch", "peft", "draco_ray.learner.train_loop", "draco_ray.training.advantage_computer")
+OF_JUDGES = (
+    "litellm",
+    "draco_ray.judging.worker",
+    "draco_ray.judging.judge",
+    "draco_ray.judging.limiter_actor",
+    # Else imported with the first question of each worker, which is half of what the question costs.
+    "litellm.proxy.openai_files_endpoints.common_utils",
+    "openai.resources.beta",
+)
+OF_LEARNERS = (
+    "ray.train.torch",
+    "ray.tune",
+    "peft",
+    "draco_ray.learner.train_loop",
+    "draco_ray.training.advantage_computer",
+)
 
 
 def address_of(config: DracoConfig) -> str | None:
