@@ -1,4 +1,4 @@
-"""One Ray for the files whose runs need not start their own; `test_training`, `test_faults` and others start theirs."""
+"""One Ray for the runs that need not start their own; one of `test_training`, `test_faults` and others start theirs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.standing_ray import standing_ray
+from tests.support.standing_ray import joining, standing_ray
 
 
 @pytest.fixture(scope="package")
-def _one_ray() -> Iterator[str]:
+def one_ray() -> Iterator[str]:
+    """Its address."""
     with standing_ray() as address:
         yield address
 
 
 @pytest.fixture(scope="module")
-def joined_ray(_one_ray: str) -> Iterator[None]:
-    """Commands of this file join a Ray that stands, as on a cluster."""
+def joined_ray(one_ray: str) -> Iterator[None]:
+    """Commands of this file join it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", _one_ray)
-        # A Ray that `ray.init` has started asks for the token that it has made in ~/.ray.
-        patch.setenv("RAY_AUTH_MODE", "token")
+        for name, value in joining(one_ray).items():
+            patch.setenv(name, value)
         yield

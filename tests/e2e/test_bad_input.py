@@ -75,12 +75,12 @@ def test_unknown_preset_and_setting(refused: Refused) -> None:
     assert "no-credit" in refused("train", "sandbox", "--setting", "nocredit")[1]
 
 
-def test_data_root_without_tasks(tmp_path: Path, sandbox_root: Path) -> None:
+def test_data_root_without_tasks(refused: Refused, tmp_path: Path, sandbox_root: Path) -> None:
     root = tmp_path / "world"
     for name in ("tasks", "base_dbs", "api_docs", "datasets"):
         (root / "data" / name).mkdir(parents=True)
     shutil.copytree(sandbox_root / "data" / "datasets", root / "data" / "datasets", dirs_exist_ok=True)
-    code, line = refusal("train", "sandbox", f"data.root={root}")
+    code, line = refused("train", "sandbox", f"data.root={root}")
     assert code == 1
     assert "no tasks" in line
     assert "draco sandbox build" in line
@@ -143,13 +143,16 @@ def test_judge_that_cannot_be_reached(tmp_path: Path, sandbox_root: Path, model:
     assert base in line
 
 
-def test_judge_key_that_is_missing_or_refused(tmp_path: Path, sandbox_root: Path, model: Path) -> None:
+def test_judge_key_that_is_missing_or_refused(
+    refused: Refused, tmp_path: Path, sandbox_root: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ScriptedJudgeServer(Reply("bad key", status=401)) as server:
         arguments = judged_by(server.base, tmp_path, sandbox_root, model)
-        code, line = refusal("train", "sandbox", *arguments)
+        code, line = refused("train", "sandbox", *arguments)
         assert code == 1
         assert "SOME_KEY" in line
-        code, line = refusal("train", "sandbox", *arguments, "run.name=refused", SOME_KEY="sk-secret")
+        monkeypatch.setenv("SOME_KEY", "sk-secret")
+        code, line = refused("train", "sandbox", *arguments, "run.name=refused")
         assert code == 1
         assert "SOME_KEY" in line
         assert "sk-secret" not in line

@@ -23,7 +23,7 @@ from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Usage
-from tests.support.command import draco, start_draco
+from tests.support.command import draco, draco_here, start_draco
 from tests.support.lost import lost_rollout
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.worlds import Tasks
@@ -83,11 +83,11 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
     (finished,) = re.findall(r"stopped; (\d) of 6 rollouts are in", stdout)
     assert 1 <= int(finished) < TASKS * RUNS
     kept = lines.read_bytes()
-    half = draco("tables", str(out))
+    half = draco_here("tables", str(out))
     assert half.returncode == 2
     assert f"{finished} of 6 rollouts are there" in half.stderr
 
-    changed = draco(*command, "agent.max_turns=3")
+    changed = draco_here(*command, "agent.max_turns=3")
     assert changed.returncode == 2
     assert changed.stderr.count("\n") == 1
     assert "agent.max_turns was 12, this command says 3" in changed.stderr
@@ -114,7 +114,7 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
         }
         assert {task: verdict["difficulty"] for task, verdict in individual.items()} == directory.plan.tasks
 
-    again = draco(*command)
+    again = draco_here(*command)
     assert again.returncode == 0
     assert "6 of 6 rollouts are there already" in again.stdout
 
@@ -176,7 +176,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
     with ScriptedJudgeServer(*script) as server:
         command = [*arguments(sandbox_root, out, *policy), "--api-base", server.base, "data.eval_tasks=3"]
         command += ["judge.max_attempts=1", "environment.rollout_retries=0"]
-        unpriced = draco(*command, "judge.limits.dollars=0.08")
+        unpriced = draco_here(*command, "judge.limits.dollars=0.08")
         assert unpriced.returncode == 2
         assert "no price of openai/scripted is known" in unpriced.stderr
 
@@ -204,7 +204,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
         directory = EvaluationDirectory.open(out)
         [(task, run)] = directory.missing("openai_scripted")
         directory.add("openai_scripted", lost_rollout(task, run, Usage(), seconds=1.0, attempts=1, error="another"))
-        over = draco(*command)
+        over = draco_here(*command)
         assert over.returncode == 0, over.stdout + over.stderr
         assert "2 of 3 rollouts were lost and count as failures (the last: another)" in over.stdout
         assert json.loads((out / "summary.json").read_text())["terminations"]["server_error"] == pytest.approx(2 / 3)
@@ -239,7 +239,7 @@ def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(sandbox_root
         assert "dev: 1 of 2 rollouts were lost, more than max_lost_share=0.4 allows (the last: " in line
         assert not (out / "Scripted" / "train").exists()
         asked = len(server.requests)
-        assert draco(*command).returncode == 3
+        assert draco_here(*command).returncode == 3
         assert len(server.requests) == asked
 
         server.script = script
@@ -248,7 +248,7 @@ def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(sandbox_root
         assert "2 of 2: Scripted on train" in done.stdout
         assert "AppWorld dev (generated world" in done.stdout
         asked = len(server.requests)
-        again = draco(*command)
+        again = draco_here(*command)
         assert again.returncode == 0, again.stdout + again.stderr
         assert "2 of 2 evaluations are finished" in again.stdout
         assert len(server.requests) == asked

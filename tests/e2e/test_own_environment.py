@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import draco
+from tests.support.command import draco_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """The run that the test of a new environment leaves."""
     root = tmp_path_factory.mktemp("own")
     folder = root / "shop"
-    written = draco("new", "environment", str(folder))
+    written = draco_here("new", "environment", str(folder))
     assert written.returncode == 0, written.stderr
     tested = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={root / 'temp'}", str(folder)],
@@ -72,7 +72,7 @@ def test_held_out_tasks_are_evaluated_by_the_folders_own_function(run: RunDirect
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
-    refused = draco("new", "environment", str(tmp_path))
+    refused = draco_here("new", "environment", str(tmp_path))
     assert refused.returncode != 0
     assert "exists and is not empty" in refused.stderr + refused.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -23,11 +23,10 @@ import pytest
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.judging.static_rubric import load_static_rubric
-from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
-from tests.support.command import draco
+from tests.support.command import draco_here
 from tests.support.forking_ray import EVERYTHING
 from tests.support.rewards import check_given_rewards
 
@@ -189,14 +188,6 @@ def test_a_job_whose_run_would_go_with_it_is_refused(head: Head, sandbox_root: P
     assert "run.root=runs lies among the files that were submitted with this job" in submitted.stdout
 
 
-def test_evaluation(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
-    words = ["--policy", str(starter_model), "--config", "sandbox", "--split", "dev", "--runs", "1"]
-    words += ["--out", str(tmp_path / "evaluation"), f"data.root={sandbox_root}", "data.eval_tasks=1"]
-    submitted = head.submit("evaluate", *words, "environment.slots=1", "environment.slots_per_worker=1")
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    assert EvaluationDirectory.open(tmp_path / "evaluation").finished() == 1
-
-
 def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "rubric.yaml"
     words = [
@@ -250,6 +241,6 @@ def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starte
     tasks = set(run.table("trajectories").column("task_id").to_pylist())
     assert not [name for name in called if any(task in name for task in tasks)]
 
-    again = draco("rubric", "author", *words, timeout=100)
+    again = draco_here("rubric", "author", *words)
     assert again.returncode == 2
     assert "exists already" in again.stderr

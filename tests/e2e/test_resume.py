@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import descendants, draco, start_draco
+from tests.support.command import descendants, draco, draco_here, start_draco
 from tests.support.holding_judge import HoldingJudge
+from tests.support.standing_ray import joining
 
 # The fixture runs the command four times.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,9 +33,9 @@ def judge() -> Iterator[HoldingJudge]:
 
 @pytest.fixture(scope="module")
 def resumed(
-    judge: HoldingJudge, sandbox_root: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory
+    one_ray: str, judge: HoldingJudge, sandbox_root: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
-    """A run that was killed while step 2 was scored, and continued to its end."""
+    """A run that was killed while step 2 was scored, with the Ray that it had started, and continued on another."""
     root = tmp_path_factory.mktemp("runs")
     process = start_draco(
         [
@@ -78,13 +79,13 @@ def resumed(
     judge.answers_before_holding = None
     directory = root / "killed"
 
-    changed = draco("train", "--resume", str(directory), "learner.learning_rate=1e-4", "train.steps=5", timeout=120)
+    changed = draco_here("train", "--resume", str(directory), "learner.learning_rate=1e-4", "train.steps=5")
     assert changed.returncode == 2, changed.stdout + changed.stderr
     (line,) = changed.stderr.splitlines()
     assert re.search(r"learner\.learning_rate \([\d.e-]+ -> 0\.0001\)", line)
     assert "train.steps (2 -> 5)" in line
 
-    result = draco("train", "--resume", str(directory), timeout=400)
+    result = draco("train", "--resume", str(directory), environment=joining(one_ray), timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "continues after step 1" in result.stdout
     assert f"step 2: {PROMPTS * GROUP} finished rollouts taken from the run directory" in result.stdout
@@ -142,7 +143,7 @@ def test_engine_and_learner_agree_after_the_restart(resumed: RunDirectory) -> No
 
 def test_a_finished_run_has_nothing_left_to_do(resumed: RunDirectory) -> None:
     before = resumed.metrics_file.read_text()
-    result = draco("train", "--resume", str(resumed.path))
+    result = draco_here("train", "--resume", str(resumed.path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "finished with step 2; nothing is left to do" in result.stdout
     assert resumed.metrics_file.read_text() == before

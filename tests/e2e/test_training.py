@@ -1,4 +1,7 @@
-"""Two training steps on real parts (Ray, vLLM, AppWorld, the judge's HTTP server, Ray Train, PEFT), then read back."""
+"""Two training steps on real parts (Ray, vLLM, AppWorld, the judge's HTTP server, Ray Train, PEFT), then read back.
+
+That run joins a Ray; the one that is told to end has started its own.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import draco, start_draco
+from tests.support.command import draco, draco_here, start_draco
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.rewards import check_rubric_run
+from tests.support.standing_ray import joining
 
 pytestmark = pytest.mark.slow
 
@@ -57,10 +61,11 @@ def blind_world(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def run(blind_world: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def run(one_ray: str, blind_world: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A finished run of the setting ``draco`` on the world without ground truth."""
     root = tmp_path_factory.mktemp("runs")
-    result = draco(*arguments(blind_world, starter_model, root, "two"), "train.evaluate_before_after=false")
+    words = [*arguments(blind_world, starter_model, root, "two"), "train.evaluate_before_after=false"]
+    result = draco(*words, environment=joining(one_ray))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "offline rule judge" in result.stdout
     assert len(re.findall(r"^step \d/2 ", result.stdout, re.MULTILINE)) == STEPS
@@ -89,7 +94,7 @@ def test_a_run_tells_its_watchers(run: RunDirectory, tmp_path: Path) -> None:
     assert len(played) == STEPS * PROMPTS * GROUP
     (events,) = (run.path / "tensorboard").iterdir()
     assert b"judge/score/output_tokens" in events.read_bytes()
-    result = draco("runs", "timeline", str(run.path), "--step", "2", "--out", str(tmp_path / "step2.json"))
+    result = draco_here("runs", "timeline", str(run.path), "--step", "2", "--out", str(tmp_path / "step2.json"))
     assert result.returncode == 0, result.stderr
     stages = {event["name"] for event in json.loads((tmp_path / "step2.json").read_text(encoding="utf-8"))}
     assert {"rollout", "stage1", "stage2", "union", "score", "learning", "sync", "checkpoint"} <= stages
@@ -132,10 +137,10 @@ def test_engine_and_learner_agree(run: RunDirectory) -> None:
 
 
 def test_show_and_cost_read_the_run(run: RunDirectory) -> None:
-    shown = draco("runs", "show", str(run.path))
+    shown = draco_here("runs", "show", str(run.path))
     assert shown.returncode == 0, shown.stderr
     assert f"{STEPS * PROMPTS * GROUP} trajectories" in shown.stdout
-    cost = draco("runs", "cost", str(run.path))
+    cost = draco_here("runs", "cost", str(run.path))
     assert cost.returncode == 0, cost.stderr
     assert "stage2" in cost.stdout
 
@@ -153,7 +158,7 @@ def test_nobody_else_may_read_a_run_and_nothing_in_it_is_unpickled(run: RunDirec
 
 
 def test_ones_own_run_is_continued_by_one_command(run: RunDirectory) -> None:
-    result = draco("train", "--resume", str(run.path))
+    result = draco_here("train", "--resume", str(run.path))
     assert result.returncode == 0, result.stderr
     assert "two: finished with step 2" in result.stdout
 

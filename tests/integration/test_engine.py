@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -16,7 +16,6 @@ import pytest_asyncio
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
-from vllm.outputs import RequestOutput
 
 from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.canary import CanaryReading, run_canary
@@ -26,6 +25,9 @@ from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Adapter, FloatArray
 from tests.support.probes import probe_of
 from tests.support.tiny_model import build_tiny_model
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

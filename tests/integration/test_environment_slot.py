@@ -122,7 +122,9 @@ async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(
     seeing = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=True, name="seeing")
     try:
         task_id = tasks.next()
-        await blind.open(task_id)
+        task = await blind.open(task_id)
+        told = await blind.execute("print(apis.supervisor.show_active_task()['instruction'])")
+        assert told == task.instruction + "\n"
         for cell in tasks.solution(task_id):
             assert "Execution failed" not in await blind.execute(cell)
         with pytest.raises(WorldError, match="blind was started without ground truth and cannot evaluate"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -17,12 +15,12 @@ import httpx
 import pytest
 
 import draco_ray
-from draco_ray.cli import main
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.support.canned_judge import answer
 from tests.support.chat_traces import chat_traces
+from tests.support.command import draco_here
 from tests.support.scripted_judge_server import ScriptedJudgeServer
 from tests.unit.test_traces_load import FILES
 
@@ -33,18 +31,6 @@ MODEL = f"openai/{MODEL_NAME}"
 
 def command(traces: Path, out: Path, base: str, *more: str) -> list[str]:
     return ["judge", str(traces), "--judge", MODEL, "--out", str(out), "--api-base", base, *more]
-
-
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The command in this process: it takes seconds to import LiteLLM in another."""
-    out, err = io.StringIO(), io.StringIO()
-    code = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def stats(server: JudgeServer) -> dict[str, Any]:
@@ -70,10 +56,10 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
         process.wait()
         # Requests whose reply, if one was on its way, nobody was there to take.
         lost = len(read_book(out / "judge_cache").under_way)
-        done = run(command(traces, out, server.base_url))
+        done = draco_here(*command(traces, out, server.base_url))
         assert done.returncode == 0, done.stderr
         counted = stats(server)
-        again = run(command(traces, out, server.base_url))
+        again = draco_here(*command(traces, out, server.base_url))
         assert again.returncode == 0, again.stderr
         assert stats(server)["requests"] == counted["requests"]
     assert counted["repeated"] <= lost < 20
@@ -108,45 +94,27 @@ def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     traces, out = chat_traces(tmp_path / "traces.jsonl", 4), tmp_path / "out"
     price = ("--set", f"judge.prices={{{MODEL_NAME}: {{input: 100.0, output: 100.0}}}}")
     with JudgeServer() as server:
-        short = run(command(traces, out, server.base_url, "--budget", "5", *price))
+        short = draco_here(*command(traces, out, server.base_url, "--budget", "5", *price))
         assert short.returncode == 1, short.stdout + short.stderr
         assert "budget: $" in short.stderr
         assert f"what is judged is in {out}, a larger --budget goes on there" in short.stderr
         assert len(short.stderr.strip().splitlines()) == 1
         assert 0 < read_book(out / "judge_cache").dollars <= 5
-        whole = run(command(traces, out, server.base_url, "--budget", "900", *price))
+        whole = draco_here(*command(traces, out, server.base_url, "--budget", "900", *price))
         assert whole.returncode == 0, whole.stderr
         assert stats(server)["repeated"] == 0
     assert len(lines(out)) == 8
 
 
-def test_on_a_cluster_the_results_are_the_same(tmp_path: Path) -> None:
-    traces = chat_traces(tmp_path / "traces.jsonl", 2)
-    with JudgeServer() as server:
-        local = run(command(traces, tmp_path / "a", server.base_url))
-        assert local.returncode == 0, local.stderr
-        keys = ("--set", "ray.dashboard=false", "--set", "ray.object_store_mib=100", "--set", "judge.workers=1")
-        pooled = subprocess.run(
-            [sys.executable, "-m", "draco_ray.cli", *command(traces, tmp_path / "b", server.base_url, "--ray", *keys)],
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
-        assert pooled.returncode == 0, pooled.stdout + pooled.stderr
-    assert [(x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "a")] == [
-        (x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "b")
-    ]
-
-
 def test_exit_codes_for_the_ci_of_an_agent(tmp_path: Path) -> None:
     traces = chat_traces(tmp_path / "traces.jsonl", 1)
     with JudgeServer() as server:
-        assert run(command(traces, tmp_path / "a", server.base_url, "--fail-under", "-1")).returncode == 0
-        low = run(command(traces, tmp_path / "a", server.base_url, "--fail-under", "0.9"))
+        assert draco_here(*command(traces, tmp_path / "a", server.base_url, "--fail-under", "-1")).returncode == 0
+        low = draco_here(*command(traces, tmp_path / "a", server.base_url, "--fail-under", "0.9"))
         assert (low.returncode, "is below --fail-under 0.9" in low.stdout) == (3, True)
         with traces.open("a", encoding="utf-8") as file:
             file.write("{broken\n")
-        partial = run(command(traces, tmp_path / "b", server.base_url))
+        partial = draco_here(*command(traces, tmp_path / "b", server.base_url))
         assert partial.returncode == 4
         assert f"{traces}:3: expected a JSON object" in partial.stdout + partial.stderr
 
@@ -166,7 +134,7 @@ def test_what_cannot_be_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     traces = chat_traces(tmp_path / "traces.jsonl", 1)
-    refused = run(command(traces, tmp_path / "out", "http://127.0.0.1:9/v1", *more))
+    refused = draco_here(*command(traces, tmp_path / "out", "http://127.0.0.1:9/v1", *more))
     assert refused.returncode in (1, 2)
     assert message in refused.stderr.splitlines()[-1]
     assert "Traceback" not in refused.stderr
@@ -175,14 +143,16 @@ def test_what_cannot_be_is_one_line(
 
 def test_a_judge_that_is_not_there_is_known_at_once(tmp_path: Path) -> None:
     traces = chat_traces(tmp_path / "traces.jsonl", 1)
-    refused = run(command(traces, tmp_path / "out", "http://127.0.0.1:9/v1", "--set", "judge.max_backoff_seconds=0.1"))
+    refused = draco_here(
+        *command(traces, tmp_path / "out", "http://127.0.0.1:9/v1", "--set", "judge.max_backoff_seconds=0.1")
+    )
     assert refused.returncode == 1
     assert "unreachable" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
 def test_a_dry_run_asks_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    shown = run(["judge", str(FILES / "openai_chat.jsonl"), "--dry-run", "--out", str(tmp_path / "out")])
+    shown = draco_here("judge", str(FILES / "openai_chat.jsonl"), "--dry-run", "--out", str(tmp_path / "out"))
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "out").exists()
     assert "2 traces (openai-chat 2), 4 steps, in 1 groups" in shown.stdout

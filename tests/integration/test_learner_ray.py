@@ -222,6 +222,29 @@ async def test_a_worker_that_stands_still_or_dies_costs_nothing_but_time_until_i
     await learner.stop(timeout=3600)
 
 
+@pytest.mark.parametrize("learner", [{"context_parallel": 2, "sharding": "none", "max_failures": 1}], indirect=True)
+async def test_a_worker_that_dies_while_it_shares_rows_costs_nothing_but_time(
+    learner: RayLoraLearner, model: ModelConfig, tmp_path: Path
+) -> None:
+    """The other one waits in an exchange that nobody answers any more."""
+    alone, first, second = LoraLearner(model, CONFIG, seed=0), make_group(0, 0), make_group(0, 1)
+    norms = []
+    for group in (first, second):
+        alone.accumulate(group)
+        norms.append(alone.step().grad_norm)
+    await learner.accumulate(ray.put(first))
+    assert (await learner.step()).grad_norm == pytest.approx(norms[0], rel=1e-3)
+    await learner.weights(1)
+    await learner.checkpoint(tmp_path / "step00001")
+    await learner.accumulate(ray.put(second))
+    victims = worker_pids()
+    assert len(victims) == 2
+    os.kill(victims[-1], signal.SIGKILL)
+    metrics = await learner.step()
+    assert metrics.update == 2
+    assert metrics.grad_norm == pytest.approx(norms[1], rel=1e-3)
+
+
 class HangsOnce:
     """A group that hangs whoever reads it first, as a kernel would: its process goes on answering."""
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,13 +23,9 @@ from draco_ray.errors import ConfigError
 from draco_ray.learner.context import rows_shared
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.messages import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
-from draco_ray.learner.ray_lora import RayLoraLearner
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
-from draco_ray.training.cluster import OF_LEARNERS
-from draco_ray.workers.forked import forked_workers
 from tests.support import double_learner
-from tests.support.command import descendants
 
 pytestmark = pytest.mark.slow
 
@@ -388,38 +383,3 @@ def test_a_checkpoint_of_sharded_workers_continues_on_one(directory: Path, ranks
     resumed.load(directory / "qwen2" / "checkpoint")
     assert resumed.updates == 2
     np.testing.assert_allclose(resumed.token_logprobs(range(30)), ranks[0]["qwen2"]["logprobs"], atol=1e-4)
-
-
-async def test_a_worker_that_dies_while_it_shares_rows_costs_nothing_but_time(directory: Path, tmp_path: Path) -> None:
-    """Two workers of Ray Train with the rows of both: the others wait in an exchange that nobody answers any more."""
-    name, dtype, _ = CASES["qwen2"]
-    keys = {"context_parallel": WORKERS, "sharding": "none", "max_failures": 1}
-    model = ModelConfig(path=str(directory / name), dtype=dtype)
-    config = LearnerConfig(**settings(directory, "qwen2")[1].model_dump() | keys)
-    first, second = samples(0, [70, 20]), samples(1, [30, 24])
-    alone = LoraLearner(model, config, seed=0)
-    norms = []
-    for group in (first, second):
-        alone.accumulate(group)
-        norms.append(alone.step().grad_norm)
-    with forked_workers(OF_LEARNERS, {}):
-        ray.init(
-            "local", num_cpus=WORKERS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
-        )
-    learner = RayLoraLearner(model, config, run=tmp_path / "run", seed=0)
-    try:
-        await learner.start()
-        await learner.accumulate(ray.put(first))
-        assert (await learner.step()).grad_norm == pytest.approx(norms[0], rel=1e-3)
-        await learner.weights(1)
-        await learner.checkpoint(tmp_path / "step00001")
-        await learner.accumulate(ray.put(second))
-        victims = descendants(os.getpid(), "RayTrainWorker")
-        assert len(victims) == WORKERS
-        victims[-1].kill()
-        metrics = await learner.step()
-        assert metrics.update == 2
-        assert metrics.grad_norm == pytest.approx(norms[1], rel=1e-3)
-    finally:
-        await learner.stop()
-        ray.shutdown()

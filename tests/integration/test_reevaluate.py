@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,17 @@ from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs, outputs_folder
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from tests.support.command import draco
+from tests.support.command import draco_here
 from tests.support.evaluations import a_plan, a_result
-from tests.support.worlds import Tasks
+from tests.support.worlds import Tasks, appworld_loaded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded(sandbox_root: Path) -> Iterator[None]:
+    with appworld_loaded(EnvironmentConfig(), sandbox_root):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,7 @@ def evaluation(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def reevaluate(evaluation: Path, root: Path) -> subprocess.CompletedProcess[str]:
-    return draco("reevaluate", str(evaluation), f"data.root={root}", "environment.slots=1")
+    return draco_here("reevaluate", str(evaluation), f"data.root={root}", "environment.slots=1")
 
 
 def test_verdicts_are_those_that_were_recorded(evaluation: Path, sandbox_root: Path) -> None:

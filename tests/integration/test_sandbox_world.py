@@ -124,32 +124,35 @@ def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path:
     assert lines[-1] == "verify: 2 failing tasks"
 
 
-@pytest.mark.parametrize(
-    ("world", "family", "extra", "broken"),
-    [
+UNEXPECTED_MODELS = "Only the expected models have changed."
+EXTRA = {
+    "sandbox_root": [
         (
-            "sandbox_root",
             "count_contacts_born",
             'apis.phone.delete_contact(contact_id=rows[0]["contact_id"], access_token=phone_token)',
-            "Only the expected models have changed.",
-        ),
+            UNEXPECTED_MODELS,
+        )
+    ],
+    "hard_sandbox_root": [
         (
-            "hard_sandbox_root",
             "deny_relation_requests",
             'apis.phone.delete_contact(contact_id=people[0]["contact_id"], access_token=phone_token)',
-            "Only the expected models have changed.",
+            UNEXPECTED_MODELS,
         ),
         (
-            "hard_sandbox_root",
             "deny_relation_requests",
             "other = [r for r in rows if r not in requests][0]\n"
             'apis.venmo.deny_payment_request(payment_request_id=other["payment_request_id"], access_token=venmo_token)',
             "The changed rows of venmo.PaymentRequest are exactly the expected ones.",
         ),
     ],
-)
+}
+"""By world: a family, what is done too much, and what that breaks."""
+
+
+@pytest.mark.parametrize("world", EXTRA)
 def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(
-    request: pytest.FixtureRequest, tmp_path: Path, world: str, family: str, extra: str, broken: str
+    request: pytest.FixtureRequest, tmp_path: Path, world: str
 ) -> None:
     copied = tmp_path / "world"
     shutil.copytree(request.getfixturevalue(world), copied)
@@ -158,40 +161,23 @@ def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(
     from appworld.environment import AppWorld
     from draco_ray.sandbox.world.scripts import families
 
-    tasks = json.load(open("sandbox.json"))["tasks"]
-    task_id = next(task for task, entry in tasks.items() if entry["family"] == "{family}")
-    *cells, completion = families()["{family}"].script()
-    extra = {extra!r}
-    for script in ([*cells, completion], [*cells, extra, completion]):
-        with AppWorld(task_id=task_id) as world:
-            for cell in script:
-                world.execute(cell)
-            report = world.evaluate()
-            print("RESULT", report.success, [failure["requirement"] for failure in report.failures])
+    tasks = json.load(open({str(copied / "sandbox.json")!r}))["tasks"]
+    for family, extra in {[each[:2] for each in EXTRA[world]]!r}:
+        task_id = next(task for task, entry in tasks.items() if entry["family"] == family)
+        *cells, completion = families()[family].script()
+        for script in ([*cells, completion], [*cells, extra, completion]):
+            with AppWorld(task_id=task_id) as world:
+                for cell in script:
+                    world.execute(cell)
+                report = world.evaluate()
+                print("RESULT", report.success, [failure["requirement"] for failure in report.failures])
     """
     script = tmp_path / "extra.py"
-    script.write_text(textwrap.dedent(code).replace('"sandbox.json"', repr(str(copied / "sandbox.json"))))
+    script.write_text(textwrap.dedent(code))
     done = run(str(script), root=copied)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert results == ["RESULT True []", f"RESULT False [{broken!r}]"], done.stderr
-
-
-def test_tasks_open_without_their_ground_truth(sandbox_root: Path, tmp_path: Path) -> None:
-    blind = tmp_path / "blind"
-    shutil.copytree(sandbox_root, blind, ignore=shutil.ignore_patterns("ground_truth"))
-    task_id = (blind / "data" / "datasets" / "train.txt").read_text().split()[0]
-    code = f"""
-    from appworld.environment import AppWorld
-
-    with AppWorld(task_id="{task_id}", load_ground_truth=False) as world:
-        print(world.task.instruction)
-        print(world.execute('print(apis.supervisor.show_active_task()["instruction"])'))
-    """
-    script = tmp_path / "open.py"
-    script.write_text(textwrap.dedent(code))
-    opened = run(str(script), root=blind)
-    specs = json.loads((blind / "data" / "tasks" / task_id / "specs.json").read_text())
-    assert opened.stdout.split("\n")[:2] == [specs["instruction"]] * 2, opened.stderr
+    expected = [["RESULT True []", f"RESULT False [{broken!r}]"] for *_, broken in EXTRA[world]]
+    assert results == [line for each in expected for line in each], done.stderr
 
 
 def test_a_folder_that_is_no_sandbox_gives_one_line_and_status_2(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import read_split
-from tests.support.command import descendants, draco, start_draco
+from tests.support.command import descendants, draco, draco_here, start_draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
 
 pytestmark = pytest.mark.slow
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_tau2_and_keeps_what_was_finished(machine: Path) -> None:
     assert process.returncode == 130, stdout + stderr
     assert f"stopped; 1 of 2 episodes are in {out}" in stderr
     assert not tau2.is_running()
-    done = draco(*command, timeout=120)
+    done = draco_here(*command)
     assert done.returncode == 0, done.stderr
     assert EvaluationDirectory.open(out).finished() == 2
 
@@ -283,19 +283,21 @@ def tau_run(machine: Path, config: DracoConfig) -> list[str]:
     return ["tau", "run", "qwen3.6-27b", *policy, *overrides(config)]
 
 
-def test_the_command_prints_its_tables(machine: Path) -> None:
+def test_the_command_prints_its_tables(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(machine)
     words, command = overrides(config), tau_run(machine, config)
     done = draco(*command, "--label", "GPT", "--format", "markdown")
     assert done.returncode == 0, done.stderr
     assert "| GPT | 100.0 | 100.0 |" in done.stdout
-    assert "judge: no key" in draco("tau", "run", *command[2:], environment={"TAU_JUDGE_KEY": ""}).stderr
+    with monkeypatch.context() as patch:
+        patch.setenv("TAU_JUDGE_KEY", "")
+        assert "judge: no key" in draco_here("tau", "run", *command[2:]).stderr
     same = ["evaluate", "--benchmark", "tau-banking", "--policy", "litellm:openai/gpt-5.4", "--runs", "2"]
-    again = draco(*same, "--config", "qwen3.6-27b", "--label", "GPT", "--out", str(machine / "out"), *words)
+    again = draco_here(*same, "--config", "qwen3.6-27b", "--label", "GPT", "--out", str(machine / "out"), *words)
     assert again.returncode == 0, again.stderr
     assert starts(machine) == 1  # the same evaluation, and it was there
-    assert "--split" in draco(*same, "--split", "dev").stderr
-    printed = draco("tau", "tables", str(machine / "out"), "--format", "csv")
+    assert "--split" in draco_here(*same, "--split", "dev").stderr
+    printed = draco_here("tau", "tables", str(machine / "out"), "--format", "csv")
     assert "GPT" in printed.stdout
     assert printed.returncode == 0, printed.stderr
 
@@ -332,13 +334,13 @@ def test_a_set_that_was_killed_goes_on_and_repeats_nothing(machine: Path) -> Non
         (["tau_bench.seed=7"], f"evaluation {first}: seed was 300, this command says 7"),
         (["--runs", "3"], f"evaluation {first}: runs was 2, this command says 3"),
     ):
-        refused = draco(*command, *changed)
+        refused = draco_here(*command, *changed)
         assert refused.returncode == 2, refused.stderr
         # The line before it is about the checkout, which is none.
         assert said in refused.stderr.splitlines()[-1]
     assert starts(machine) == begun
 
-    done = draco(*command, "--against", "gpt-5.4", "--format", "markdown", timeout=120)
+    done = draco_here(*command, "--against", "gpt-5.4", "--format", "markdown")
     assert done.returncode == 0, done.stderr
     assert f"{machine / 'out'}: 1 of 2 evaluations are finished" in done.stdout
     assert "2 of 2: gpt-5.4-mini on tau-banking" in done.stdout
@@ -350,7 +352,7 @@ def test_a_set_that_was_killed_goes_on_and_repeats_nothing(machine: Path) -> Non
     written = {path.name for path in (machine / "out" / "tables").iterdir()}
     assert {"main.tex", "main.md", "main.txt", "consistency.csv", "comparison.md"} <= written
 
-    again = draco(*command, timeout=120)
+    again = draco_here(*command)
     assert again.returncode == 0, again.stderr
     assert "2 of 2 evaluations are finished" in again.stdout
     assert starts(machine) == begun + 1
@@ -360,15 +362,15 @@ def test_a_set_that_loses_too_much_stops_with_one_line(machine: Path) -> None:
     """Both policies lose their only task, so the second is not begun until somebody says what may be lost."""
     config = configure(machine, {"errors": [TASKS[0]]}, trials=2)
     command = eval_set(machine, config)
-    stopped = draco(*command)
+    stopped = draco_here(*command)
     assert stopped.returncode == 3, stopped.stderr
     *_, line = stopped.stderr.splitlines()
     assert "2 of 2 rollouts were lost, more than max_lost_share=0.05 allows" in line
     assert "the same command with --retry-errors" in line
     assert not (machine / "out" / "gpt-5.4-mini").exists()
     (machine / "home" / "data" / "script.json").write_text("{}")
-    assert draco(*command).returncode == 3
+    assert draco_here(*command).returncode == 3
     assert starts(machine) == 1
-    done = draco(*command, "--retry-errors", timeout=120)
+    done = draco_here(*command, "--retry-errors")
     assert done.returncode == 0, done.stderr
     assert starts(machine) == 3

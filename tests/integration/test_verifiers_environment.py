@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import pytest_asyncio
 from transformers import AutoTokenizer
 
 from draco_ray.config.load import load_config
@@ -37,6 +38,7 @@ from tests.support.tool_templates import QWEN3, in_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+IN_ORDER = pytest.mark.asyncio(loop_scope="module")
 TASKS = REPOSITORY / "tests/support/verifiers_tasks.py"
 TOOLS: dict[str, Any] = {
     "taskset": {"id": str(REPOSITORY / "tests/support/verifiers_tools.py")},
@@ -91,84 +93,77 @@ class Player:
         return await self._agent.run(world, request), world
 
 
+def playing(environment: Any, model: Path, seconds: float = 300) -> Player:
+    """An agent of its own for an environment."""
+    config = AgentConfig(thinking=False, timeout_seconds=seconds)
+    sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
+    policy = TokenPolicy(sampler, ChatTokens(AutoTokenizer.from_pretrained(model), thinking=False), config)
+    return Player(environment, VerifiersAgent(policy, config, "{task_description}"), sampler)
+
+
 @asynccontextmanager
-async def player(model: Path, *, truth: bool = False, seconds: float = 300, **options: Any) -> AsyncIterator[Player]:
+async def player(model: Path, *, truth: bool = False, **options: Any) -> AsyncIterator[Player]:
     told = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)], "splits": {"all": {}}, "renderer": {"name": "default"}}
     environment = make_environment(
         EnvironmentConfig(use="verifiers", options={**told, **options}, start_timeout_seconds=200),
         DataConfig(),
         ground_truth=truth,
     )
-    config = AgentConfig(thinking=False, timeout_seconds=seconds)
-    sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
-    policy = TokenPolicy(sampler, ChatTokens(AutoTokenizer.from_pretrained(model), thinking=False), config)
     try:
-        yield Player(environment, VerifiersAgent(policy, config, "{task_description}"), sampler)
+        yield playing(environment, model)
     finally:
         await environment.stop()
         await shared_endpoint().stop()
 
 
-async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing_is_rewarded(model: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kinds(model: Path) -> AsyncIterator[Any]:
+    """The environment of `TASKS`, for three tests that run in order; the last one ends its processes."""
     async with player(model) as at:
-        assert at.environment.evaluates
-        assert at.environment.tasks("all")[0] == "talk"
-        # What a task does not say its environment does: its name is no task.
-        assert at.environment.task("untold").instruction == (
-            "Be brief.\n\nTask untold: the environment says what is to be done as it begins."
-        )
-        talked, world = await at.play("talk")
-        assert (talked.ended, talked.error, talked.branches) == (EpisodeEnd.FINISHED, None, (0,))
-        assert [step.text for step in talked.steps] == ["Done.", "Done."]
-        assert [step.observation for step in talked.steps] == ["Go on.", None]
-        assert {step.policy_version for step in talked.steps} == {3}
-        # What the policy saw and sampled is what is trained on, to the token.
-        assert at.sampler.asked[1] + at.sampler.sampled[1] == talked.token_ids_T.tolist()
-        assert int(talked.sampled_T.sum()) == sum(map(len, at.sampler.sampled))
-        with pytest.raises(WorldError, match="without ground truth"):
-            await world.evaluate()
-        # Its reward function has a bug, and nobody has called it.
-        assert (await at.play("unrewarded"))[0].ended is EpisodeEnd.FINISHED
-        twice, _ = await at.play("twice")
-        assert len(twice.branches) == 2
-        assert [step.branch for step in twice.steps] == [0, 0, 1]
-        judged, _ = await at.play("judged")
-        assert next(turn.role for turn in judged.turns) == "other"
-        assert len(judged.steps) == 2
-        raised, _ = await at.play("raise")
-        assert raised.ended is EpisodeEnd.CRASHED
-        assert "the environment cannot read that move" in str(raised.error)
-        assert len(raised.steps) == 1
-        silent, _ = await at.play("silent")
-        assert silent.ended is EpisodeEnd.SERVER_ERROR
-        assert "verifiers never asked the policy" in str(silent.error)
-        # All of them side by side, in one process.
-        many = await asyncio.gather(*(at.play("talk") for _ in range(8)))
-        assert {each.ended for each, _ in many} == {EpisodeEnd.FINISHED}
-        for each in (talked, twice, judged, raised):
-            assert "SECRET" not in agent_trajectory(each, "c0de")
+        yield at.environment
 
 
-async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replaced(model: Path) -> None:
-    async with player(model, seconds=20) as at:
-        hung, _ = await at.play("hang")
-        assert hung.ended is EpisodeEnd.CRASHED
-        assert "did not end within its time" in str(hung.error)
-        assert [step.text for step in hung.steps] == ["Done."]
-        died, _ = await at.play("die")
-        assert died.ended is EpisodeEnd.SERVER_ERROR
-        assert "died" in str(died.error)
-        assert (await at.play("talk"))[0].ended is EpisodeEnd.FINISHED
-        ours = [each for each in psutil.Process().children(recursive=True) if _marked(each)]
-        assert ours
-        for each in ours:
-            os.kill(each.pid, signal.SIGKILL)
-        psutil.wait_procs(ours)
-        # That it has gone is seen now or with the next episode, which is then played again by the run.
-        for _ in range(2):
-            again, _ = await at.play("talk")
-        assert again.ended is EpisodeEnd.FINISHED
-    assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
+@IN_ORDER
+async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing_is_rewarded(
+    kinds: Any, model: Path
+) -> None:
+    at = playing(kinds, model)
+    assert at.environment.evaluates
+    assert at.environment.tasks("all")[0] == "talk"
+    # What a task does not say its environment does: its name is no task.
+    assert at.environment.task("untold").instruction == (
+        "Be brief.\n\nTask untold: the environment says what is to be done as it begins."
+    )
+    talked, world = await at.play("talk")
+    assert (talked.ended, talked.error, talked.branches) == (EpisodeEnd.FINISHED, None, (0,))
+    assert [step.text for step in talked.steps] == ["Done.", "Done."]
+    assert [step.observation for step in talked.steps] == ["Go on.", None]
+    assert {step.policy_version for step in talked.steps} == {3}
+    # What the policy saw and sampled is what is trained on, to the token.
+    assert at.sampler.asked[1] + at.sampler.sampled[1] == talked.token_ids_T.tolist()
+    assert int(talked.sampled_T.sum()) == sum(map(len, at.sampler.sampled))
+    with pytest.raises(WorldError, match="without ground truth"):
+        await world.evaluate()
+    # Its reward function has a bug, and nobody has called it.
+    assert (await at.play("unrewarded"))[0].ended is EpisodeEnd.FINISHED
+    twice, _ = await at.play("twice")
+    assert len(twice.branches) == 2
+    assert [step.branch for step in twice.steps] == [0, 0, 1]
+    judged, _ = await at.play("judged")
+    assert next(turn.role for turn in judged.turns) == "other"
+    assert len(judged.steps) == 2
+    raised, _ = await at.play("raise")
+    assert raised.ended is EpisodeEnd.CRASHED
+    assert "the environment cannot read that move" in str(raised.error)
+    assert len(raised.steps) == 1
+    silent, _ = await at.play("silent")
+    assert silent.ended is EpisodeEnd.SERVER_ERROR
+    assert "verifiers never asked the policy" in str(silent.error)
+    # All of them side by side, in one process.
+    many = await asyncio.gather(*(at.play("talk") for _ in range(8)))
+    assert {each.ended for each, _ in many} == {EpisodeEnd.FINISHED}
+    for each in (talked, twice, judged, raised):
+        assert "SECRET" not in agent_trajectory(each, "c0de")
 
 
 async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Path) -> None:
@@ -195,13 +190,37 @@ async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_i
         assert "# Tools" in TOKENIZER.decode(at.sampler.asked[0])
 
 
-async def test_what_no_other_attempt_mends_ends_the_run_with_the_first_episode(model: Path) -> None:
+@IN_ORDER
+async def test_what_no_other_attempt_mends_ends_the_run_with_the_first_episode(kinds: Any, model: Path) -> None:
     async with player(model, **TOOLS, renderer=None) as at:
         with pytest.raises(ConfigError, match=r"no renderer puts them into tokens .*renderer\.name to .*\(qwen3, "):
             await at.play("find")
-    async with player(model) as at:
-        with pytest.raises(ConfigError, match="requirements are missing: ModuleNotFoundError: No module named 'a_p"):
-            await at.play("lacks")
+    with pytest.raises(ConfigError, match="requirements are missing: ModuleNotFoundError: No module named 'a_p"):
+        await playing(kinds, model).play("lacks")
+
+
+@IN_ORDER
+async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replaced(kinds: Any, model: Path) -> None:
+    at = playing(kinds, model, seconds=20)
+    hung, _ = await at.play("hang")
+    assert hung.ended is EpisodeEnd.CRASHED
+    assert "did not end within its time" in str(hung.error)
+    assert [step.text for step in hung.steps] == ["Done."]
+    died, _ = await at.play("die")
+    assert died.ended is EpisodeEnd.SERVER_ERROR
+    assert "died" in str(died.error)
+    assert (await at.play("talk"))[0].ended is EpisodeEnd.FINISHED
+    ours = [each for each in psutil.Process().children(recursive=True) if _marked(each)]
+    assert ours
+    for each in ours:
+        os.kill(each.pid, signal.SIGKILL)
+    psutil.wait_procs(ours)
+    # That it has gone is seen now or with the next episode, which is then played again by the run.
+    for _ in range(2):
+        again, _ = await at.play("talk")
+    assert again.ended is EpisodeEnd.FINISHED
+    await kinds.stop()
+    assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
 
 
 def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tools_are_known_of(

@@ -1,8 +1,12 @@
-"""Running ``draco`` as a user does: a process of its own, its exit code and what it prints."""
+"""Running ``draco`` as a user does: a process of its own, its exit code and what it prints.
+
+`draco_here` is for what starts nothing: it takes seconds to import in another process what this one has.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import psutil
+
+from draco_ray.cli import main
 
 DRACO = [sys.executable, "-m", "draco_ray.cli"]
 
@@ -29,6 +35,17 @@ def draco(
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def draco_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command by its entry point in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def start_draco(arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def joining(address: str) -> dict[str, str]:
+    """Variables of a program that joins the one at that address, as on a cluster."""
+    # A Ray that `ray.init` has started asks for the token that it has made in ~/.ray.
+    return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+
+
 @contextmanager
 def standing_ray() -> Iterator[str]:
     """The address of one, for as long as the block lasts."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
 import psutil
 
+from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.environments.appworld.template_process import acquire_template, release_template
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.sandbox.world.scripts import families
@@ -34,6 +38,10 @@ def read(path):
 """
 
 
+LOAD_SECONDS = 600
+"""On a machine that does other things, too."""
+
+
 class Tasks:
     """The training tasks of a generated world, handed out in turn."""
 
@@ -49,6 +57,15 @@ class Tasks:
     def solution(self, task_id: str) -> list[str]:
         """Code cells that solve a task."""
         return families()[self._families[task_id]].script()
+
+
+@contextmanager
+def appworld_loaded(config: EnvironmentConfig, root: Path) -> Iterator[None]:
+    """AppWorld stays loaded for all slots of this process with that configuration, one after the other."""
+    key = AppWorldSlot(config, root, load_ground_truth=True, name="loads")._key
+    acquire_template(key, LOAD_SECONDS)
+    yield
+    release_template(key)
 
 
 async def play(slot: AppWorldSlot, tasks: Tasks) -> WorldVerdict:
