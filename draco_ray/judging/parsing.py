@@ -7,9 +7,9 @@ A reply is used whole or not at all. In this order:
 2. JSON: strict, with prose or code fences around it; else leniently, where the text leaves no doubt (`reply_json`).
 3. The schema of the phase. Scores are -1, 0 or 1; steps lie within the trajectory; nothing is coerced to zero.
 4. One entry for each criterion, no more, no fewer: matched by ``rubric_index`` (else by position), cross-checked
-   against the title. A title that names another criterion is a contradiction; so are duplicates. A title that names
-   none (a translation, say) is accepted where the index is stated or only one criterion is left for it. Entries
-   without an index whose titles are all known may come in any order.
+   against the title. A title that names another criterion, with words more or cut, is a contradiction; so are
+   duplicates. A title that names none (a translation, say) is accepted where the index is stated or only one criterion
+   is left for it. Entries without an index whose titles are all known may come in any order.
 
 What is tolerated is noted, never silent: criteria beyond the limit or with a title already taken are cut, a title that
 names nothing, and what a phase tolerates in the last reply (`draco_ray.judging.phases.credit`).
@@ -18,21 +18,21 @@ names nothing, and what a phase tolerates in the last reply (`draco_ray.judging.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draco_ray.errors import ReplyError
+from draco_ray.judging.escaping import ascii_like
 from draco_ray.judging.reply_json import (
     BEGIN,
+    MAX_COMPARED_CHARACTERS,
     NO_ARRAY,
     arrays_of_objects,
     comparable,
-    decides,
     integer,
-    refuse_taken_back,
     without_json,
 )
 from draco_ray.records import Criterion
@@ -207,10 +207,17 @@ class CriterionEntry(Entry):
 
 
 class RubricEntry(Entry):
-    """An entry about a criterion of a given rubric; `align` says which."""
+    """An entry about a criterion of a given rubric; `align` says which. Further fields may contradict it."""
+
+    model_config = ConfigDict(extra="allow")
 
     rubric_title: Remark = ""
     rubric_index: Integer | None = None
+
+    def besides(self) -> list[str]:
+        """Short texts under names that nobody asked for: a title may be among them."""
+        further = (self.model_extra or {}).values()
+        return [each for each in further if isinstance(each, str) and len(each) <= MAX_TITLE_CHARACTERS]
 
 
 EntryT = TypeVar("EntryT", bound=BaseModel)
@@ -245,10 +252,9 @@ def read_entries(text: str, schema: type[EntryT]) -> list[EntryT]:
             if any(isinstance(entry, dict) and not schema.model_fields.keys().isdisjoint(entry) for entry in array):
                 raise
             misfit = problem
-            if found is not None and decides(schema.model_fields):
-                refuse_taken_back(array)
             continue
-        if found is None:
+        # An empty one in front says nothing: "it returned []", or a box of a list.
+        if not found:
             found = entries
         elif entries != found:
             raise ReplyError("the reply holds several different JSON arrays; answer with exactly one")
@@ -303,13 +309,16 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
             target = entry.rubric_index
             if not 0 <= target < expected:
                 raise ReplyError(f"rubric_index {target} does not exist; {_wanted(rubric)}")
-            if named and target not in named:
+            meant = named or _meant(titles, title, {_normal(each) for each in entry.besides()})
+            if meant and target not in meant:
                 raise ReplyError(
-                    f"rubric_index {target} comes with the title of rubric_index {named[0]}; {_wanted(rubric)}"
+                    f"rubric_index {target} comes with the title of rubric_index {meant[0]}; {_wanted(rubric)}"
                 )
             if not named:
                 notes.append(f"rubric_index {target} came with an unknown title: {entry.rubric_title[:80]!r}")
         elif named:
+            if len(named) > 1 and position not in named:
+                raise ReplyError(f"{entry.rubric_title[:80]!r} may be several rubrics; {_wanted(rubric)}")
             target = position if position in named else named[0]
         else:
             nameless.append(position)
@@ -327,9 +336,19 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
     return [position_of[index] for index in range(expected)], tuple(notes)
 
 
+def _meant(titles: Sequence[str], title: str, besides: Set[str]) -> list[int]:
+    """The criteria that an entry seems to be about: their titles stand within its own, which adds words or breaks off,
+    or in another field."""
+    return [
+        index
+        for index, each in enumerate(titles)
+        if each and (f" {each} " in f" {title} " or (len(title) > 3 and each.startswith(title)) or each in besides)
+    ]
+
+
 def _normal(title: str) -> str:
-    """Titles compare without case, punctuation and spacing."""
-    return " ".join(re.findall(r"\w+", comparable(title)))
+    """Titles compare without case, punctuation, spacing, accents and look-alike letters."""
+    return " ".join(re.findall(r"\w+", comparable(ascii_like(title[:MAX_COMPARED_CHARACTERS]))))
 
 
 def _wanted(rubric: Sequence[Criterion]) -> str:

@@ -2,12 +2,12 @@
 
 Strict reading is JSON with four refusals more: a key that comes twice in an object, a number that is not written
 plainly (``-0``, ``1e0``), NaN, and a second verdict where it is not read: under the name of a verdict's field or a
-longer one (``final_score``), or behind the array, where of words only courtesies may stand. Words in front of it are
-superseded, but for a correction between two objects. Lenient reading mends
-what judges get wrong in JSON of which every value can still be seen: trailing commas, ``+1``, other minus signs than
-the ASCII one, line breaks and unescaped quotes in strings, escapes that JSON does not know. It never guesses: a token
-that is not exactly a value, a field that is written more often than it is found, or an array that does not visibly end
-makes the reply unusable, and the judge is asked again.
+longer one (``final_score``), or behind the array, where only what says nothing of one may stand
+(`draco_ray.judging.remarks`). Words in front of it are superseded; between two objects they count. Lenient reading
+mends what judges get wrong in JSON of which every value can still be seen: trailing commas, ``+1``, other minus signs
+than the ASCII one, line breaks and unescaped quotes in strings, escapes that JSON does not know. It never guesses: a
+token that is not exactly a value, a field that is written more often than it is found, or an array that does not
+visibly end makes the reply unusable, and the judge is asked again.
 
 Both take time linear in the reply. Lenient reading is Python: `MAX_LENIENT_CHARACTERS` bounds it.
 """
@@ -18,12 +18,14 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from draco_ray.errors import ReplyError
 from draco_ray.judging.escaping import ascii_like
+from draco_ray.judging.remarks import taken_back
 
 MAX_LENIENT_CHARACTERS = 80_000
 """Longer broken replies are asked for again."""
@@ -46,24 +48,10 @@ INTEGER = re.compile(r"\+?(?:0|[1-9][0-9]{0,5})|-[1-9][0-9]{0,5}")
 DECIDING = ("score", "verdict", "relevantsteps")
 """Fields, by `_name`, that must not stand where they are not read, nor under a longer name (``final_score``): which of
 two counts would be a guess."""
-_CORRECTS = (
-    r"correct(?:ion|ed|ing)|errat(?:um|a)|mistaken?|revis\w{1,6}+|reconsider\w{0,6}+|on second thought|scratch that"
-    r"|should (?:be|have been|read)|actually|instead|wait"
+_HEADING = re.compile(
+    r"[\s#*>_]*+(?:-\s++)?(?:(?:criterion|rubric|item|entry)\s++#?\d{1,3}|\d{1,3}[.)])[:*]{0,4}(?=\s|\Z)", re.IGNORECASE
 )
-_CORRECTION = re.compile(rf"\b(?:{_CORRECTS})\b", re.IGNORECASE)
-_TAKES_BACK = re.compile(
-    rf"\b(?:(?:pass|fail)(?:es|ed|s)?|not[ _-]applicable|scores?|verdicts?|{_CORRECTS})\b", re.IGNORECASE
-)
-"""What behind a verdict may take it back."""
-_COURTESY = re.compile(
-    r"let me know|(?:i |we )?hope|(?:please )?(?:feel free|do not hesitate|don.t hesitate)|thanks?\b|thank you"
-    r"|(?:i.m |i am )?(?:happy|glad) to|if you (?:need|have|want|would)|end of|end$|done|that.s all|that is all",
-    re.IGNORECASE,
-)
-"""How a sentence begins that may stand behind the array: whatever else is said there may be about a verdict."""
-_MARK = re.compile(r"</?\w{1,40}>|<[|\uff5c][^<>|\uff5c]{1,40}[|\uff5c]>|\[/?[A-Z_]{1,20}\]")
-"""A tag or special token on its own."""
-_SENTENCE_END = re.compile(r"[.!?;:\n]")
+"""What numbers the object that follows."""
 
 _ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
 _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
@@ -114,79 +102,29 @@ def arrays_of_objects(text: str, fields: Sequence[str]) -> list[list[Any]]:
     names = "|".join(map(re.escape, fields))
     named = re.compile(rf"""(?<!\\)["']({names})["']\s*+:""")
     decisive = _decisive(fields)
-    arrays, besides, deciding, further = _strict_arrays(text)
-    behind = besides[-1]
-    if not arrays:
-        deciding, further = Counter(), []
-        array, behind = _lenient_array(text, named, deciding)
-        arrays = [array]
-    elif named.search(around := " ".join(besides)) or re.search(rf"\{{\s*+(?:{names})\s*+:", around):
-        raise ReplyError(f"{NO_ARRAY}: fields stand outside of it")
+    strict, deciding = _strict_values(text)
+    if strict.values:
+        arrays = strict.arrays()
+        behind = strict.behind(fields)
+        if named.search(around := " ".join(strict.besides)) or re.search(rf"\{{\s*+(?:{names})\s*+:", around):
+            raise ReplyError(f"{NO_ARRAY}: fields stand outside of it")
+    else:
+        deciding = Counter()
+        array, rest = _lenient_array(text, named, deciding)
+        arrays, behind = [array], [rest]
     read = Counter(key for array in arrays for entry in array if isinstance(entry, dict) for key in entry)
     for key, times in deciding.items():
         if any(name in _name(key) for name in decisive) and (key not in fields or times > read[key]):
             raise ReplyError(f"{key[:60]!r} stands where it is not read; write it once for each entry, under its name")
-    if decisive and (words := _said_behind(behind) or taken_back(further)):
-        raise _taken_back_by(words)
+    if decisive and (words := next(filter(None, map(taken_back, behind)), None)):
+        raise ReplyError(
+            f"what stands behind the JSON array may take back a verdict of it: {words!r}; answer with the array alone"
+        )
     return arrays
-
-
-def decides(fields: Iterable[str]) -> bool:
-    """Whether an entry with these fields holds a verdict."""
-    return bool(_decisive(fields))
 
 
 def _decisive(fields: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in map(_name, fields) if name in DECIDING)
-
-
-def _said_behind(text: str) -> str | None:
-    """Of the text behind the array what may be about a verdict: all but courtesies, tags and signs."""
-    if word := _TAKES_BACK.search(text):
-        return word[0]
-    for sentence in _SENTENCE_END.split(_MARK.sub("\n", text)):
-        said = " ".join(sentence.split()).strip("`*_#->~\"' ")
-        letters = any(character.isalpha() for character in said)
-        if any(character.isnumeric() for character in said) or (letters and not _COURTESY.match(said)):
-            return said[:60]
-    return None
-
-
-def taken_back(value: object) -> str | None:
-    """What of JSON behind a verdict may take it back: such words, a -1, and a list of scores."""
-    parts = [value]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
-            plain = [integer(each) for each in part if not isinstance(each, dict | list)]
-            if plain and all(each in (-1, 0, 1) for each in plain):
-                return json.dumps(part)[:60]
-        elif isinstance(part, str):
-            if word := _TAKES_BACK.search(part):
-                return word[0]
-            part = integer(part)
-        if part == -1:
-            return "-1"
-    return None
-
-
-def refuse_taken_back(array: object) -> None:
-    """Refuse JSON that stands behind the array and is not it where it may be about a verdict.
-
-    Raises:
-        ReplyError: it may.
-    """
-    if words := taken_back(array):
-        raise _taken_back_by(words)
-
-
-def _taken_back_by(words: str) -> ReplyError:
-    return ReplyError(
-        f"what stands behind the JSON array may take back a verdict of it: {words!r}; answer with the array alone"
-    )
 
 
 def without_json(text: str) -> str:
@@ -217,11 +155,66 @@ def without_json(text: str) -> str:
     return "".join([*parts, text[kept:]])
 
 
-def _strict_arrays(text: str) -> tuple[list[list[Any]], list[str], Counter[str], list[Any]]:
-    """The arrays, the texts around them, how often keys that name a field of `DECIDING` stand anywhere in them, and
-    what stands behind an array in the object that holds it.
+class _Strict:
+    """The arrays and objects of a text and what stands around them."""
 
-    Stops at the first thing that starts like an array and is not valid: what stands inside it may be a quotation of the
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.besides: list[str] = []
+        """The texts in front of each value, and behind the last one."""
+
+    def arrays(self) -> list[list[Any]]:
+        """The values' arrays; objects in a row are one."""
+        found: list[list[Any]] = []
+        row = False
+        for value in self.values:
+            name = None if isinstance(value, list) else _wrapped_array(value)
+            alone = isinstance(value, dict) and name is None
+            if alone and row:
+                found[-1].append(value)
+            else:
+                found.append([value] if alone else value if name is None else value[name])
+            row = alone
+        return found
+
+    def behind(self, fields: Collection[str]) -> list[object]:
+        """What stands behind verdicts: behind the last array or object that holds fields, in the object that holds the
+        array, and between two objects, but for the second one's heading."""
+        answers = [place for place, value in enumerate(self.values) if _holds(value, fields)]
+        if not answers:
+            return []
+        last = answers[-1]
+        found: list[object] = [*self.besides[last + 1 :], *self.values[last + 1 :]]
+        for place in answers:
+            value = self.values[place]
+            if isinstance(value, dict) and (name := _wrapped_array(value)):
+                names = list(value)
+                found += [{key: value[key]} for key in names[names.index(name) + 1 :]]
+        for first, second in pairwise(answers):
+            if isinstance(self.values[first], dict) and isinstance(value := self.values[second], dict):
+                found += [_without_heading(text, value) for text in self.besides[first + 1 : second + 1]]
+        return found
+
+
+def _holds(value: Any, fields: Collection[str]) -> bool:
+    name = _wrapped_array(value) if isinstance(value, dict) else None
+    entries = value[name] if name else value if isinstance(value, list) else [value]
+    return any(isinstance(entry, dict) and not entry.keys().isdisjoint(fields) for entry in entries)
+
+
+def _without_heading(text: str, value: dict[str, Any]) -> str:
+    """``text`` in front of an object without its number and title."""
+    lines = text.split("\n")
+    text = "\n".join(line[heading.end() :] if (heading := _HEADING.match(line)) else line for line in lines)
+    for title in (part for key, part in value.items() if key.endswith("title") and isinstance(part, str) and part):
+        text = text.replace(title, "\n")
+    return text
+
+
+def _strict_values(text: str) -> tuple[_Strict, Counter[str]]:
+    """What there is of valid JSON, and how often keys that name a field of `DECIDING` stand anywhere in it.
+
+    Nothing where something starts like an array and is not valid: what stands inside it may be a quotation of the
     trajectory, which must not be taken for the judge's word.
     """
     deciding: Counter[str] = Counter()
@@ -231,30 +224,17 @@ def _strict_arrays(text: str) -> tuple[list[list[Any]], list[str], Counter[str],
         parse_float=_plain_float,
         object_pairs_hook=partial(_object, deciding=deciding),
     )
-    arrays: list[list[Any]] = []
-    objects: list[Any] = []
-    besides: list[str] = []
-    further: list[Any] = []
+    found = _Strict()
     position = 0
     while match := BEGIN.search(text, position):
-        besides.append(text[position : match.start()])
+        found.besides.append(text[position : match.start()])
         try:
             value, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
-            return [], [text], deciding, []
-        if isinstance(value, list):
-            arrays.append(value)
-        elif wrapped := _wrapped_array(value):
-            arrays.append(value[wrapped])
-            names = list(value)
-            further += [value[name] for name in names[names.index(wrapped) + 1 :]]
-        else:
-            if not objects:
-                arrays.append(objects)
-            elif word := _CORRECTION.search(besides[-1]):
-                further.append(word[0])
-            objects.append(value)
-    return arrays, [*besides, text[position:]], deciding, further
+            return _Strict(), deciding
+        found.values.append(value)
+    found.besides.append(text[position:])
+    return found, deciding
 
 
 def _wrapped_array(value: dict[str, Any]) -> str | None:

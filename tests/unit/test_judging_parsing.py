@@ -178,8 +178,7 @@ def test_what_a_reply_without_an_answer_seems_to_be_is_said(text: str, seems: st
 
 
 def test_of_several_arrays_the_one_that_fits_is_taken_and_no_second_one() -> None:
-    other = json.dumps([{"city": "Rome"}])
-    assert verdicts(f"{other}\n{PLAIN}") == verdicts(f"{PLAIN}\n{other}") == [1, -1, 0]
+    assert verdicts(f'[{{"city": "Rome"}}]\n{PLAIN}') == verdicts(f'{PLAIN}\n[{{"total": 3}}]') == [1, -1, 0]
     with pytest.raises(ReplyError, match="^the reply holds several different JSON arrays; answer with exactly one$"):
         parse_scores(f"{PLAIN} or {json.dumps(scores(1, 1, 1))}", RUBRIC)
 
@@ -581,6 +580,43 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
         ({"violated": True}, "violated True"),
         ({"applicable": False}, "applicable False"),
         ({"not_passed": True}, "not_passed True"),
+        ({"status": "not met"}, "status not met"),
+        ({"status": "\u274c Fail"}, "status \u274c Fail"),
+        ({"result": "\u274c"}, "result \u274c"),
+        ({"compliance": "non-compliant"}, "compliance non-compliant"),
+        ({"did_pass": False}, "did_pass False"),
+        ({"requirement_met": False}, "requirement_met False"),
+        ({"answer": "no"}, "answer no"),
+        ({"should_be": -1}, "should_be -1"),
+        ({"correction": "one lower"}, "correction one lower"),
+        ({"conclusion": "The criterion is not met"}, "conclusion The criterion is not met"),
+        ({"assessment": "It skips one, so this is a FAIL."}, "assessment It skips one, so this is a FAIL."),
+        ({"\u5224\u5b9a": -1}, "\u5224\u5b9a -1"),
+        ({"justification": "FAIL because it skips one."}, "a justification that begins with FAIL"),
+        ({"justification": "[FAIL] It skips one."}, "a justification that begins with FAIL"),
+        ({"justification": "FAIL \u2013 it skips one."}, "a justification that begins with FAIL"),
+        ({"justification": "It skips one. Final verdict - FAIL"}, "a justification that says 'verdict - FAIL'"),
+        ({"justification": "The score should be -1."}, "a justification that says 'score should be -1'"),
+        (
+            {"justification": "The verdict was PASS, now FAIL. Verdict: FAIL"},
+            "a justification that says 'Verdict: FAIL'",
+        ),
+        ({"justification": "\u8bc4\u5206\uff1a-1"}, "a justification that says '\u8bc4\u5206\uff1a-1'"),
+        ({"justification": "It skips one. Overall: FAIL."}, "a justification that says 'Overall: FAIL'"),
+        ({"justification": "It skips one and is marked as FAIL."}, "a justification that says 'marked as FAIL'"),
+        ({"justification": "It skips one, I give it a -1."}, "a justification that says 'I give it a -1'"),
+        ({"justification": "It skips one: this must be a -1."}, "a justification that says 'must be a -1'"),
+        ({"justification": "It skips one. Fail."}, "a justification that says '. Fail.'"),
+        ({"justification": "It skips one. It fails."}, "a justification that says '. It fails.'"),
+        (
+            {"justification": "It reads on, but the criterion isn't met."},
+            "a justification that says 'criterion is not met'",
+        ),
+        (
+            {"justification": "It reads on and violates the criterion."},
+            "a justification that says 'violates the criterion'",
+        ),
+        ({"justification": "It doesn't meet this criterion."}, "a justification that says 'not meet this criterion'"),
     ],
 )
 def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object], other: str) -> None:
@@ -602,6 +638,12 @@ def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object
         {"justification": 'It printed "score: -1" and `verdict: FAIL`; the score is 1.0 of 1.'},
         {"justification": "The verdict is not FAIL, though page -1 is asked for. Score 100%."},
         {"outcome": "success", "rating": 1, "label": "1", "violated": "no", "applicable": True, "final": False},
+        {"status": "\u2705 Pass", "did_pass": True, "answer": "yes", "compliance": "compliant", "correction": "none"},
+        {"correction": None, "category": "early", "notes": "no page is missing", "passes": 3, "status": "read"},
+        {"justification": "No step fails the criterion, and the index may be a -1. It passes. Is it to be a FAIL?"},
+        {"justification": "Whether the criterion is met only if page 1 is read, it claims a PASS; not a FAIL."},
+        {"justification": "It does not violate the criterion. The criterion is met where the list ends."},
+        {"justification": "A FAIL: no. Fail-safe calls pass the token. The verdict is PASS (the score is 1)."},
         {"steps": [1, -1, 0], "confirmed": None, "score_reason": "it has read all pages", "result": "N/A"},
     ],
 )
@@ -614,7 +656,7 @@ def test_what_is_no_other_verdict_may_stand_within_an_entry(beside: dict[str, ob
 @pytest.mark.parametrize("array", [PLAIN, PLAIN.replace('"so"}', '"so",}')], ids=["whole", "broken"])
 def test_words_behind_the_array_that_may_take_a_verdict_back_are_asked_again(array: str) -> None:
     for words in ("Correction: criterion 2 is a FAIL.", "Two of them Passed.", "Wait, the first one\nshould be -1."):
-        with pytest.raises(ReplyError, match="behind the JSON array may take back a verdict of it: '(Corr|Pass|Wait)"):
+        with pytest.raises(ReplyError, match="behind the JSON array may take back a verdict of it: '(Corr|Two|Wait)"):
             parse_scores(f"{array}\n```\n{words}", RUBRIC)
         assert verdicts(f"{words}\n{array}\nLet me know of any failings of mine.") == [1, -1, 0]
     criteria = json.dumps([criterion()])
@@ -628,18 +670,37 @@ def test_words_behind_the_array_that_may_take_a_verdict_back_are_asked_again(arr
 @pytest.mark.parametrize(
     ("behind", "taken"),
     [
-        ("[{rubric_index: 0, score: -1}]", "score"),
-        ('[{\\"rubric_index\\": 0, \\"score\\": -1}]', "score"),
-        ("\u201cscore\u201d: -1", "score"),
+        ("[{rubric_index: 0, score: -1}]", "0, score"),
+        ('[{\\"rubric_index\\": 0, \\"score\\": -1}]', '0, \\"score\\'),
+        ("\u201cscore\u201d: -1", "1"),
         ("Criterion 0 -> -1", "Criterion 0 -> -1"),
         ("- 0: \u22121", "0"),
         ("However, the first one is violated.", "However, the first one is violated"),
         ("Let me know if you agree.\nThe first one is not met.", "The first one is not met"),
         ("\u7b2c\u4e00\u6761\u4e0d\u7b26\u5408", "\u7b2c\u4e00\u6761\u4e0d\u7b26\u5408"),
-        ('[{"criterion": 0, "new": -1}]', "-1"),
-        ('{"0": "\u22121"}', "-1"),
-        ('{"corrected": [-1, 1, 1]}', "[-1, 1, 1]"),
-        ('{"note": "the first one should be lower"}', "should be"),
+        ('[{"criterion": 0, "new": -1}]', "new"),
+        ('{"0": "\u22121"}', "0"),
+        ('{"corrected": [-1, 1, 1]}', "corrected"),
+        ('{"note": "the first one should be lower"}', "the first one should be lower"),
+        ('{"failed": ["Keeps secrets"]}', "failed"),
+        ('{"Reads all pages": "violated"}', "Reads all pages"),
+        ('[{"criterion": "done", "summary": false}]', "false"),
+        ('{"evaluation": [2]}', "2"),
+        ('{"total": -1}', "-1"),
+        ('{"total": 1.5}', "1.5"),
+        (
+            "I hope this helps, although the first one is not met.",
+            "I hope this helps, although the first one is not met",
+        ),
+        ("Thanks, but it is the other way round.", "Thanks, but it is the other way round"),
+        ("If you need it spelled out, the first is violated", "If you need it spelled out, the first is violated"),
+        ("The first is violated: the call returned {}", "The first is violated"),
+        ("<unmet>", "<unmet"),
+        ("[VIOLATED]", "[VIOLATED]"),
+        ("\u2705 \u274c \u2705", "\u2705 \u274c \u2705"),
+        ("+", "+"),
+        ("All 2 criteria are done, 2 are not", "criteria are done, 2 are not"),
+        ("The best regards", "The best regards"),
     ],
 )
 def test_what_behind_the_array_may_be_about_a_verdict_is_asked_again(behind: str, taken: str) -> None:
@@ -659,9 +720,13 @@ def test_what_behind_the_array_may_be_about_a_verdict_is_asked_again(behind: str
         "```\n\n**End of the evaluation.**",
         "</answer></s>",
         "<\uff5cend\u2581of\u2581sentence\uff5c><|im_end|>[/INST]",
-        "I hope this helps! Please feel free to ask.",
+        "I hope this helps! Please feel free to ask. Let me know if you'd like any changes \U0001f60a",
+        "I'm happy to explain any score in more detail; if anything is unclear, ask.",
+        "All 3 criteria have been evaluated. Each of the three entries is based on the evidence in the trajectory.",
+        "Note: the JSON array above contains exactly one entry for each criterion, in the order given.",
+        "</final_answer>\n[/INST]\n| |",
         "---",
-        '{"city": "Rome", "pages": [3]}',
+        '{"total": 3, "complete": true, "note": "Each criterion was judged by the evidence."}',
     ],
 )
 def test_what_behind_the_array_is_about_no_verdict_may_stand_there(behind: str) -> None:
@@ -678,11 +743,34 @@ def test_what_stands_behind_the_array_in_the_object_that_holds_it_is_behind_it(b
             parse_scores(f'{{"entries": {PLAIN}, {besides}{end}', RUBRIC)
 
 
+def test_what_stands_behind_the_last_answer_is_behind_it_whatever_json_follows() -> None:
+    for behind in ('{}\nNo: the first is violated {"total": 3}', '[{"total": 1}] No.', '{"unmet": [0]} {"total": 1}'):
+        for front in ("", '{"status": "ok"}\n', "[]\n- [ ] Keeps secrets\n"):
+            assert verdicts(f"{front}{PLAIN}") == [1, -1, 0]
+            with pytest.raises(ReplyError, match="may take back a verdict"):
+                parse_scores(f"{front}{PLAIN}\n{behind}", RUBRIC)
+    # What is said between two of the same is superseded.
+    assert verdicts(f"{PLAIN}\nNo, the first is violated. Or not:\n{PLAIN}") == [1, -1, 0]
+    with pytest.raises(ReplyError, match="several different JSON arrays"):
+        parse_scores(f"{PLAIN}\n[]", RUBRIC)
+
+
 def test_a_correction_between_objects_takes_the_one_before_it_back() -> None:
     first, *rest = map(json.dumps, scores(1, -1, 0))
-    assert verdicts("\n".join([first, "Criterion 1: failed", *rest])) == [1, -1, 0]
-    with pytest.raises(ReplyError, match="may take back a verdict of it: 'Wait'"):
-        parse_scores("\n".join([first, "Wait, that was a FAIL.", *rest]), RUBRIC)
+    for words in ("### Criterion 1: Keeps secrets", "2. **Keeps secrets**", "```\n\n```json"):
+        assert verdicts("\n".join([first, words, *rest])) == [1, -1, 0], words
+    for words in (
+        "Wait, that was a FAIL.",
+        "It is violated.",
+        "Criterion 1: failed",
+        "Criterion 0: Reads all pages",
+        "-1",
+        "0",
+        "= -1.",
+        "{}\nNo.",
+    ):
+        with pytest.raises(ReplyError, match="may take back a verdict of it|field score"):
+            parse_scores("\n".join([first, words, *rest]), RUBRIC)
 
 
 # --- which entry is whose ---------------------------------------------------------------------------------------------
@@ -753,10 +841,31 @@ def test_the_error_lists_what_is_wanted() -> None:
         parse_scores(json.dumps(scores(1)), RUBRIC)
 
 
+@pytest.mark.parametrize(
+    "title",
+    ["Keeps secrets (revised)", "2. Keeps secrets", "Keeps secr", "K\u0435eps secrets", "K\u00e9eps secrets", None],
+    ids=["longer", "numbered", "cut", "look-alike", "accent", "another field"],
+)
+def test_a_title_that_all_but_names_another_criterion_contradicts_the_index(title: str | None) -> None:
+    entry = (
+        score(0) | {"rubric_title": title}
+        if title
+        else without([score(0)], "rubric_title")[0] | {"name": "Keeps secrets"}
+    )
+    with pytest.raises(ReplyError, match="rubric_index 0 comes with the title of rubric_index 1"):
+        parse_scores(json.dumps([entry, score(1), score(2)]), RUBRIC)
+    assert verdicts(json.dumps([score(0), entry | {"rubric_index": 1}, score(2)])) == [1, 1, 1]
+
+
 def test_criteria_of_one_title_go_by_position_and_titles_that_say_nothing_match_nothing() -> None:
     same, blank = (tuple(replace(RUBRIC[0], title=title) for title in titles) for titles in (("A", "a."), ("!", "?")))
     entries = [{"score": value, "rubric_title": "A"} for value in (-1, 1)]
     assert [int(each.verdict) for each in parse_scores(json.dumps(entries), same).value] == [-1, 1]
+    mixed = (*same, replace(RUBRIC[0], title="B"))
+    entries = [{"score": value, "rubric_title": title} for value, title in ((0, "B"), (-1, "A"), (1, "A"))]
+    with pytest.raises(ReplyError, match="'A' may be several rubrics"):
+        parse_scores(json.dumps(entries), mixed)
+    entries = [{"score": value, "rubric_title": "A"} for value in (-1, 1)]
     with pytest.raises(ReplyError, match="no rubric has the title '!'"):
         parse_scores(json.dumps([entry | {"rubric_title": "!"} for entry in entries]), blank)
 
@@ -827,6 +936,35 @@ def test_what_does_not_apply_cites_nothing() -> None:
 def test_attributions_that_are_refused(entry: dict[str, object], message: str) -> None:
     with pytest.raises(ReplyError, match=message):
         parse_attributions(json.dumps([attribution(0), entry, attribution(2)]), RUBRIC, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("besides", "other"),
+    [
+        ({"result": "FAIL"}, "result FAIL"),
+        ({"score": -1, "grade": "-1"}, "grade -1"),
+        ({"explanation": "FAIL: it stops."}, "a justification that begins with FAIL"),
+        ({"final_steps": [2]}, "final_steps [2]"),
+        ({"Steps": [1]}, "Steps [1]"),
+        ({"steps": [{"step": 1}]}, "steps [{'step': 1}]"),
+        ({"step": 4}, "step 4"),
+        ({"step": "4"}, "step 4"),
+    ],
+)
+def test_what_says_another_verdict_or_names_other_steps_is_asked_again(besides: dict[str, object], other: str) -> None:
+    reply = json.dumps([attribution(0, (1, 2)) | besides, attribution(1), attribution(2)])
+    with pytest.raises(ReplyError) as problem:
+        parse_attributions(reply, RUBRIC, STEPS, lenient=True)
+    assert str(problem.value) == f"entry 0: verdict PASS and {other} contradict each other"
+
+
+@pytest.mark.parametrize(
+    "besides",
+    [{"steps": [2, "1"]}, {"key_step": 2}, {"step": None}, {"steps": []}, {"next_step": "none"}, {"passed": True}],
+)
+def test_what_names_the_same_steps_may_stand_beside_them(besides: dict[str, object]) -> None:
+    reply = json.dumps([attribution(0, (1, 2)) | besides, attribution(1, (), "N/A") | {"steps": [3]}, attribution(2)])
+    assert [each.steps for each in parse_attributions(reply, RUBRIC, STEPS).value] == [(1, 2), (), (1,)]
 
 
 @pytest.mark.parametrize("written", ["N/A", "na", "n a", "Not-Applicable ", "not  applicable", "NOT_APPLICABLE"])

@@ -1,4 +1,6 @@
-"""What an entry of the scoring judge says beside its score, if that is another verdict."""
+"""What an entry says beside its verdict, if that is another one."""
+
+# ruff: noqa: SIM905 (lists of words read best as one text)
 
 from __future__ import annotations
 
@@ -11,36 +13,79 @@ from draco_ray.judging.parsing import verdict_name
 from draco_ray.judging.reply_json import MAX_COMPARED_CHARACTERS, ascii_minus, integer
 from draco_ray.records import Verdict
 
-_VERDICT = r"(pass(?:ed)?|fail(?:ed)?|not[ _-]applicable|n/a|[-+]?[01])"
+_NAMED = r"PASS(?:ED)?|FAIL(?:ED)?|NOT[ _-]APPLICABLE"
+_VERDICT = r"(?P<{}>(?i:pass(?:ed)?|fail(?:ed)?|not[ _-]applicable|n/a)|[-+]?[01])(?![\w/%]|\.\d{{0,6}}[1-9])"
 _BEGINS = re.compile(
-    r"[\W_]{0,5}?(pass(?:ed)?|fail(?:ed)?|not[ _-]applicable|n/a(?=\W{1,5}\w)|-1)\b[^\w\s]{0,3}?"
-    r"(?:[:.,;\u2013\u2014(]|\s[-(]|$)",
+    r"[\W_]{0,5}?(pass(?:ed|es)?|fail(?:ed|s)?|not[ _-]applicable|n/a(?=\W{1,5}\w)|-1|\+?1(?=:))\b[^\w\s]{0,3}?"
+    r"(?:[:.,;\u2013\u2014(\])]|\s[-(\u2013\u2014]|\s(?:because|since|due)\b|$)",
     re.IGNORECASE,
 )
 """A text that begins with a verdict, perhaps in bold. "N/A" on its own also stands where there is nothing to say."""
-_STATES = re.compile(
-    rf"(?:\b(?:score|verdict)(?: (?:is|of|remains|must be|should be)\b)?[\s:=>\u2192*_(]{{1,5}}{_VERDICT}"
-    r"(?![\w/%]|\.\d{0,6}[1-9])"
-    rf"|(?:\b(?:therefore|hence|thus|conclusion)|=>|->|\u2192)[\s:,*_]{{1,5}}{_VERDICT}[\s.!*_)]{{0,5}}\Z)",
-    re.IGNORECASE,
+_MODAL = r"(?:must|should|would|ought to|has to|needs to)"
+_OF_IT = r"(?:\s(?:it|this|that|to|as|with|an?|the|criterion|rubric|clear)){0,4}\s[*_(]{0,3}"
+_SAYS = (
+    # "score: -1", "the verdict should be FAIL"
+    r"\b(?i:score|verdict|rating|grade|bewertung|\u8bc4\u5206|\u5f97\u5206|\u5224\u5b9a)"
+    rf"(?: (?i:is|was|of|remains|equals|{_MODAL} be)\b)?"
+    rf"(?:[\s:=>\u2192*_(\uff1a]|[-\u2013\u2014](?=\s)){{1,5}}{_VERDICT.format('a')}",
+    # "hence FAIL", at the end
+    r"(?:\b(?i:therefore|hence|thus|conclusion)|=>|->|\u2192)[\s:,*_]{1,5}"
+    rf"{_VERDICT.format('b')}[\s.!*_)]{{0,5}}\Z",
+    # "Overall: FAIL."
+    rf"\b[^\W\d_]{{2,20}}+\s?[:\uff1a=][\s*_]{{0,4}}(?P<c>{_NAMED}|-1)\b(?=[\s*_)]{{0,4}}(?:[.!,;(]|\Z))",
+    # "it is marked as FAIL"
+    r"\b(?i:rate[sd]?|mark(?:ed|s)?|grade[sd]?|give[ns]?|gave|assign(?:ed|s)?|award(?:ed|s)?|deserve[sd]?|revise[sd]?"
+    rf"|changed?|is|was|be|actually|therefore|hence|thus|so){_OF_IT}(?P<d>{_NAMED})\b",
+    # "I give it a -1", "this must be a -1"
+    r"(?:\b(?i:rated?|marked|graded?|deserves?|awarded)|\bI (?:\w{1,12} )?(?i:give|assign|set|revise|change|rate)"
+    rf"|\b{_MODAL} be(?= an? )){_OF_IT}(?P<e>[-+]?1)\b(?=[\s*_)]{{0,4}}(?:[.!,;(]|\Z))",
+    # A sentence of its own.
+    r"(?:\A|[.!?;]\s|\n)[\W_]{0,5}(?:(?i:it|this|the (?:agent|run)) )?"
+    r"(?P<f>(?i:passe[ds]|pass|fail(?:ed|s)?))[\W_]{0,5}(?:\Z|\n|(?<=[.!])\s)",
+    # "the criterion is not met"
+    r"\b(?i:criterion|rubric|requirement) (?i:is|was) "
+    r"(?P<g>(?i:(?:not |un|never )?(?:met|satisfied|fulfilled|violated|passed|failed)))\b"
+    r"(?! (?:only|if|when|unless|where|as long|by default)\b)",
+    # "it violates the criterion"
+    r"(?P<h>\b(?i:not |never )?\b"
+    r"(?i:fails?|failed|violate[sd]?|pass(?:es|ed)?|meets?|met|satisf(?:y|ies|ied)|fulfill?(?:s|ed)?))"
+    r" (?i:the|this) (?i:criterion|rubric|requirement)\b",
 )
-"""A text that says what the score is."""
+_STATES = re.compile("|".join(_SAYS))
+"""A text that says what the verdict is."""
+_SHORT_NOT = re.compile(r"n['\u2019]t\b")
+_UNSAID = re.compile(
+    r"\b(?i:not|never|no|cannot|can.t|without|whether|if|unless|until|when|claim(?:s|ed|ing)?|to)\b[^.,:!?;]{0,12}\Z"
+)
+"""In front of it: it does not say so."""
 _QUOTED = re.compile(r"\"[^\"]{0,500}+\"|`[^`]{0,500}+`|'[^']{0,500}+'(?!\w)|\u201c[^\u201d]{0,500}+\u201d")
 """What a justification repeats, perhaps of a rollout that grades itself."""
 
 _GOOD = frozenset(
-    ("pass", "passed", "passes", "satisfied", "met", "success", "successful", "succeeded", "fulfilled", "compliant")
+    """
+    pass passed passes satisfied satisfies satisfy met meets meet success successful succeeded fulfilled fulfills
+    fulfill compliant
+    """.split()
 )
 _BAD = frozenset(
-    ("fail", "failed", "fails", "failure", "violated", "violation", "violates", "unsatisfied", "unmet", "unfulfilled")
+    """
+    fail failed fails failure violated violation violates violate unsatisfied unmet unfulfilled noncompliant
+    """.split()
 )
-_FILLERS = frozenset(("is", "was", "criterion", "rubric", "overall", "it"))
-_FLAGS = frozenset(("final", "corrected", "revised"))
-_DECISIONS = _FLAGS | {
-    *("result", "outcome", "label", "value", "rating", "grade", "mark", "correction", "decision", "conclusion"),
-    *("judgement", "judgment", "assessment"),
-}
+_NOT = frozenset(("not", "non", "never"))
+_FILLERS = frozenset("is was has had did does criterion rubric requirement condition overall it the this".split())
+_FLAGS = frozenset(("final", "corrected", "revised", "new", "should", "actual"))
+_DECISIONS = _FLAGS | frozenset(
+    """
+    result outcome label value rating grade mark points correction decision conclusion judgement judgment assessment
+    evaluation answer status state compliance
+    """.split()
+)
 """Words in the names of fields that hold a verdict rather than something beside it."""
+_CORRECTIONS = frozenset(("correction", "revision", "erratum"))
+_MARKS = str.maketrans(
+    {**dict.fromkeys("\u2705\u2713\u2714", " pass "), **dict.fromkeys("\u274c\u2717\u2718\u2716", " fail ")}
+)
 _TRUE, _FALSE = frozenset(("true", "yes", "y", "1")), frozenset(("false", "no", "n", "0", "-1"))
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
@@ -61,11 +106,20 @@ def other_verdict(score: Verdict, justification: str, further: Mapping[str, obje
     begins = _BEGINS.match(text)
     if begins is not None and _said(begins[1]) != score:
         return f"a justification that begins with {begins[1]}"
-    # The last one counts: what is weighed comes before it.
-    stated = [*_STATES.finditer(_QUOTED.sub(" ", text))][-1:]
-    if any(_said(match[1] or match[2]) != score for match in stated):
-        return f"a justification that says {' '.join(stated[0][0].split())!r}"
+    if (stated := _stated(text)) is not None and _said(stated[1]) != score:
+        return f"a justification that says {stated[0]!r}"
     return None
+
+
+def _stated(text: str) -> tuple[str, str] | None:
+    """The last place at which a text says what the verdict is, and the verdict there: what is weighed comes before."""
+    found = None
+    plain = _SHORT_NOT.sub(" not", _QUOTED.sub(" ", text))
+    for match in _STATES.finditer(plain):
+        verdict = match[match.lastgroup or 0]
+        if not _UNSAID.search(plain, max(0, match.start() - 24), match.start()) and _said(verdict) is not None:
+            found = " ".join(match[0].split()), verdict
+    return found
 
 
 def _leaves(further: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -88,22 +142,28 @@ def _agrees(score: Verdict, name: str, value: object) -> bool:
         return (named == score) is yes
     if words == {"applicable"} and (yes := _yes(value)) is not None:
         return (score != Verdict.NOT_APPLICABLE) is yes
-    if isinstance(value, bool):
-        of_it = words & _DECISIONS and not words & _FLAGS
-        return not of_it or (score == Verdict.PASS) is value
-    if isinstance(value, str) and integer(value) == value and _said(value) not in (None, Verdict.NOT_APPLICABLE, score):
-        return False
-    if not words & _DECISIONS or not isinstance(value, str | int):
+    decides = words & _DECISIONS
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("yes", "no", "true", "false")):
+        return not decides or bool(words & _FLAGS) or (score == Verdict.PASS) is _yes(value)
+    if not isinstance(value, str | int):
         return True
     text = ascii_minus(str(value))
-    begins = _BEGINS.match(text)
-    verdict = _named(_words(text)) if begins is None else _said(begins[1])
-    return verdict in (None, score) and (_said(text) in (None, Verdict.NOT_APPLICABLE, score))
+    said = _said(text)
+    if words & _CORRECTIONS and text and said is not Verdict.NOT_APPLICABLE and text.strip(" .").lower() != "none":
+        return said == score
+    # A number stands under many names; under one that cannot be read it may be the verdict.
+    if not decides and words and integer(text) != text:
+        return True
+    if said is None and decides:
+        begins, stated = _BEGINS.match(text), _stated(text)
+        said = _said(begins[1]) if begins else _said(stated[1]) if stated else None
+        return said in (None, score)
+    return said in (None, Verdict.NOT_APPLICABLE, score)
 
 
 @lru_cache(maxsize=64)
 def _words(name: str) -> frozenset[str]:
-    found = _WORD.findall(ascii_like(name[:MAX_COMPARED_CHARACTERS]))
+    found = _WORD.findall(ascii_like(name[:MAX_COMPARED_CHARACTERS].translate(_MARKS)))
     return frozenset(word.lower() for word in found) - _FILLERS
 
 
@@ -111,10 +171,10 @@ def _named(words: frozenset[str]) -> Verdict | None:
     """The verdict that words are the name of."""
     if words == {"not", "applicable"}:
         return Verdict.NOT_APPLICABLE
-    rest = words - {"not"}
+    rest, denied = words - _NOT, bool(words & _NOT)
     if len(rest) == 1 and rest <= _GOOD:
-        return Verdict.FAIL if "not" in words else Verdict.PASS
-    return Verdict.FAIL if len(rest) == 1 and rest <= _BAD and "not" not in words else None
+        return Verdict.FAIL if denied else Verdict.PASS
+    return Verdict.FAIL if len(rest) == 1 and rest <= _BAD and not denied else None
 
 
 def _yes(value: object) -> bool | None:
@@ -127,4 +187,5 @@ def _said(text: str) -> Verdict | None:
     number = integer(text)
     if isinstance(number, int) and number in (-1, 0, 1):
         return Verdict(number)
-    return Verdict.__members__.get(str(verdict_name(text[:60].strip(" .!*"))).removesuffix("ED"))
+    short = text[:60].strip(" .!*")
+    return Verdict.__members__.get(str(verdict_name(short))) or _named(_words(short))

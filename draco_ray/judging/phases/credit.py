@@ -13,7 +13,9 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.parsing import Integer, Parsed, Remark, RubricEntry, VerdictName, align, read_entries
 from draco_ray.judging.phases.base import INTEGER, TEXT, Attributions, JsonSchema, Question, trajectory_values
+from draco_ray.judging.phases.contradiction import other_verdict
 from draco_ray.judging.phases.score import WHICH
+from draco_ray.judging.reply_json import integer
 from draco_ray.judging.shortening import shortened
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.runs.rows import Row, citation_rows
@@ -110,6 +112,20 @@ class AttributionEntry(RubricEntry):
     relevant_steps: Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
     explanation: Remark = ""
 
+    def contradiction(self) -> str | None:
+        """What else of the entry says another verdict, or names other steps."""
+        for name, value in (self.model_extra or {}).items():
+            if "step" in name.lower() and self.verdict != "NOT_APPLICABLE" and not self._cites(value):
+                return f"{name[:60]} {str(value)[:60]}"
+        return other_verdict(Verdict[self.verdict], self.explanation, self.model_extra or {})
+
+    def _cites(self, value: object) -> bool:
+        """Whether a further field names the same steps, one of them, or none."""
+        if not isinstance(value, list):
+            return value is None or isinstance(integer(value), str) or value in self.relevant_steps
+        numbers = [integer(each) for each in value]
+        return all(each in self.relevant_steps for each in numbers) and len(numbers) in (0, len(self.relevant_steps))
+
 
 def parse_attributions(
     text: str, rubric: Sequence[Criterion], num_steps: int, *, lenient: bool = False
@@ -132,6 +148,9 @@ def parse_attributions(
     """
     entries = read_entries(text, AttributionEntry)
     order, alignment_notes = align(entries, rubric)
+    for position, entry in enumerate(entries):
+        if (other := entry.contradiction()) is not None:
+            raise ReplyError(f"entry {position}: verdict {entry.verdict} and {other} contradict each other")
     notes = list(alignment_notes)
     attributions = []
     uncited = []

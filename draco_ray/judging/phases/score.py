@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
@@ -84,8 +84,6 @@ class Score(Question[Scores]):
 
 class ScoreEntry(RubricEntry):
     """A verdict as the judge writes it."""
-
-    model_config = ConfigDict(extra="allow")
 
     score: Annotated[Literal[-1, 0, 1], BeforeValidator(integer)]
     verdict: VerdictName | None = None
