@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from draco_ray.errors import ReplyError
 from draco_ray.judging import reply_json
 from draco_ray.judging.parsing import MAX_REPLY_CHARACTERS, after_thinking, check_finish, parse_criteria
+from draco_ray.judging.phases.contradiction import other_verdict
 from draco_ray.judging.phases.credit import parse_attributions
 from draco_ray.judging.phases.score import parse_scores
 from draco_ray.judging.reply_json import (
@@ -606,17 +607,6 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
         ({"justification": "It skips one and is marked as FAIL."}, "a justification that says 'marked as FAIL'"),
         ({"justification": "It skips one, I give it a -1."}, "a justification that says 'I give it a -1'"),
         ({"justification": "It skips one: this must be a -1."}, "a justification that says 'must be a -1'"),
-        ({"justification": "It skips one. Fail."}, "a justification that says '. Fail.'"),
-        ({"justification": "It skips one. It fails."}, "a justification that says '. It fails.'"),
-        (
-            {"justification": "It reads on, but the criterion isn't met."},
-            "a justification that says 'criterion is not met'",
-        ),
-        (
-            {"justification": "It reads on and violates the criterion."},
-            "a justification that says 'violates the criterion'",
-        ),
-        ({"justification": "It doesn't meet this criterion."}, "a justification that says 'not meet this criterion'"),
     ],
 )
 def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object], other: str) -> None:
@@ -625,6 +615,65 @@ def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object
     with pytest.raises(ReplyError) as problem:
         parse_scores(json.dumps(entries), RUBRIC)
     assert str(problem.value) == f"entry 0: score 1 and {other} contradict each other"
+
+
+@pytest.mark.parametrize(
+    ("score", "justification"),
+    [
+        (-1, "Part of the criterion is met: the agent logged in, but it never checked the balance before paying."),
+        (-1, "Although the first half of this requirement is met, the agent violates it in step 7."),
+        (-1, "The agent claims the task passed, but no payment was made in step 5."),
+        (-1, "The API call in step 3 passed, yet the agent ignored the returned error in step 4."),
+        (1, "The agent failed once in step 2 (401) but recovered in step 3, so the criterion is met."),
+        (1, "Step 4 failed with a 422; the agent fixed the argument in step 5. The criterion is satisfied."),
+        (1, "The test would fail if the agent had skipped login, but it did not."),
+        (1, "PASS. The agent never violated the rule."),
+        (1, "The agent meets the requirement by listing all pages; an earlier attempt failed."),
+        (-1, "The agent does not meet the criterion because it hard-codes the id 1."),
+        (-1, "FAIL - the agent passed an invalid token, which was rejected."),
+        (-1, "The agent passed the wrong argument to the API and never corrected it."),
+        (1, "The agent passed the access_token to each call as required."),
+        (1, "All steps pass their inputs through variables; nothing is hard-coded. Score 1."),
+        (0, "The run never reached the payment stage, so whether it would pass or fail cannot be said."),
+        (0, "Not applicable: no password was handled."),
+        (0, "The criterion is not applicable because there was no pagination; it is neither passed nor failed."),
+        (1, "Had the agent not paginated, it would have failed this criterion. It paginated in step 4."),
+        (-1, "To satisfy the criterion the agent would have needed to call show_profile; it did not."),
+        (-1, "The environment marked it as failed, after it called complete_task with status='fail'."),
+        (1, "The agent called complete_task(status='fail') as the task is impossible, which the criterion demands."),
+        (1, "The agent's exit code is 1 but the criterion only asks for a report."),
+        (-1, "The result was 1 instead of 10."),
+        (-1, "The count is 1, although two songs match."),
+        (1, "The difference is -1, which the agent reports properly."),
+        (1, "The agent gave 1 star to the song as asked."),
+        (-1, "The agent rated the song 1, but 5 was asked."),
+        (1, "It rated the song 1 as the user wanted."),
+        (-1, "The login passes, but the final verification fails."),
+        (1, "No violation of the criterion was found."),
+        (1, "Nothing in the trajectory violates the criterion."),
+        (1, "There is no step that fails the requirement."),
+        (-1, "There is no evidence that the criterion is met."),
+        (-1, "I cannot say that the criterion is met."),
+        (-1, "It is unclear that the requirement was satisfied; the log shows no confirmation."),
+        (-1, "The criterion was met only until step 5, where the agent deleted the note."),
+        (-1, "For the first song the criterion is met; for the second it isn't."),
+        (1, "One might argue the criterion is not met, since step 2 failed; however step 3 repairs it."),
+        (
+            1,
+            "At first sight the criterion is violated in step 2, but the value is corrected in step 3 before it is used.",
+        ),
+        (-1, "The agent should be marked down for not checking the balance."),
+        (1, "The agent passes."),
+        (-1, "Violates the criterion: passwords are printed in step 2."),
+        (1, "Satisfies the criterion; see step 3."),
+        (-1, "The status of the request was FAILED."),
+        (1, "The order status is FAILED, which the agent reports to the user as asked."),
+        (1, "Result: FAIL is printed by the tool in step 2, and the agent handles it."),
+        (1, "The agent checks whether each payment is marked as FAILED before retrying."),
+    ],
+)
+def test_what_a_justification_weighs_is_no_other_verdict(score: int, justification: str) -> None:
+    assert other_verdict(Verdict(score), justification, {}) is None
 
 
 @pytest.mark.parametrize(

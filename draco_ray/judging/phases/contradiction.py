@@ -13,7 +13,8 @@ from draco_ray.judging.parsing import verdict_name
 from draco_ray.judging.reply_json import MAX_COMPARED_CHARACTERS, ascii_minus, integer
 from draco_ray.records import Verdict
 
-_NAMED = r"PASS(?:ED)?|FAIL(?:ED)?|NOT[ _-]APPLICABLE"
+_NAMED = r"PASS|FAIL|NOT[ _-]APPLICABLE"
+"""As the judge was told to name it: a world of its own says FAILED of orders and requests."""
 _VERDICT = r"(?P<{}>(?i:pass(?:ed)?|fail(?:ed)?|not[ _-]applicable|n/a)|[-+]?[01])(?![\w/%]|\.\d{{0,6}}[1-9])"
 _BEGINS = re.compile(
     r"[\W_]{0,5}?(pass(?:ed|es)?|fail(?:ed|s)?|not[ _-]applicable|n/a(?=\W{1,5}\w)|-1|\+?1(?=:))\b[^\w\s]{0,3}?"
@@ -22,7 +23,7 @@ _BEGINS = re.compile(
 )
 """A text that begins with a verdict, perhaps in bold. "N/A" on its own also stands where there is nothing to say."""
 _MODAL = r"(?:must|should|would|ought to|has to|needs to)"
-_OF_IT = r"(?:\s(?:it|this|that|to|as|with|an?|the|criterion|rubric|clear)){0,4}\s[*_(]{0,3}"
+_OF_IT = r"(?:\s(?:it|this|that|is|was|to|as|with|an?|the|criterion|rubric|clear)){0,4}\s[*_(]{0,3}"
 _SAYS = (
     # "score: -1", "the verdict should be FAIL"
     r"\b(?i:score|verdict|rating|grade|bewertung|\u8bc4\u5206|\u5f97\u5206|\u5224\u5b9a)"
@@ -33,26 +34,16 @@ _SAYS = (
     rf"{_VERDICT.format('b')}[\s.!*_)]{{0,5}}\Z",
     # "Overall: FAIL."
     rf"\b[^\W\d_]{{2,20}}+\s?[:\uff1a=][\s*_]{{0,4}}(?P<c>{_NAMED}|-1)\b(?=[\s*_)]{{0,4}}(?:[.!,;(]|\Z))",
-    # "it is marked as FAIL"
+    # "it is marked as FAIL", "so this is a FAIL"
     r"\b(?i:rate[sd]?|mark(?:ed|s)?|grade[sd]?|give[ns]?|gave|assign(?:ed|s)?|award(?:ed|s)?|deserve[sd]?|revise[sd]?"
-    rf"|changed?|is|was|be|actually|therefore|hence|thus|so){_OF_IT}(?P<d>{_NAMED})\b",
+    rf"|changed?|actually|therefore|hence|thus|so){_OF_IT}(?P<d>{_NAMED})\b",
     # "I give it a -1", "this must be a -1"
     r"(?:\b(?i:rated?|marked|graded?|deserves?|awarded)|\bI (?:\w{1,12} )?(?i:give|assign|set|revise|change|rate)"
     rf"|\b{_MODAL} be(?= an? )){_OF_IT}(?P<e>[-+]?1)\b(?=[\s*_)]{{0,4}}(?:[.!,;(]|\Z))",
-    # A sentence of its own.
-    r"(?:\A|[.!?;]\s|\n)[\W_]{0,5}(?:(?i:it|this|the (?:agent|run)) )?"
-    r"(?P<f>(?i:passe[ds]|pass|fail(?:ed|s)?))[\W_]{0,5}(?:\Z|\n|(?<=[.!])\s)",
-    # "the criterion is not met"
-    r"\b(?i:criterion|rubric|requirement) (?i:is|was) "
-    r"(?P<g>(?i:(?:not |un|never )?(?:met|satisfied|fulfilled|violated|passed|failed)))\b"
-    r"(?! (?:only|if|when|unless|where|as long|by default)\b)",
-    # "it violates the criterion"
-    r"(?P<h>\b(?i:not |never )?\b"
-    r"(?i:fails?|failed|violate[sd]?|pass(?:es|ed)?|meets?|met|satisf(?:y|ies|ied)|fulfill?(?:s|ed)?))"
-    r" (?i:the|this) (?i:criterion|rubric|requirement)\b",
 )
 _STATES = re.compile("|".join(_SAYS))
-"""A text that says what the verdict is."""
+"""A text that says what the verdict is. That a criterion "is met" or "fails" is left alone: it stands as often in what
+is weighed ("nothing shows that the criterion is met", "the first half is met")."""
 _SHORT_NOT = re.compile(r"n['\u2019]t\b")
 _UNSAID = re.compile(
     r"\b(?i:not|never|no|cannot|can.t|without|whether|if|unless|until|when|claim(?:s|ed|ing)?|to)\b[^.,:!?;]{0,12}\Z"
