@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from draco_ray.commands.tau import tau
 from draco_ray.config.load import load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
+from draco_ray.held import HeldFolder
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
@@ -1014,11 +1014,17 @@ def rubric_author(
 
 def _in_appworld(module: str, arguments: list[str]) -> None:
     from draco_ray.environments.appworld.interpreter import appworld_python
+    from draco_ray.environments.jail import linux
     from draco_ray.environments.jail.launch import link_package
 
-    with tempfile.TemporaryDirectory(prefix="draco-program-") as folder:
-        environment = {**os.environ, "PYTHONPATH": link_package(Path(folder, "program")), "PYTHONUNBUFFERED": "1"}
-        result = subprocess.run([appworld_python(None), "-P", "-m", module, *arguments], env=environment, check=False)
+    with HeldFolder() as folder:
+        environment = {**os.environ, "PYTHONPATH": link_package(folder / "program"), "PYTHONUNBUFFERED": "1"}
+        result = subprocess.run(
+            [appworld_python(None), "-P", "-m", module, *arguments],
+            env=environment,
+            check=False,
+            preexec_fn=linux.die_with_parent,
+        )
     if result.returncode:
         raise typer.Exit(result.returncode)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
 from draco_ray.extras import need
+from draco_ray.held import HeldFolder
 from draco_ray.runs.directory import RunDirectory
 
 
@@ -37,8 +37,8 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
         raise ConfigError(f"--new: {source} holds tokens of another model; give demonstrations as JSONL of messages")
     console, began = Console(highlight=False, soft_wrap=True), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        made = Path(folder) / "model"
+    with HeldFolder(out.parent) as folder:
+        made = folder / "model"
         train = _new_model if new else _adapted
         count, loss = train(config, source, made, epochs, best, console)
         if out.exists():

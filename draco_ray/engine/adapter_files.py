@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from draco_ray.engine.held import try_lock
 from draco_ray.errors import EngineError
+from draco_ray.held import try_lock
 from draco_ray.records import Adapter
 
 LAYERS = "base_model.model.model.layers."

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from draco_ray.engine.held import HeldFolder
 from draco_ray.environments.jail import linux
+from draco_ray.held import HeldFolder
 
 MASK = "***"
 SHORTEST_KEY = 6

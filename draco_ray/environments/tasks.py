@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from draco_ray.environments.base import Environment, WorldVerdict
 from draco_ray.environments.program import run_program
 from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.held import HeldFolder
 from draco_ray.records import Task
 
 WORKSPACE = "workspace"
@@ -92,7 +92,8 @@ class HandIn:
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
-        self._folder = Path(tempfile.mkdtemp(prefix="draco-task-"))
+        self._held = HeldFolder()
+        self._folder = self._held.path
         self._output: str | None = None
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
 
@@ -134,7 +135,7 @@ class HandIn:
 
     async def close(self) -> None:
         """Remove the folder."""
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._held.remove)
 
 
 def _verdict(task_id: str, success: bool, printed: str) -> WorldVerdict:

@@ -7,13 +7,13 @@ one whole.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 
 from draco_ray.errors import LearnerError
+from draco_ray.held import HeldFolder
 from draco_ray.learner.checkpoint import Snapshot
 from draco_ray.learner.checkpoint_files import PIECE_BYTES, start_checkpoint_files
 from draco_ray.learner.lora_learner import LoraLearner
@@ -55,10 +55,10 @@ class Carried:
 
     def save(self, snapshot: Snapshot, directory: Path) -> None:
         """See `Checkpoints`."""
-        with tempfile.TemporaryDirectory(prefix="draco-checkpoint-") as folder:
-            snapshot.write_files(Path(folder))
+        with HeldFolder() as folder:
+            snapshot.write_files(folder)
             ray.get(self._files.begin.remote(directory))
-            for file in sorted(Path(folder).iterdir()):
+            for file in sorted(folder.iterdir()):
                 with file.open("rb") as read:
                     at = 0
                     while data := read.read(PIECE_BYTES):
@@ -68,16 +68,16 @@ class Carried:
 
     def load(self, learner: LoraLearner, directory: Path) -> None:
         """See `Checkpoints`."""
-        with tempfile.TemporaryDirectory(prefix="draco-checkpoint-") as folder:
+        with HeldFolder() as folder:
             for name in ray.get(self._files.names.remote(directory)):
-                with (Path(folder) / name).open("wb") as written:
+                with (folder / name).open("wb") as written:
                     while data := ray.get(self._files.read.remote(directory, name, written.tell())):
                         written.write(data)
             try:
-                learner.load(Path(folder))
+                learner.load(folder)
             except LearnerError as error:
                 # What cannot be used is in the run directory.
-                raise LearnerError(str(error).replace(folder, str(directory))) from None
+                raise LearnerError(str(error).replace(str(folder), str(directory))) from None
 
 
 def checkpoints_of(drivers_node: str) -> Checkpoints:

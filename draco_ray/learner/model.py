@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_shape import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError
+from draco_ray.held import HeldFolder
 from draco_ray.learner.context import Context
 from draco_ray.learner.delta import use_kernels
 from draco_ray.learner.frozen import round_base
@@ -271,9 +270,9 @@ def _architectures(path: str) -> tuple[str, ...]:
 
 def _as_saved(config: Any) -> dict[str, object]:
     """`adapter_config.json` as PEFT writes it for inference."""
-    with tempfile.TemporaryDirectory() as folder:
+    with HeldFolder() as folder:
         config.save_pretrained(folder)
-        saved: dict[str, object] = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        saved: dict[str, object] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     # PEFT writes the target modules, a set, in hash order.
     targets = saved.get("target_modules")
     return saved | {"inference_mode": True} | ({"target_modules": sorted(targets)} if isinstance(targets, list) else {})

@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from draco_ray.environments.base import World
 from draco_ray.environments.program import Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE
 from draco_ray.errors import ConfigError, EnvironmentCrashed
+from draco_ray.held import HeldFolder
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
 from draco_ray.rollout.agent_prompt import fill_agent_prompt
@@ -74,13 +74,12 @@ class ProgramAgent:
         episode = Episode(task, request, self._policy, self._config)
         tools = WorldTools(world, self._config) if task.tools else None
         try:
-            # A program may leave files that are not this user's, from a container of its own.
-            with tempfile.TemporaryDirectory(prefix="draco-agent-", ignore_cleanup_errors=True) as scratch:
+            with HeldFolder() as scratch:
                 async with shared_endpoint().serving(episode, tools) as base_url:
                     ran = await run_program(
                         self._words,
                         folder=self._config.folder,
-                        environment=self._environment(Path(scratch), task, prompt, episode.key, base_url),
+                        environment=self._environment(scratch, task, prompt, episode.key, base_url),
                         told="\n\n".join(message.content for message in prompt) + "\n",
                         seconds=self._config.timeout_seconds,
                         most_bytes=self._config.max_output_characters,

@@ -8,7 +8,6 @@ import math
 import platform
 import resource
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from draco_ray.environments.base import (
     make_environment,
 )
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
+from draco_ray.held import HeldFolder
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, find_agent
@@ -132,9 +132,9 @@ class RolloutWorkerActor:
             if self._kept.parent.is_dir():
                 await world.keep(folder)
                 return
-            with tempfile.TemporaryDirectory() as aside:
-                await world.keep(Path(aside, EPISODES))
-                if Path(aside, EPISODES).exists():
+            with HeldFolder() as aside:
+                await world.keep(aside / EPISODES)
+                if (aside / EPISODES).exists():
                     raise FileNotFoundError(f"this node does not see the run directory {self._kept.parent}")
         except Exception as error:
             said = " ".join(str(error).split())[:300]

@@ -25,7 +25,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -181,7 +181,7 @@ def _check_rows(table: pa.Table, name: str, *, older: bool) -> None:
                 raise DamagedRun(f"its column {column!r} holds {unknown[0]!r}")
         if column in AMOUNTS and not _all(_is_amount, values):
             raise DamagedRun(f"its column {column!r} holds what is no amount")
-        if column in MEASURES and not _all(pc.is_finite, values):
+        if column in MEASURES and not _all(_is_measured, values):
             raise DamagedRun(f"its column {column!r} holds what is no number")
 
 
@@ -193,6 +193,10 @@ def _all(is_plain: Callable[[pa.ChunkedArray], pa.ChunkedArray], values: pa.Chun
 def _is_amount(values: pa.ChunkedArray) -> pa.ChunkedArray:
     # A NaN compares false with everything.
     return pc.and_(pc.greater_equal(values, 0.0), pc.less_equal(values, MOST))
+
+
+def _is_measured(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.less_equal(pc.abs(values), MOST)
 
 
 def _check_regular(path: Path) -> None:
@@ -378,7 +382,9 @@ class RunDirectory:
         if leaf not in node:
             return field.get_default(call_default_factory=True)
         try:
-            return TypeAdapter[Any](field.annotation or Any).validate_python(node[leaf])
+            # With the field, for its bounds: they are no part of the annotation.
+            kind: Any = Annotated[field.annotation, field]
+            return TypeAdapter(kind).validate_python(node[leaf])
         except ValidationError:
             raise damaged(self.path / "config.yaml", f"key {key} is {str(node[leaf])[:100]!r}") from None
 
@@ -427,8 +433,10 @@ class RunDirectory:
                 raise ValueError(f"{wrong}: expected {kinds.get(wrong, 'a number')}")
         except (ValueError, RecursionError) as error:
             raise damaged(self.metrics_file, f"line {number}: {error}") from None
-        # What a step could not measure is null; JSON of others may have NaN there.
-        return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in line.items()}
+        # What a step could not measure is null; JSON of others may have NaN there, or more than a number holds.
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+        }
 
     def steps(self) -> list[int]:
         """Training steps that have rows, finished or under way, ascending."""

@@ -227,10 +227,11 @@ MOST = 1e15
 """Of an amount: beyond it sums would show nothing else, or could not be shown."""
 AMOUNTS = frozenset({"input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "dollars"}) | {
     *("estimated_dollars", "requests", "seconds", "waited_seconds", "rollouts", "lost", "unscored", "credit_failures"),
+    *("seconds_generating", "seconds_executing"),
 }
 """Columns of counts, dollars and seconds."""
 MEASURES = frozenset({"reward", "advantage", "started_at", "ended_at"})
-"""Columns of finite numbers."""
+"""Columns of numbers that may be negative."""
 
 METRIC_LISTS = frozenset({"solved_tasks", "updates_skipped"})
 """Of a line of the metrics: lists of texts."""

@@ -316,7 +316,7 @@ asyncio.run(main())
         assert [parent.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
         processes = psutil.Process(parent.pid).children(recursive=True)
         assert len(processes) >= 6
-        assert len(list(folder.glob("*/*/http"))) == 2
+        assert len(list(folder.glob("*/*/*/http"))) == 2
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         assert psutil.wait_procs(processes, timeout=30)[1] == []

@@ -224,7 +224,7 @@ async def test_several_desks_at_a_time_and_ends_that_leave_nothing(folder: Path)
     for desk, world in zip(desks, await asyncio.gather(*(desk.open("a") for desk in desks)), strict=True):
         assert await call(world, "orders") == '["A1","a"]'
         assert desk._process is not None
-    directories = [Path(desk._process._directory) for desk in desks if desk._process is not None]
+    directories = [desk._process._folder.path for desk in desks if desk._process is not None]
     assert all(directory.exists() for directory in directories)
     await asyncio.gather(*(desk.stop() for desk in desks))
     assert not any(directory.exists() for directory in directories)

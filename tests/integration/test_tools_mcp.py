@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
+from draco_ray.held import PREFIX
 from tests.conftest import REPOSITORY
 from tests.support.http_mcp_server import DROP, error, reply, serving
 
@@ -110,7 +112,7 @@ async def test_a_command_is_started_anew_in_the_jail_for_every_rollout(folder: P
             "error: there is no tool 'absent'; there are end, fail, leak, long, note, reach, slow"
         )
     await desk.stop()
-    assert not list(Path("/tmp").glob("draco-mcp-*/launch.json"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/*/launch.json"))
 
 
 async def test_a_server_that_dies_or_hangs_costs_no_more_than_its_rollout(folder: Path) -> None:
@@ -203,7 +205,7 @@ async def test_a_server_that_never_answers_is_one_line_and_leaves_nothing(folder
     del session
     gc.collect()
     assert not unforeseen
-    assert not list(Path("/tmp").glob("draco-mcp-*/launch.json"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/*/launch.json"))
 
 
 async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:

@@ -99,6 +99,9 @@ def test_a_damaged_file_of_an_evaluation(
         {"evaluation": {"turns": -5}},
         {"evaluation": {"turns": 10**400}},
         {"evaluation": {"passed_tests": -1}},
+        {"evaluation": {"passed_tests": 2}},
+        {"evaluation": {"reward": float("nan")}},
+        {"attempts": 10**400},
     ],
     ids=str,
 )
@@ -122,7 +125,18 @@ def test_a_line_of_results_that_is_none_is_named_with_its_number(tmp_path: Path,
         EvaluationDirectory.open(tmp_path).finished()
 
 
-@pytest.mark.parametrize("change", [{"measurements": []}, {"tasks": {}}, {"runs": 0}, {"runs": 10**9}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"measurements": []},
+        {"tasks": {}},
+        *({"runs": runs} for runs in (0, -1, 1.5, True, "3", float("nan"), 10**400, 10**9)),
+        *({"tasks": {"a_1": difficulty}} for difficulty in (-1, 1.5, True, 10**400)),
+        {"split_size": -1},
+        {"scenarios": "no"},
+    ],
+    ids=lambda change: str(change)[:40],
+)
 def test_a_plan_of_nothing_or_of_everything_is_one_line(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object]
 ) -> None:
@@ -136,6 +150,34 @@ def test_a_plan_of_nothing_or_of_everything_is_one_line(
     assert code in (1, 2)
     (line,) = lines
     assert str(run) in line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trials": 0},
+        {"episodes": 10**400, "failures": {"DB": 10**400 - 1}},
+        {"successes": 2},
+        {"successes": 10**400},
+        {"failures": {"DB": -1}},
+        {"failures": {}},
+        {"costs": {}},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_summary_that_does_not_add_up_is_named(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "evaluation")
+    summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    summary["measurements"]["starter"] |= change
+    empty_one: dict[str, object] = {"measurements": {}}
+    for told in (summary, empty_one):
+        (run / SUMMARY).write_text(json.dumps(told), encoding="utf-8")
+        code, lines = attempt(["tau", "tables", "RUN"], run, tmp_path / "out", capsys)
+        assert code == 1
+        (line,) = lines
+        assert f"{run / SUMMARY}: damaged" in line
 
 
 def test_a_received_label_commands_no_terminal(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

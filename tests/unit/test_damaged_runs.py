@@ -324,6 +324,18 @@ def test_a_metric_of_another_kind_is_named_with_its_line(tmp_path: Path, name: s
         run.metrics()
 
 
+def test_what_no_number_holds_was_not_measured(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics_file.write_text('{"step": 1, "kl": NaN, "reward": 1e999, "seconds": -Infinity}\n', encoding="utf-8")
+    assert run.metrics() == [{"step": 1, "kl": None, "reward": None, "seconds": None}]
+
+
+def test_a_setting_out_of_its_bounds_is_named(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "engine: {engines: -3}\n")
+    with pytest.raises(DamagedRun, match=r"config\.yaml: damaged: key engine\.engines is '-3'"):
+        run.setting("engine.engines")
+
+
 def test_files_that_are_not_a_runs_are_left_alone(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole, tmp_path / "run")
     for stray in (

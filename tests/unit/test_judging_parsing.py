@@ -660,7 +660,7 @@ def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object
         (1, "One might argue the criterion is not met, since step 2 failed; however step 3 repairs it."),
         (
             1,
-            "At first sight the criterion is violated in step 2, but the value is corrected in step 3 before it is used.",
+            "At first sight the criterion is violated in step 2, but step 3 corrects the value before it is used.",
         ),
         (-1, "The agent should be marked down for not checking the balance."),
         (1, "The agent passes."),

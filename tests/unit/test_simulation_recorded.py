@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.simulation.page import COLORS
 from draco_ray.lab.simulation.recorded import read_run
 from draco_ray.lab.simulation.scaling import ALLOWANCE, Scale, foretell, median_error, most_a_minute, most_at_once
@@ -184,6 +185,45 @@ def test_a_step_that_does_not_say_its_seconds_is_named(tmp_path: Path) -> None:
     made.metrics_file.write_text(made.metrics_file.read_text().replace('"seconds_sync": 2.0', '"seconds_sync": null'))
     with pytest.raises(ConfigError, match="step 2 do not say its seconds"):
         said(made.path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("seconds", -1.0), ("seconds_sync", -1), ("updates", -3), ("updates", 1e300)]
+)
+def test_a_step_that_took_what_none_takes_is_named(tmp_path: Path, key: str, value: float) -> None:
+    run = timed_run(tmp_path / "run", steps=3)
+    first, second, *more = run.metrics_file.read_text().splitlines()
+    second = json.dumps(json.loads(second) | {key: value})
+    run.metrics_file.write_text("\n".join([first, second, *more]) + "\n")
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 2: "):
+        read_run(run)
+
+
+def test_more_engines_than_a_simulation_holds_are_refused(tmp_path: Path) -> None:
+    run = timed_run(tmp_path / "run", steps=3, config=CONFIG.replace("engine: {", "engine: {engines: 1000000000, "))
+    with pytest.raises(ConfigError, match=r"config\.yaml: engine\.engines=1000000000: expected at most 100,000"):
+        read_run(run)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("steps", "seconds_generating", float("nan")),
+        ("steps", "seconds_generating", float("inf")),
+        ("steps", "seconds_executing", -1.0),
+        ("spans", "ended_at", 1e300),
+        ("judge_calls", "seconds", -1.0),
+    ],
+)
+def test_seconds_that_are_none_are_named(tmp_path: Path, table: str, column: str, value: float) -> None:
+    run = timed_run(tmp_path / "run", steps=3)
+    file = run.tables / table / "step00002.parquet"
+    rows = read_table(file, table)
+    place = rows.schema.get_field_index(column)
+    values = pa.array([value, *rows.column(column).to_pylist()[1:]], rows.schema.types[place])
+    write_parquet(file, rows.set_column(place, rows.schema.field(column), values))
+    with pytest.raises(DamagedRun, match=rf"step00002\.parquet: damaged: its column '{column}' holds what is no "):
+        read_run(run)
 
 
 def test_a_failed_group_is_read_as_one(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import shutil
-import tempfile
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +31,7 @@ from draco_ray.environments.program import MARK
 from draco_ray.environments.tasks import KEPT, WORKSPACE
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.held import HeldFolder
 from draco_ray.records import Task
 
 JOB = "tau2"
@@ -219,11 +219,11 @@ class TauWorld:
 
     def __init__(self, environment: TauEnvironment, task: Task) -> None:
         self._environment = environment
-        self._folder = Path(tempfile.mkdtemp(prefix="draco-tau-"))
-        self._kept = self._folder / KEPT
+        self._folder = HeldFolder()
+        self._kept = self._folder.path / KEPT
         self._kept.mkdir()
         job = json.dumps(environment.job(task.task_id, self._kept))
-        self.task = replace(task, fields={WORKSPACE: str(self._folder), JOB: job})
+        self.task = replace(task, fields={WORKSPACE: str(self._folder.path), JOB: job})
 
     async def act(self, action: str) -> str:
         """Take what the agent's program printed; tau2's result file says more. Raises: EnvironmentCrashed."""
@@ -263,7 +263,7 @@ class TauWorld:
 
     async def close(self) -> None:
         """Remove the folder."""
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._folder.remove)
 
     def _simulation(self) -> Mapping[str, Any]:
         try:

@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -43,6 +42,7 @@ from draco_ray.benchmarks.tau.supervise import run_job
 from draco_ray.config.schema import DracoConfig, TauBenchConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
+from draco_ray.held import HeldFolder
 from draco_ray.judging.pricing import find_price
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 
@@ -202,7 +202,7 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, folder: Path, out: 
     tau = config.tau_bench
     keys = jobs.read_keys(tau, policy)
     with ExitStack() as stack:
-        tmp = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draco-tau-", ignore_cleanup_errors=True)))
+        tmp = stack.enter_context(HeldFolder())
         endpoint = None
         if not policy.api:
             withhold = list(jobs.key_variables(tau, policy).values())

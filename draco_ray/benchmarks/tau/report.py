@@ -6,16 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from draco_ray.benchmarks.tau.episodes import INFRASTRUCTURE, MISSING, Episode, Tokens
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import RolloutResult
+from draco_ray.lab.evaluation.results import Count, OneLine, RolloutResult, Several
 from draco_ray.lab.evaluation.role_costs import RoleCost
 from draco_ray.lab.evaluation.tables import (
     Settings,
@@ -31,15 +31,21 @@ from draco_ray.runs.directory import damaged, read_text
 class _Measured(BaseModel):
     """What the tables read of `summary`."""
 
-    trials: PositiveInt
-    episodes: PositiveInt
-    successes: NonNegativeInt
-    failures: dict[str, NonNegativeInt]
-    costs: dict[Literal["agent", "user", "judge"], RoleCost]
+    trials: Several
+    episodes: Several
+    successes: Count
+    failures: dict[OneLine, Count]
+    costs: Annotated[dict[Literal["agent", "user", "judge"], RoleCost], Field(min_length=3)]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> _Measured:
+        if self.successes + sum(self.failures.values()) != self.episodes:
+            raise ValueError(f"successes and failures are not {self.episodes} together")
+        return self
 
 
 class _Summary(BaseModel):
-    measurements: dict[str, _Measured]
+    measurements: Annotated[dict[str, _Measured], Field(min_length=1)]
 
 
 ROLES = ("agent", "user", "judge")

@@ -22,9 +22,9 @@ import psutil
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.template_process import TemplateProcess
 from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, SlotSpec
-from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.launch import SCRATCH_MIB, last_line
 from draco_ray.errors import EnvironmentCrashed
+from draco_ray.held import remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Directory:
 
     def remove(self) -> None:
         os.close(self._descriptor)
-        linux.remove_tree(self.path)
+        remove_tree(self.path)
 
 
 @dataclass(frozen=True, slots=True)

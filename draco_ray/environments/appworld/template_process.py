@@ -11,16 +11,15 @@ import logging
 import select
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
+from draco_ray.held import HeldFolder
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +59,15 @@ class _NotLoaded(LevelUnavailable):
 class TemplateProcess:
     """A running template. Its methods may be called from any thread."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, directory: str, level: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, folder: HeldFolder, level: str
+    ) -> None:
         self.level = level
         self.system_calls_refused = False
         """Whether tasks are kept from starting processes, among others (`system_calls`)."""
-        self.directory = directory
+        self.directory = str(folder.path)
         """Private folder on the host, for the folders of slots; it goes with the template, or with a killed host."""
+        self._folder = folder
         self._process = process
         self._control = control
 
@@ -75,7 +77,8 @@ class TemplateProcess:
 
         Raises: LevelUnavailable, the process's own words; EnvironmentCrashed when it was killed or takes too long.
         """
-        directory = tempfile.mkdtemp(prefix="draco-template-")
+        folder = HeldFolder()
+        directory = str(folder.path)
         # SOCK_SEQPACKET keeps messages apart.
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spec = JailSpec(
@@ -88,7 +91,7 @@ class TemplateProcess:
         )
         process = launch(spec, key.python)
         their_control.close()
-        template = cls(process, control, directory, level)
+        template = cls(process, control, folder, level)
         try:
             control.settimeout(timeout_seconds)
             try:
@@ -134,7 +137,7 @@ class TemplateProcess:
         self._control.close()
         self._process.kill()
         self._process.wait()
-        linux.remove_tree(self.directory)
+        self._folder.remove()
 
 
 def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:

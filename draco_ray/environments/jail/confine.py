@@ -21,9 +21,9 @@ process, no signals.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import select
 import shutil
 import sys
 from collections.abc import Iterable
@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from draco_ray.environments.jail import linux
+from draco_ray.held import hold, sweep
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
 AUTOMATIC_LEVELS = LEVELS[:-1]
@@ -59,7 +60,7 @@ _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
 """Of a task's folder; its ground truth is not among them."""
 
-JAIL_CODE = ("__init__.py", "environments/__init__.py", "environments/jail")
+JAIL_CODE = ("__init__.py", "held.py", "environments/__init__.py", "environments/jail")
 """Of this package: what runs in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
@@ -149,16 +150,12 @@ def main() -> int:
 
 
 def _leave_caretaker(spec: JailSpec) -> None:
-    """Fork a process that outlives the jail: a host that was killed cannot remove what it made."""
-    try:
-        host = os.pidfd_open(os.getppid())
-    except OSError:
-        return  # before Linux 5.3
+    """Fork a process that outlives the jail: a host that was killed cannot remove what it made, and nobody may before
+    the last process in the jail has ended."""
     watched, held = os.pipe()
     # Held by everything that runs in the jail: its end is the end of the last of them.
     os.set_inheritable(held, True)
     if os.fork():
-        os.close(host)
         os.close(watched)
         return
     os.close(held)
@@ -167,15 +164,14 @@ def _leave_caretaker(spec: JailSpec) -> None:
     for standard in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     os.setsid()
-    while os.read(watched, 4096):
-        pass
-    # A host that is alive removes the folder itself, a moment later.
-    for _ in range(50):
-        if not os.path.exists(spec.directory):
-            break
-        if select.select([host], [], [], 0.2)[0]:
-            linux.remove_tree(spec.directory)
-            break
+    root = Path(spec.directory).parent
+    with contextlib.suppress(OSError):
+        held_too = hold(root)
+        while os.read(watched, 4096):
+            pass
+        os.close(held_too)
+        # A host that is alive holds it as well, and removes it itself.
+        sweep(root.parent)
     os._exit(0)
 
 

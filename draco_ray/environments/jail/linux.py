@@ -10,9 +10,7 @@ import ctypes
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterable
-from typing import Any
 
 NEW_MOUNTS = 0x00020000
 NEW_CGROUP = 0x02000000
@@ -205,30 +203,6 @@ def limit(*, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int) -
         resource.setrlimit(name, (bounded, bounded))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_seconds, hard), hard))
-
-
-def remove_tree(folder: str, *, itself: bool = True, uid: int | None = None) -> bool:
-    """Remove what is in a folder, whatever a task has made of it. No link is followed, no file's mode is changed.
-
-    By a program, because folders can be nested deeper than Python's recursion goes.
-
-    Args:
-        itself: and the folder.
-        uid: the user to do it as; None is the caller's.
-    Returns: whether it is gone.
-    """
-    user: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
-    start = ["find", folder, "-mindepth", "0" if itself else "1"]
-
-    def find(*action: str) -> bool:
-        done = subprocess.run([*start, *action], check=False, stderr=subprocess.DEVNULL, cwd="/", **user)
-        return done.returncode == 0
-
-    if find("-delete"):
-        return True
-    # Folders whose mode keeps even their owner out.
-    find("-type", "d", "!", "-perm", "-u=rwx", "-execdir", "chmod", "u+rwx", "{}", ";")
-    return find("-delete")
 
 
 def die_first() -> None:

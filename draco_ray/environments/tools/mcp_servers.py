@@ -10,14 +10,12 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, jail_command, last_line, link_package, reached_level
 from draco_ray.environments.tools.command import Launch
@@ -25,6 +23,7 @@ from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.environments.tools.process import CODE, CPU_CALLS
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.extras import need
+from draco_ray.held import HeldFolder
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +171,8 @@ class McpSession:
             ) as http:
                 yield streamable_http_client(self._options.url, http_client=http)
             return
-        directory = tempfile.mkdtemp(prefix="draco-mcp-")
+        folder = HeldFolder()
+        directory = str(folder.path)
         try:
             stderr = os.fdopen(os.open(os.path.join(directory, "stderr"), os.O_WRONLY | os.O_CREAT, 0o600), "w")
             with stderr:
@@ -186,7 +186,7 @@ class McpSession:
                         raise
                     raise EnvironmentCrashed(f"{_reason(error)}; it said: {last_line(directory)}") from error
         finally:
-            await asyncio.to_thread(linux.remove_tree, directory)
+            await asyncio.to_thread(folder.remove)
 
     async def _look_away(self, request: Any) -> None:
         """Forget the answer to the last request: what goes wrong now is another one's doing."""

@@ -11,18 +11,17 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.environments.tools.options import ToolsOptions
 from draco_ray.environments.tools.server import Setup
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken
+from draco_ray.held import HeldFolder
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +38,12 @@ class ToolProcess:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        directory: str,
+        folder: HeldFolder,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self._process = process
-        self._directory = directory
+        self._folder = folder
         self._reader = reader
         self._writer = writer
         self.tools: list[dict[str, Any]] = []
@@ -74,7 +73,8 @@ class ToolProcess:
     async def _start(
         cls, level: str, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]
     ) -> ToolProcess:
-        directory = tempfile.mkdtemp(prefix="draco-tools-")
+        folder = HeldFolder()
+        directory = str(folder.path)
         control, theirs = socket.socketpair()
         files = [os.path.abspath(path) for path in options.tools]
         spec = JailSpec(
@@ -92,7 +92,7 @@ class ToolProcess:
         process = launch(spec)
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=control, limit=8 * config.max_output_bytes + (1 << 20))
-        started = cls(process, directory, reader, writer)
+        started = cls(process, folder, reader, writer)
         setup = Setup(
             files=files,
             secrets=dict(secrets),
@@ -148,7 +148,7 @@ class ToolProcess:
             raise WorldBroken(f"{what} could not be stopped after {timeout_seconds:g} s") from None
         except EOFError:
             await self.kill()
-            raise EnvironmentCrashed(f"the process of tools is gone: {last_line(self._directory)}") from None
+            raise EnvironmentCrashed(f"the process of tools is gone: {last_line(str(self._folder.path))}") from None
         if "died" in answer:
             raise WorldBroken(f"{what} ended its process (status {answer['died']})")
         return answer
@@ -164,4 +164,4 @@ class ToolProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(linux.remove_tree, self._directory)
+        await asyncio.to_thread(self._folder.remove)

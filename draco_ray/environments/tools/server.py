@@ -34,6 +34,7 @@ from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, JailSpec, reada
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 from draco_ray.environments.tools import functions
 from draco_ray.environments.tools.functions import Functions, UnusableTools
+from draco_ray.held import remove_tree
 
 _PROCESSES = 64
 """Threads of a task's process, and what it starts where it may."""
@@ -133,7 +134,7 @@ class ToolServer:
             for folder in SCRATCH_FOLDERS:
                 linux.unmount(folder)
                 linux.mount_tmpfs(folder, self._jail.scratch_mib, 0o1777)
-        elif os.listdir(home := os.environ["HOME"]) and not linux.remove_tree(home, itself=False, uid=self._uid):
+        elif os.listdir(home := os.environ["HOME"]) and not remove_tree(home, itself=False, uid=self._uid):
             raise OSError(f"{home} cannot be cleared")
 
 

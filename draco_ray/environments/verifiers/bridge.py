@@ -24,11 +24,9 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -672,15 +670,15 @@ async def _serve(descriptor: int, options: dict[str, Any], folder: str, server: 
         await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
         # What is asked for then has nobody to answer it, and who asked sees the end of this process.
         told.close()
-    except Unusable as error:
-        writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+    except Exception as error:
+        said = str(error) if isinstance(error, Unusable) else _line(error)
+        writer.write(json.dumps({"error": said}).encode() + b"\n")
         await writer.drain()
     finally:
         if server.is_alive():
             server.terminate()
             await asyncio.to_thread(server.join, _END_SECONDS)
             server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
         # A thread may still wait for a server that cannot be ended.
         os._exit(0)
 
@@ -692,11 +690,10 @@ def main() -> int:
     os.dup2(2, 1)
     options = json.loads(sys.stdin.read())
     if sys.argv[1] == "serve":
-        control, folder = int(sys.argv[2]), tempfile.mkdtemp(prefix="draco-vf-")
+        control, folder = int(sys.argv[2]), sys.argv[3]
         try:
             server, told = forked_server(folder, control, truth=options["truth"])
         except Unusable as error:
-            os.rmdir(folder)
             os.write(control, json.dumps({"error": str(error)}).encode() + b"\n")
             return 0
         asyncio.run(_serve(control, options, folder, server, told))

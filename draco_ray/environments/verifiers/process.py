@@ -22,6 +22,7 @@ from draco_ray.environments.jail import linux
 from draco_ray.environments.program import MARK, end_strays, passed_environment
 from draco_ray.environments.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.held import HeldFolder
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
@@ -109,9 +110,14 @@ class BridgeProcess:
     """A running bridge. Belongs to one event loop."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], mark: str, said: Any, streams: tuple[Any, asyncio.StreamWriter]
+        self,
+        process: subprocess.Popen[bytes],
+        mark: str,
+        said: Any,
+        folder: HeldFolder,
+        streams: tuple[Any, asyncio.StreamWriter],
     ) -> None:
-        self._process, self._mark, self._said = process, mark, said
+        self._process, self._mark, self._said, self._folder = process, mark, said, folder
         self._reader, self._writer = streams
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -131,12 +137,13 @@ class BridgeProcess:
         ours.setblocking(False)
         mark = secrets.token_hex(16)
         said = tempfile.TemporaryFile()  # noqa: SIM115
+        folder = HeldFolder()
         with theirs, tempfile.TemporaryFile() as stdin:
             stdin.write(told_to_bridge(options, config, ground_truth=ground_truth).encode())
             stdin.seek(0)
             # Not asyncio's: see `draco_ray.environments.program`.
             process = subprocess.Popen(  # noqa: ASYNC220
-                [python, str(_BRIDGE), "serve", str(theirs.fileno())],
+                [python, str(_BRIDGE), "serve", str(theirs.fileno()), str(folder.path)],
                 stdin=stdin,
                 stdout=said,
                 stderr=said,
@@ -151,7 +158,7 @@ class BridgeProcess:
                 first = json.loads(await streams[0].readline() or "{}")
         except (TimeoutError, OSError, ValueError) as error:
             first = {"error": f"it did not answer: {type(error).__name__}"}
-        started = cls(process, mark, said, streams)
+        started = cls(process, mark, said, folder, streams)
         if "ready" not in first:
             why = first.get("error") or f"it ended; its last words: {started.last_words()}"
             await started.kill()
@@ -208,6 +215,7 @@ class BridgeProcess:
             self._process.kill()
             self._process.wait()
         end_strays(self._mark)
+        self._folder.remove()
         self._said.close()
 
     async def _send(self, order: Mapping[str, Any]) -> None:

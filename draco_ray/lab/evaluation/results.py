@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from draco_ray.config.file_names import FileName
 from draco_ray.errors import ConfigError, TooManyLost
@@ -34,6 +34,8 @@ from draco_ray.runs.directory import damaged, read_bytes, read_text
 MOST = 1e15
 """Of a count, of seconds or of dollars: what is larger is none, and its sums could not be shown."""
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Several = Annotated[int, Field(ge=1, le=MOST)]
 
 
 def _printable(text: str) -> str:
@@ -55,9 +57,11 @@ def _plausible(usage: Usage) -> Usage:
 
 def _counted(evaluation: Evaluation) -> Evaluation:
     """``evaluation`` if its counts can be any. Raises ValueError."""
-    for name in ("turns", "passed_tests", "total_tests"):
-        if not 0 <= (count := getattr(evaluation, name)) <= MOST:
+    for name, most in (("turns", MOST), ("total_tests", MOST), ("passed_tests", evaluation.total_tests)):
+        if not 0 <= (count := getattr(evaluation, name)) <= most:
             raise ValueError(f"{name} is {count}")
+    if evaluation.reward is not None and not abs(evaluation.reward) <= MOST:
+        raise ValueError(f"reward is {evaluation.reward}")
     return evaluation
 
 
@@ -68,7 +72,7 @@ class RolloutResult:
     evaluation: Annotated[Evaluation, AfterValidator(_counted)]
     usage: Annotated[Usage, AfterValidator(_plausible)]
     seconds: Amount
-    attempts: NonNegativeInt = 1
+    attempts: Count = 1
     error: str | None = None
     """Why the last attempt was lost, of a rollout whose every attempt was; None otherwise."""
 
@@ -84,16 +88,16 @@ class Plan(BaseModel):
     """The setting's name in tables."""
     policy: OneLine
     """What the user named; which weights that were is in ``settings``, so a folder may be named in another way."""
-    runs: int
+    runs: Several
     measurements: Annotated[tuple[FileName, ...], Field(min_length=1)]
     """Checkpoints (``step00090``), or one name for a policy without any."""
-    tasks: dict[FileName, int | None]
+    tasks: dict[FileName, Count | None]
     """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
     world: str = ""
     """Digest of the tasks: the same ids in two generated worlds are different tasks."""
     generated: bool = False
     """Whether the world was made by `draco sandbox build`, and is none of AppWorld's."""
-    split_size: int | None = None
+    split_size: Several | None = None
     """Tasks of the whole split, of which ``tasks`` may be a part; None where that was not recorded."""
     scenarios: bool = True
     """Whether tasks have scenarios (SGC, clustered intervals)."""
@@ -156,7 +160,7 @@ class EvaluationDirectory:
                 f"{path}: not an evaluation directory (it has no evaluation.json); `draco evaluate` makes one"
             )
         try:
-            return cls(path, Plan.model_validate_json(read_text(file)))
+            return cls(path, Plan.model_validate_json(read_text(file), strict=True))
         except ValidationError as error:
             kinds = {problem["type"] for problem in error.errors()}
             if kinds <= {"missing", "extra_forbidden"}:

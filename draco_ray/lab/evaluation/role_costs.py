@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from draco_ray.lab.evaluation.results import Amount, EvaluationDirectory
+from draco_ray.lab.evaluation.results import Amount, Count, EvaluationDirectory
 from draco_ray.runs.directory import damaged, read_text
 
 
 class RoleCost(BaseModel):
     """One role's part of all rollouts of a measurement."""
 
-    input_tokens: NonNegativeInt
-    output_tokens: NonNegativeInt
+    input_tokens: Count
+    output_tokens: Count
     dollars: Amount | None
     """None where no price is known."""
 

@@ -11,13 +11,13 @@ import hashlib
 import hmac
 import os
 import secrets
-import tempfile
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from draco_ray.errors import ConfigError, DracoError
+from draco_ray.held import HeldFolder
 from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 
@@ -74,8 +74,8 @@ class LivePage:
             state = self.state
             if state != self._state:
                 try:
-                    with tempfile.TemporaryDirectory(prefix="draco-report-") as folder:
-                        path = Path(folder) / "report.html"
+                    with HeldFolder() as folder:
+                        path = folder / "report.html"
                         write_report(RunDirectory.open(self._run.path), path, live=state)
                         self._page, self._state = path.read_bytes(), state
                 except DracoError:

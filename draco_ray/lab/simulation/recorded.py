@@ -16,10 +16,13 @@ from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.lab.simulation.work import CallWork, PhaseWork, Setting
 from draco_ray.pipeline import GroupState
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, damaged
+from draco_ray.runs.schema import MOST
 
 FEWEST_STEPS = 3
 """Finished steps: the first, in which worlds and engines are cold, and two to measure one by the other."""
+MOST_OF_ONE = 100_000
+"""Engines, slots or workers of a simulation, as `draco plan` takes them: each is an object."""
 TOGETHER_SECONDS = 1e-3
 """Calls of a phase that overlap by more were made side by side."""
 
@@ -161,6 +164,11 @@ def read_run(run: RunDirectory) -> RecordedRun:
 
 def _setting(run: RunDirectory) -> Setting:
     value = run.setting
+    for key in ("engine.engines", "environment.slots", "judge.workers", "judge.max_workers"):
+        if (value(key) or 0) > MOST_OF_ONE:
+            raise ConfigError(
+                f"{run.path / 'config.yaml'}: {key}={value(key)}: expected at most {MOST_OF_ONE:,} in a simulation"
+            )
     limits = value("judge.limits")
     return Setting(
         slots=value("environment.slots"),
@@ -216,13 +224,16 @@ def _step(run: RunDirectory, line: Row) -> RecordedStep:
     seconds, after = line.get("seconds"), line.get("seconds_sync")
     if seconds is None or after is None:
         raise ConfigError(f"{run.path}: the metrics of step {number} do not say its seconds and seconds_sync")
+    updates = line.get("updates") or 0
+    if not (0 <= after <= MOST and 0 <= seconds <= MOST and 0 <= updates <= MOST):
+        raise damaged(run.metrics_file, f"step {number}: seconds {seconds}, seconds_sync {after}, updates {updates}")
     return RecordedStep(
         number=number,
         began=sync - (seconds - after),
         seconds=seconds,
         groups=tuple(groups),
         learning=learning,
-        updates=int(line.get("updates") or 0) + len(line.get("updates_skipped") or ()),
+        updates=int(updates) + len(line.get("updates_skipped") or ()),
     )
 
 

@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from draco_ray.environments.appworld.data_root import check_data_root, load_spli
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.extras import need
+from draco_ray.held import HeldFolder
 from draco_ray.records import Task
 from draco_ray.rollout.agent_prompt import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
@@ -95,8 +95,8 @@ def build_starter(
         raise ConfigError(f"{out} exists and holds no {RECIPE}: not a starter policy, choose another folder")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        made, old = Path(folder) / "new", Path(folder) / "old"
+    with HeldFolder(out.parent) as folder:
+        made, old = folder / "new", folder / "old"
         made.mkdir()
         _build(made, world, manifest, agent, settings, seed, _Report(console))
         (made / RECIPE).write_text(recipe, encoding="utf-8")

@@ -23,7 +23,9 @@ from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.base import WorldVerdict
+from draco_ray.environments.jail import linux
 from draco_ray.errors import WorldError
+from draco_ray.held import HeldFolder
 from draco_ray.records import Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
@@ -202,9 +204,9 @@ class _Recording:
 @contextmanager
 def _borrowed_root(world: Path) -> Iterator[Path]:
     """An AppWorld root with the world's data whose outputs go elsewhere and are removed."""
-    with tempfile.TemporaryDirectory(prefix="draco-starter-") as folder:
-        (Path(folder) / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
-        yield Path(folder)
+    with HeldFolder() as folder:
+        (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
+        yield folder
 
 
 def _rehearse(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[tuple[str, ...]]:
@@ -220,6 +222,7 @@ def _rehearse(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[t
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
+            preexec_fn=linux.die_with_parent,
         )
         try:
             assert process.stdout is not None

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.held import HeldFolder
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Family, Fault, families
 
@@ -64,8 +64,8 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([LOADED])
     with (
-        tempfile.TemporaryDirectory(prefix="draco-verify-") as scratch,
-        context.Pool(jobs, _start_worker, (str(root), scratch), TASKS_A_WORKER) as pool,
+        HeldFolder() as scratch,
+        context.Pool(jobs, _start_worker, (str(root), str(scratch)), TASKS_A_WORKER) as pool,
     ):
         for found in pool.imap_unordered(check_task, tasks):
             checked.append(found)

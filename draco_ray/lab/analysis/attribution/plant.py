@@ -12,7 +12,6 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.environments.jail import linux
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.held import HeldFolder
 from draco_ray.lab.analysis.attribution.rubric import faults_of, known_verdicts
 from draco_ray.records import IntArray
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
@@ -134,10 +135,10 @@ def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> lis
     Raises:
         WorldError: AppWorld's Python is missing or fails.
     """
-    with tempfile.TemporaryDirectory(prefix="draco-attribution-") as folder, ThreadPoolExecutor(processes) as pool:
-        (Path(folder) / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
+    with HeldFolder() as folder, ThreadPoolExecutor(processes) as pool:
+        (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
         shares = [rollouts[start::processes] for start in range(min(processes, len(rollouts)))]
-        results = list(pool.map(lambda share: list(_execute(share, Path(folder))), shares))
+        results = list(pool.map(lambda share: list(_execute(share, folder)), shares))
     found: list[PlantedRollout] = []
     for index, _ in enumerate(rollouts):
         found.append(results[index % processes][index // processes])
@@ -162,6 +163,7 @@ def _execute(share: Sequence[PlantedRollout], root: Path) -> Iterator[PlantedRol
         capture_output=True,
         text=True,
         check=False,
+        preexec_fn=linux.die_with_parent,
     )
     lines = done.stdout.splitlines()
     if len(lines) != len(share):
