@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import subprocess
@@ -9,9 +10,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.main import get_command
 
 from draco_ray import __version__
 from draco_ray.commands.tau import tau
@@ -1029,6 +1031,12 @@ def _in_appworld(module: str, arguments: list[str]) -> None:
         raise typer.Exit(result.returncode)
 
 
+@functools.cache
+def _commands() -> Any:
+    """Every command, its options read from its signature: built once, however often a process calls `main`."""
+    return get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: a known error is one line and exit code 1 (2 for what the user typed, 3 for `TooManyLost`).
 
@@ -1040,7 +1048,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")
     try:
         with naming_extras(), ended_as_interrupted():
-            app(arguments, prog_name="draco")
+            _commands()(arguments, prog_name="draco")
     except DracoError as error:
         # One line, whatever was typed.
         print(f"draco: {' '.join(str(error).splitlines())}", file=sys.stderr)

@@ -6,6 +6,8 @@ comes twice it takes the last. What is written here reads the same in both versi
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -57,6 +59,12 @@ _Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
+@functools.lru_cache(maxsize=32)
+def _read(text: str) -> Any:
+    """The document's value, read once: a command looks into its run's configuration more than once."""
+    return yaml.load(text, _Loader)
+
+
 def load(text: str) -> Any:
     """The document's value.
 
@@ -64,7 +72,8 @@ def load(text: str) -> Any:
         yaml.YAMLError: it is none, a key comes twice, it is nested too deeply, or a number is no number.
     """
     try:
-        return yaml.load(text, _Loader)
+        # Each caller's own: trees are merged into one another.
+        return copy.deepcopy(_read(text))
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
     except ValueError as error:

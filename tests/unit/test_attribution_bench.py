@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -280,9 +281,25 @@ def test_a_folder_that_is_no_sandbox_is_refused(tmp_path: Path) -> None:
         planted_groups(tmp_path, "dev", 1, 1, tmp_path / "rollouts.jsonl")
 
 
+@pytest.fixture(scope="module")
+def benched(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the bench has written once AppWorld has played a task's group and the rule judge has judged it."""
+    out = tmp_path_factory.mktemp("benched")
+    bench(out, sandbox_root, "rules")
+    return out
+
+
+def bench(out: Path, world: Path, *judge: str) -> None:
+    words = ["attribution-bench", "--world", str(world), "--split", "dev", "--tasks", "1", "--processes", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--out", str(out), "--judge", *judge])
+
+
 @pytest.mark.slow
-def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(sandbox_root: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "out" / "rollouts.jsonl"
+def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(
+    sandbox_root: Path, benched: Path, tmp_path: Path
+) -> None:
+    kept = Path(shutil.copy(benched / "rollouts.jsonl", tmp_path))
     (group,) = planted_groups(sandbox_root, "dev", 1, 1, kept)
     family = families()[group[0].family]
     assert [rollout.kind for rollout in group] == [REFERENCE, BENIGN, *faults_of(family)]
@@ -297,16 +314,11 @@ def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(sandbox_root: Pa
 
 
 @pytest.mark.slow
-def test_a_judge_behind_litellm_is_measured_on_the_same_rollouts(
-    sandbox_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["attribution-bench", "--world", str(sandbox_root), "--split", "dev", "--tasks", "1"]
-    arguments += ["--processes", "1", "--out", str(tmp_path)]
+def test_a_judge_behind_litellm_is_measured_on_the_same_rollouts(sandbox_root: Path, benched: Path) -> None:
+    played = (benched / "rollouts.jsonl").read_bytes()
     with JudgeServer() as server:
-        for judge in (["--judge", "rules"], ["--judge", "openai/rule-judge", "--api-base", server.base_url]):
-            with pytest.raises(SystemExit) as ended:
-                main([*arguments, *judge])
-            assert ended.value.code == 0, capsys.readouterr().err
-    tables = [pq.read_table(tmp_path / name / "rollouts.parquet") for name in ("rules", "openai_rule-judge")]
+        bench(benched, sandbox_root, "openai/rule-judge", "--api-base", server.base_url)
+    assert (benched / "rollouts.jsonl").read_bytes() == played
+    tables = [pq.read_table(benched / name / "rollouts.parquet") for name in ("rules", "openai_rule-judge")]
     assert tables[0].drop_columns(["judge"]).equals(tables[1].drop_columns(["judge"]))
-    assert pq.read_table(tmp_path / "rules" / "measures.parquet").num_rows > 50
+    assert pq.read_table(benched / "rules" / "measures.parquet").num_rows > 50

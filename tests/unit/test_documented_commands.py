@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from draco_ray.cli import app
+from draco_ray.cli import _commands
 from tests.conftest import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -31,7 +30,7 @@ def commands(text: str) -> list[str]:
 def unknown(command: str) -> str | None:
     """What of a command the program does not know: a sub-command or an option."""
     words = shlex.split(command.replace("[", "").replace("]", ""))[1:]
-    node: Any = get_command(app)
+    node: Any = _commands()
     # Typer brings a click of its own, so a group is known by what it has.
     while hasattr(node, "commands"):
         if not words or words[0].startswith("-"):

@@ -23,6 +23,7 @@ from draco_ray.lab.evaluation.policies import (
     lora_rank,
 )
 from draco_ray.training.order import TaskOrder
+from tests.support.tiny_model import build_tiny_model
 
 
 def a_run(path: Path, steps: list[int]) -> Path:
@@ -102,8 +103,9 @@ def test_the_papers_checkpoints_end_epochs_of_90_tasks(tmp_path: Path, steps: in
 
 
 def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
-    tmp_path: Path, sandbox_root: Path, starter_model: Path
+    tmp_path: Path, sandbox_root: Path
 ) -> None:
+    model = build_tiny_model(tmp_path / "model")
     run = tmp_path / "run"
     run.mkdir()
     elsewhere = [f"data.root={tmp_path / 'gone'}", f"model.path={tmp_path / 'gone'}", "train.prompts_per_step=5"]
@@ -121,7 +123,7 @@ def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
         runs=1,
         config=None,
         # Another size of steps than the run's would be another length of epochs.
-        overrides=[f"data.root={sandbox_root}", f"model.path={starter_model}", "train.prompts_per_step=2"],
+        overrides=[f"data.root={sandbox_root}", f"model.path={model}", "train.prompts_per_step=2"],
         out=None,
         label=None,
         api_base=None,

@@ -112,7 +112,7 @@ def test_whoever_stops_a_command_before_it_has_begun_sees_no_stack_trace(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Typer reads the signatures of all commands first, which takes a while."""
-    monkeypatch.setattr(cli, "app", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(cli, "_commands", lambda: lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as end:
         cli.main(["replay", "run"])
     assert (end.value.code, capsys.readouterr().err) == (130, "")

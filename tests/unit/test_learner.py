@@ -558,17 +558,25 @@ class Opened:
         return (open, (self.path, "w"))
 
 
+@pytest.fixture(scope="module")
+def updated(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoraLearner, Path]:
+    """A learner after an update, and its checkpoint, for tests that load another one in vain."""
+    learner, path = make_learner(model), tmp_path_factory.mktemp("updated") / "step00001"
+    learner.accumulate(make_samples())
+    learner.step()
+    learner.save(path)
+    return learner, path
+
+
 @pytest.mark.parametrize(
     "damage", ["truncated", "empty", "garbage", "pickle", "json", "missing", "directory", "loop", "queue"]
 )
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors", "learner.json"])
 def test_a_damaged_checkpoint_is_one_line_that_names_the_file(
-    model: ModelConfig, tmp_path: Path, name: str, damage: str
+    updated: tuple[LoraLearner, Path], tmp_path: Path, name: str, damage: str
 ) -> None:
-    learner = make_learner(model)
-    learner.accumulate(make_samples())
-    learner.step()
-    learner.save(tmp_path / "step00001")
+    learner, whole = updated
+    shutil.copytree(whole, tmp_path / "step00001")
     damaged(tmp_path / "step00001", name, damage)
     with pytest.raises(LearnerError) as caught:
         learner.load(tmp_path / "step00001")
@@ -577,12 +585,9 @@ def test_a_damaged_checkpoint_is_one_line_that_names_the_file(
     assert not (tmp_path / "step00001" / "harm").exists()
 
 
-def test_no_file_of_a_checkpoint_can_hold_code(model: ModelConfig, tmp_path: Path) -> None:
-    learner = make_learner(model)
-    learner.accumulate(make_samples())
-    learner.step()
-    learner.save(tmp_path / "step00001")
-    assert {path.suffix for path in (tmp_path / "step00001").iterdir()} == {".json", ".safetensors"}
+def test_no_file_of_a_checkpoint_can_hold_code(updated: tuple[LoraLearner, Path]) -> None:
+    _, whole = updated
+    assert {path.suffix for path in whole.iterdir()} == {".json", ".safetensors"}
 
 
 def test_an_optimizer_of_another_adapter_is_refused(model: ModelConfig, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,64 +214,91 @@ def samples() -> list[TrainingSample]:
 class Measured:
     """A learner of a toy model, what the plan says of it, and what its tensors take."""
 
-    def __init__(
-        self, directory: Path, values: dict[str, Any], *, dtype: str, checkpointing: bool, base: str = "model"
-    ) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(transformers_config(values)).to(getattr(torch, dtype))
-        model.save_pretrained(directory)
+    def __init__(self, directory: Path, *, dtype: str, checkpointing: bool, base: str = "model") -> None:
         self.config = settings(str(directory), dtype=dtype, checkpointing=checkpointing, base=base)
-        self.shape: ModelShape = read_shape(model.config.to_dict(), "toy")
+        self.shape: ModelShape = read_shape(AutoConfig.from_pretrained(directory).to_dict(), "toy")
         self.plan: LearnerMemory = learner_memory(self.config, self.shape)
         self.learner = LoraLearner(self.config.model, self.config.learner, seed=0)
-        assert self.learner.accumulate(samples())["computed_tokens"] == TOKENS  # from here on gradients exist
         self.parameters = list(self.learner.policy.peft.parameters())
+
+    def accumulate(self) -> None:
+        assert self.learner.accumulate(samples())["computed_tokens"] == TOKENS
 
     def item(self, name: str) -> int:
         return next(item.bytes for item in self.plan.resident if item.name == name)
 
-    def activation_peak(self) -> int:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+    @functools.cached_property
+    def update(self) -> tuple[int, list[torch.Tensor]]:
+        """The peak of what an update makes beside the gradients, which are there before it; and these, of it alone."""
+        trained = self.learner.policy.parameters
+        gradients = [torch.zeros_like(parameter) for parameter in trained]
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
         with LiveBytes([*self.parameters, *self.learner.policy.peft.buffers(), *gradients]) as live:
-            self.learner.accumulate(samples())
-        return live.peak
+            self.accumulate()
+        return live.peak, [gradient.clone() for gradient in gradients]
 
-    def saved(self, index: int) -> int:
-        """Bytes that a layer keeps for its backward, parameters apart."""
-        layer: Any = self.learner.policy.peft.get_base_model().get_decoder().layers[index]
+    def saved(self) -> list[int]:
+        """Bytes that each layer keeps for its backward, parameters apart."""
         known = {parameter.untyped_storage()._cdata for parameter in self.parameters}
-        kept: dict[int, torch.Tensor] = {}
+        layers: Any = self.learner.policy.peft.get_base_model().get_decoder().layers
+        kept: list[dict[int, torch.Tensor]] = [{} for _ in layers]
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage()._cdata not in known:
-                kept[tensor.untyped_storage()._cdata] = tensor
-            return tensor
+        def watched(forward: Any, mine: dict[int, torch.Tensor]) -> Any:
+            def keep(tensor: torch.Tensor) -> torch.Tensor:
+                if tensor.untyped_storage()._cdata not in known:
+                    mine[tensor.untyped_storage()._cdata] = tensor
+                return tensor
 
-        forward = layer.forward
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                    return forward(*args, **kwargs)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                return forward(*args, **kwargs)
+            return run
 
-        layer.forward = watched
-        sequences = [Packable(one.token_ids_T, one.loss_mask_T, PROMPT) for one in samples()]
-        self.learner.policy.logprobs(lay_out(sequences))
-        layer.forward = forward
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        with pytest.MonkeyPatch.context() as patch:
+            for layer, mine in zip(layers, kept, strict=True):
+                patch.setattr(layer, "forward", watched(layer.forward, mine))
+            self.learner.policy.logprobs(lay_out([Packable(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()]))
+        return [sum(tensor.untyped_storage().nbytes() for tensor in mine.values()) for mine in kept]
+
+
+Measure = Callable[..., Measured]
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """What is measured of a toy, loaded once for all tests."""
+    torch.set_num_threads(1)
+
+    @functools.cache
+    def saved(name: str, dtype: str) -> Path:
+        directory = tmp_path_factory.mktemp("toy")
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(transformers_config(TOYS[name])).to(getattr(torch, dtype))
+        model.save_pretrained(directory)
+        return directory
+
+    @functools.cache
+    def loaded(name: str, dtype: str, checkpointing: bool, base: str) -> Measured:
+        return Measured(saved(name, dtype), dtype=dtype, checkpointing=checkpointing, base=base)
+
+    def measured(name: str, *, dtype: str = "bfloat16", checkpointing: bool = True, base: str = "model") -> Measured:
+        return loaded(name, dtype, checkpointing, base)
+
+    return measured
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", TOYS)
-def test_what_a_layer_keeps_is_what_the_plan_says(tmp_path: Path, name: str, dtype: str) -> None:
-    measured = Measured(tmp_path, TOYS[name], dtype=dtype, checkpointing=False)
-    for index, kind in enumerate(measured.shape.layers):
-        if index == 0:
-            continue  # its norm has nothing to keep: nothing below it is trained
+def test_what_a_layer_keeps_is_what_the_plan_says(measure: Measure, name: str, dtype: str) -> None:
+    measured = measure(name, dtype=dtype, checkpointing=False)
+    # The first one's norm has nothing to keep: nothing below it is trained.
+    for kind, kept in list(zip(measured.shape.layers, measured.saved(), strict=True))[1:]:
         width, tolerance = (2, 0.03) if dtype == "bfloat16" else (4, 0.07)
         planned = TOKENS * saved_bytes(measured.shape, kind, width, 1, kernels=False)
         planned += shared_prompt_bytes(measured.config, measured.shape, kind)
-        assert planned == pytest.approx(measured.saved(index), rel=tolerance)
+        assert planned == pytest.approx(kept, rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +307,10 @@ def test_what_a_layer_keeps_is_what_the_plan_says(tmp_path: Path, name: str, dty
     + [(name, True, "int8") for name in DENSE],
 )
 def test_the_peak_of_a_real_update_is_within_the_plan(
-    tmp_path: Path, name: str, checkpointing: bool, base: str
+    measure: Measure, name: str, checkpointing: bool, base: str
 ) -> None:
-    measured = Measured(tmp_path, TOYS[name], dtype="bfloat16", checkpointing=checkpointing, base=base)
-    planned, peak = total(measured.plan.backward), measured.activation_peak()
+    measured = measure(name, checkpointing=checkpointing, base=base)
+    planned, (peak, _) = total(measured.plan.backward), measured.update
     # A weight that is made whole is there beside less than all that the plan counts with it.
     whole = sum(item.bytes for item in measured.plan.backward if item.keys == "learner.base_precision")
     assert (whole > 0) == (base != "model")
@@ -290,9 +319,9 @@ def test_the_peak_of_a_real_update_is_within_the_plan(
 
 @pytest.mark.parametrize("name", TOYS)
 def test_what_is_kept_on_the_host_is_what_the_plan_says_and_changes_nothing(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    measure: Measure, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = Measured(tmp_path, TOYS[name], dtype="bfloat16", checkpointing=True)
+    measured = measure(name)
     keys = measured.config.learner.model_copy(update={"offload_activations": True})
     config = measured.config.model_copy(update={"learner": keys})
     kept: list[int] = []
@@ -314,15 +343,17 @@ def test_what_is_kept_on_the_host_is_what_the_plan_says_and_changes_nothing(
     planned = learner_memory(config, measured.shape)
     assert 0.8 * total(planned.host) < sum(kept) <= total(planned.host)
     assert planned.peak < measured.plan.peak
-    for offloaded, plain in zip(offloading.policy.parameters, measured.learner.policy.parameters, strict=True):
+    _, gradients = measured.update
+    for offloaded, plain in zip(offloading.policy.parameters, gradients, strict=True):
         assert offloaded.grad is not None
-        assert plain.grad is not None
-        assert torch.equal(offloaded.grad, plain.grad)
+        assert torch.equal(offloaded.grad, plain)
 
 
 @pytest.mark.parametrize("base", ["model", "int8", "fp8"])
-def test_weights_gradients_and_optimizer_take_what_the_plan_says(tmp_path: Path, base: str) -> None:
-    measured = Measured(tmp_path, QWEN3_5, dtype="bfloat16", checkpointing=True, base=base)
+def test_weights_gradients_and_optimizer_take_what_the_plan_says(measure: Measure, base: str) -> None:
+    measured = measure("qwen3_5", base=base)
+    measured.learner.policy.peft.zero_grad()
+    measured.accumulate()
     named = list(measured.learner.policy.peft.named_parameters())
     base = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
     adapter = sum(p.numel() * p.element_size() for name, p in named if "lora_" in name)
@@ -336,10 +367,11 @@ def test_weights_gradients_and_optimizer_take_what_the_plan_says(tmp_path: Path,
     assert measured.item("optimizer") == optimizer
 
 
-def test_an_update_copies_the_gradients_as_often_as_planned(tmp_path: Path) -> None:
-    measured = Measured(tmp_path, QWEN2, dtype="bfloat16", checkpointing=True)
+def test_an_update_copies_the_gradients_as_often_as_planned(measure: Measure) -> None:
+    measured = measure("qwen2")
+    measured.accumulate()
     measured.learner.step()
-    measured.learner.accumulate(samples())
+    measured.accumulate()
     states = measured.learner._optimizer.state.values()
     known = [value for state in states for value in state.values()]
     known += [p.grad for p in measured.parameters if p.grad is not None]
