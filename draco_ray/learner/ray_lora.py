@@ -70,13 +70,16 @@ class RayLoraLearner:
         self._feed = start_learner_feed(
             self._config.workers, self._resume_from, self._config.max_failures, self._run.name
         )
+        storage = self._run / "checkpoints"
+        # Ray Train's controller, a process of the cluster's, would make it for all to read.
+        storage.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings = LoopSettings(
             feed=self._feed,
             node=ray.get_runtime_context().get_node_id(),
             model=self._model,
             config=self._config,
             seed=self._seed,
-            storage=str(self._run / "checkpoints"),
+            storage=str(storage),
         )
         trainer = ray.remote(fit).options(
             name=f"LearnerTrainer@{self._run.name}",

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 import ray
 
 from draco_ray.errors import DracoError, StoreError
+from draco_ray.observability.logs import private_files
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
     Criterion,
@@ -55,6 +56,7 @@ class RunStoreActor:
             path: of the run.
             requests_name: begins the numbers of the judge requests that this run has paid for.
         """
+        private_files()
         self._store = RunStore(RunDirectory(path))
         self._bills = Bills(self._store, requests_name)
         self._failure: str | None = None
