@@ -310,9 +310,10 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
             if not 0 <= target < expected:
                 raise ReplyError(f"rubric_index {target} does not exist; {_wanted(rubric)}")
             meant = named or _meant(titles, title, {_normal(each) for each in entry.besides()})
-            if meant and target not in meant:
+            others = [index for index in meant if index != target]
+            if others and target not in named:
                 raise ReplyError(
-                    f"rubric_index {target} comes with the title of rubric_index {meant[0]}; {_wanted(rubric)}"
+                    f"rubric_index {target} comes with the title of rubric_index {others[0]}; {_wanted(rubric)}"
                 )
             if not named:
                 notes.append(f"rubric_index {target} came with an unknown title: {entry.rubric_title[:80]!r}")

@@ -906,6 +906,17 @@ def test_a_title_that_all_but_names_another_criterion_contradicts_the_index(titl
     assert verdicts(json.dumps([score(0), entry | {"rubric_index": 1}, score(2)])) == [1, 1, 1]
 
 
+def test_a_title_that_is_part_of_two_is_neither() -> None:
+    longer = tuple(replace(RUBRIC[0], title=title) for title in ("Reads all pages twice", "Reads all pages"))
+    entries = scores(-1, 1)
+    entries[0]["rubric_title"], entries[1]["rubric_title"] = longer[0].title, "Reads all pages"
+    assert [int(each.verdict) for each in parse_scores(json.dumps(entries), longer).value] == [-1, 1]
+    for title in ("Reads all pages twi", "Reads all pag"):
+        entries[1]["rubric_title"] = title
+        with pytest.raises(ReplyError, match="rubric_index 1 comes with the title of rubric_index 0"):
+            parse_scores(json.dumps(entries), longer)
+
+
 def test_criteria_of_one_title_go_by_position_and_titles_that_say_nothing_match_nothing() -> None:
     same, blank = (tuple(replace(RUBRIC[0], title=title) for title in titles) for titles in (("A", "a."), ("!", "?")))
     entries = [{"score": value, "rubric_title": "A"} for value in (-1, 1)]
