@@ -215,9 +215,8 @@ class RubricEntry(Entry):
     rubric_index: Integer | None = None
 
     def besides(self) -> list[str]:
-        """Short texts under names that nobody asked for: a title may be among them."""
-        further = (self.model_extra or {}).values()
-        return [each for each in further if isinstance(each, str) and len(each) <= MAX_TITLE_CHARACTERS]
+        """Texts under names that nobody asked for: a title may be among them."""
+        return [each for each in (self.model_extra or {}).values() if isinstance(each, str)]
 
 
 EntryT = TypeVar("EntryT", bound=BaseModel)

@@ -588,6 +588,10 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
         ({"did_pass": False}, "did_pass False"),
         ({"requirement_met": False}, "requirement_met False"),
         ({"answer": "no"}, "answer no"),
+        ({"outcome": " False"}, "outcome  False"),
+        ({"result": "FAIL!"}, "result FAIL!"),
+        ({"justification": "Score: 0."}, "a justification that says 'Score: 0'"),
+        ({"justification": "Verdict: N/A."}, "a justification that says 'Verdict: N/A'"),
         ({"should_be": -1}, "should_be -1"),
         ({"correction": "one lower"}, "correction one lower"),
         ({"conclusion": "The criterion is not met"}, "conclusion The criterion is not met"),
@@ -688,6 +692,7 @@ def test_what_a_justification_weighs_is_no_other_verdict(score: int, justificati
         {"justification": "The verdict is not FAIL, though page -1 is asked for. Score 100%."},
         {"outcome": "success", "rating": 1, "label": "1", "violated": "no", "applicable": True, "final": False},
         {"status": "\u2705 Pass", "did_pass": True, "answer": "yes", "compliance": "compliant", "correction": "none"},
+        {"correction": "None needed.", "revised": "false", "reached": "no", "applies": "n/a"},
         {"correction": None, "category": "early", "notes": "no page is missing", "passes": 3, "status": "read"},
         {"justification": "No step fails the criterion, and the index may be a -1. It passes. Is it to be a FAIL?"},
         {"justification": "Whether the criterion is met only if page 1 is read, it claims a PASS; not a FAIL."},
@@ -700,6 +705,14 @@ def test_what_is_no_other_verdict_may_stand_within_an_entry(beside: dict[str, ob
     entries = scores(1, -1, 0)
     entries[0] |= beside
     assert verdicts(json.dumps(entries)) == [1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    "beside", [{"answer": "yes"}, {"result": "true"}, {"outcome": True}, {"met": "y"}, {"na": True}]
+)
+def test_another_verdict_than_a_fail_within_an_entry_is_asked_again(beside: dict[str, object]) -> None:
+    with pytest.raises(ReplyError, match="score -1 and .* contradict each other"):
+        parse_scores(json.dumps([score(0, -1, **beside), score(1), score(2)]), RUBRIC)
 
 
 @pytest.mark.parametrize("array", [PLAIN, PLAIN.replace('"so"}', '"so",}')], ids=["whole", "broken"])
@@ -806,7 +819,7 @@ def test_what_stands_behind_the_last_answer_is_behind_it_whatever_json_follows()
 
 def test_a_correction_between_objects_takes_the_one_before_it_back() -> None:
     first, *rest = map(json.dumps, scores(1, -1, 0))
-    for words in ("### Criterion 1: Keeps secrets", "2. **Keeps secrets**", "```\n\n```json"):
+    for words in ("### Criterion 1: Keeps secrets", "---\n2. **Keeps secrets**", "```\n\n```json"):
         assert verdicts("\n".join([first, words, *rest])) == [1, -1, 0], words
     for words in (
         "Wait, that was a FAIL.",
@@ -904,6 +917,20 @@ def test_a_title_that_all_but_names_another_criterion_contradicts_the_index(titl
     with pytest.raises(ReplyError, match="rubric_index 0 comes with the title of rubric_index 1"):
         parse_scores(json.dumps([entry, score(1), score(2)]), RUBRIC)
     assert verdicts(json.dumps([score(0), entry | {"rubric_index": 1}, score(2)])) == [1, 1, 1]
+
+
+def test_of_a_title_that_breaks_off_four_letters_say_which() -> None:
+    entries = [score(0, 1, rubric_title="Kee", confidence=1), score(1), score(2)]
+    assert verdicts(json.dumps(entries)) == [1, 1, 1]
+    entries[0]["rubric_title"] = "Keep"
+    with pytest.raises(ReplyError, match="rubric_index 0 comes with the title of rubric_index 1"):
+        parse_scores(json.dumps(entries), RUBRIC)
+
+
+def test_a_longer_name_that_holds_a_fields_may_hold_a_text_and_no_value() -> None:
+    assert verdicts(json.dumps([score(0, score_note="x" * 21), score(1), score(2)])) == [1, 1, 1]
+    with pytest.raises(ReplyError, match="'score_note' stands where it is not read"):
+        parse_scores(json.dumps([score(0, score_note="x" * 20), score(1), score(2)]), RUBRIC)
 
 
 def test_a_title_that_is_part_of_two_is_neither() -> None:
@@ -1009,6 +1036,8 @@ def test_attributions_that_are_refused(entry: dict[str, object], message: str) -
         ({"steps": [{"step": 1}]}, "steps [{'step': 1}]"),
         ({"step": 4}, "step 4"),
         ({"step": "4"}, "step 4"),
+        ({f"steps{'x' * 56}": [4]}, f"steps{'x' * 55} [4]"),
+        ({"steps": ["x" * 60]}, f"steps ['{'x' * 58}"),
     ],
 )
 def test_what_says_another_verdict_or_names_other_steps_is_asked_again(besides: dict[str, object], other: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from draco_ray.judging.escaping import ascii_like
-from draco_ray.judging.parsing import verdict_name
 from draco_ray.judging.reply_json import MAX_COMPARED_CHARACTERS, ascii_minus, integer
 from draco_ray.records import Verdict
 
@@ -63,6 +62,7 @@ _BAD = frozenset(
     fail failed fails failure violated violation violates violate unsatisfied unmet unfulfilled noncompliant
     """.split()
 )
+_NEITHER = (frozenset(("not", "applicable")), frozenset(("n", "a")), frozenset(("na",)))
 _NOT = frozenset(("not", "non", "never"))
 _FILLERS = frozenset("is was has had did does criterion rubric requirement condition overall it the this".split())
 _FLAGS = frozenset(("final", "corrected", "revised", "new", "should", "actual"))
@@ -134,13 +134,13 @@ def _agrees(score: Verdict, name: str, value: object) -> bool:
     if words == {"applicable"} and (yes := _yes(value)) is not None:
         return (score != Verdict.NOT_APPLICABLE) is yes
     decides = words & _DECISIONS
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("yes", "no", "true", "false")):
-        return not decides or bool(words & _FLAGS) or (score == Verdict.PASS) is _yes(value)
     if not isinstance(value, str | int):
         return True
     text = ascii_minus(str(value))
+    if (yes := _yes(text)) is not None and not isinstance(integer(text), int):
+        return not decides or bool(words & _FLAGS) or (score == Verdict.PASS) is yes
     said = _said(text)
-    if words & _CORRECTIONS and text and said is not Verdict.NOT_APPLICABLE and text.strip(" .").lower() != "none":
+    if words & _CORRECTIONS and text and said is not Verdict.NOT_APPLICABLE and not text.lower().startswith("none"):
         return said == score
     # A number stands under many names; under one that cannot be read it may be the verdict.
     if not decides and words and integer(text) != text:
@@ -160,12 +160,15 @@ def _words(name: str) -> frozenset[str]:
 
 def _named(words: frozenset[str]) -> Verdict | None:
     """The verdict that words are the name of."""
-    if words == {"not", "applicable"}:
+    if words in _NEITHER:
         return Verdict.NOT_APPLICABLE
     rest, denied = words - _NOT, bool(words & _NOT)
-    if len(rest) == 1 and rest <= _GOOD:
+    if len(rest) != 1:
+        return None
+    (word,) = rest
+    if word in _GOOD:
         return Verdict.FAIL if denied else Verdict.PASS
-    return Verdict.FAIL if len(rest) == 1 and rest <= _BAD and not denied else None
+    return Verdict.FAIL if word in _BAD and not denied else None
 
 
 def _yes(value: object) -> bool | None:
@@ -178,5 +181,4 @@ def _said(text: str) -> Verdict | None:
     number = integer(text)
     if isinstance(number, int) and number in (-1, 0, 1):
         return Verdict(number)
-    short = text[:60].strip(" .!*")
-    return Verdict.__members__.get(str(verdict_name(short))) or _named(_words(short))
+    return _named(_words(text))
