@@ -59,6 +59,10 @@ class World:
 
     people: list[Person] = field(default_factory=list)
     tables: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    _found: dict[tuple[str, str], tuple[int, dict[Any, list[Row]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Of a table and a field of it, how many rows were looked at, and those of each value."""
 
     def add(self, table: str, **fields: Any) -> int:
         """Append a row; returns its id."""
@@ -71,8 +75,19 @@ class World:
         return self.tables[table][row_id - 1]
 
     def where(self, table: str, **equal: Any) -> list[Row]:
-        """Rows whose fields equal the given values, in id order."""
-        return [row for row in self.tables[table] if all(row[key] == value for key, value in equal.items())]
+        """Rows whose fields equal the given values, one or more, in id order; they stay as they were added."""
+        (key, value), *others = equal.items()
+        rows = self._by(table, key).get(value, ())
+        return [row for row in rows if all(row[name] == other for name, other in others)]
+
+    def _by(self, table: str, key: str) -> dict[Any, list[Row]]:
+        """A table's rows by a field's value: drafts of tasks ask for a person's rows thousands of times."""
+        seen, found = self._found.get((table, key), (0, {}))
+        rows = self.tables[table]
+        for row in rows[seen:]:
+            found.setdefault(row[key], []).append(row)
+        self._found[table, key] = len(rows), found
+        return found
 
     def person(self, person_id: int) -> Person:
         """The person of that id."""
