@@ -116,7 +116,7 @@ class _Replies:
     def __init__(self, t_T: FloatArray) -> None:
         self._t_T = t_T
         self._ended: deque[tuple[float, float]] = deque(maxlen=MEMORY)
-        self._seconds: list[float] = []
+        self._seconds: FloatArray = np.zeros(0)
         self._after_NT: FloatArray = np.zeros((0, len(t_T)))
         """Log mean of exp(t X) over those that took at least as long, by their order in `_seconds`."""
         self._latest_T: FloatArray = np.zeros(len(t_T))
@@ -135,8 +135,9 @@ class _Replies:
         self._mean = float(written_N.mean())
         log_NT = written_N[:, None] * self._t_T
         self._latest_T = _log_sum_T(log_NT[-LATEST:]) - math.log(len(log_NT[-LATEST:]))
-        order = np.argsort([seconds for seconds, _ in self._ended])
-        self._seconds = [self._ended[index][0] for index in order]
+        seconds_N = np.array([seconds for seconds, _ in self._ended])
+        order = np.argsort(seconds_N)
+        self._seconds = seconds_N[order]
         # Added up from the longest down, shifted so that nothing overflows.
         top_T = log_NT.max(axis=0)
         sums_NT = np.cumsum(np.exp(log_NT[order[::-1]] - top_T), axis=0)[::-1]
