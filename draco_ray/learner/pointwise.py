@@ -154,7 +154,8 @@ def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, using: Kernels) -> Tensor:
-        y, scale = using.normed(x, weight, eps, centred)
+        # Detached here and below: a kernel that is compiled is one for tensors with gradients, another for those without.
+        y, scale = using.normed(x.detach(), weight, eps, centred)
         ctx.save_for_backward(x, weight, scale)
         ctx.centred, ctx.using = centred, using
         return y
@@ -171,7 +172,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, using: Kernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.using = using
-        return using.gated(gate, up)
+        return using.gated(gate.detach(), up.detach())
 
     @staticmethod
     @once_differentiable

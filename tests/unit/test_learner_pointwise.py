@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,9 +35,9 @@ def decoder_of(name: str, dtype: torch.dtype) -> Any:
 
 
 def outcome(layer: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A layer's output, and its gradient."""
+    """A layer's output for a row of tokens, as the learner's are, and its gradient."""
     torch.manual_seed(1)
-    x = torch.randn(2, TOKENS, width).to(dtype).requires_grad_()
+    x = torch.randn(1, TOKENS, width).to(dtype).requires_grad_()
     y = layer(x)
     y.backward(torch.randn(y.shape).to(dtype))
     assert x.grad is not None
@@ -58,8 +59,10 @@ def layers_of(decoder: Any) -> dict[str, tuple[Any, int]]:
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "compiled"])
 def using(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     torch.set_num_threads(1)
-    # More start an interpreter with a PyTorch of its own, which costs more than what is compiled here.
-    with torch._inductor.config.patch(compile_threads=1):
+    # More threads start an interpreter with a PyTorch of its own, which costs more than what is compiled here.
+    one_thread = torch._inductor.config.patch(compile_threads=1)
+    # What is compiled too often for too many kinds of tensors would be computed as it is written.
+    with one_thread, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield kernels(compiled=request.param)
 
 
