@@ -342,7 +342,7 @@ def test_what_is_too_long_is_cut_by_the_rule_and_said(lengths: dict[str, int], c
 
 
 def test_no_step_is_left_out_and_what_cannot_fit_is_said() -> None:
-    trace = replace(long_trace(), turns=long_trace().turns * 1000)
+    trace = replace(long_trace(), turns=long_trace().turns * 100)
     assert fit(trace, 30_000) is None
     longest = cut("x" * 10_000, LENGTHS[-1])
     assert len(longest) < LENGTHS[-1] + 60
