@@ -190,11 +190,11 @@ def settings(path: str, *, dtype: Any, checkpointing: bool, base: Any = "model")
     )
 
 
-def samples() -> list[TrainingSample]:
-    """A group of two that fills a row; its segments are of whole chunks of the delta rule."""
+def samples(prompt: int = PROMPT) -> list[TrainingSample]:
+    """A group of two, which with the usual prompt fills a row; its segments are then whole chunks of the delta rule."""
     made = []
-    for rollout, length in enumerate((2 * PROMPT, 3 * PROMPT)):
-        mask_T = np.arange(length) >= PROMPT
+    for rollout, length in enumerate((2 * prompt, 3 * prompt)):
+        mask_T = np.arange(length) >= prompt
         made.append(
             TrainingSample(
                 group="step0/t",
@@ -205,7 +205,7 @@ def samples() -> list[TrainingSample]:
                 loss_mask_T=mask_T,
                 advantage_T=mask_T.astype(np.float32),
                 logprob_T=-mask_T.astype(np.float32),
-                prompt_length=PROMPT,
+                prompt_length=prompt,
             )
         )
     return made
@@ -221,8 +221,9 @@ class Measured:
         self.learner = LoraLearner(self.config.model, self.config.learner, seed=0)
         self.parameters = list(self.learner.policy.peft.parameters())
 
-    def accumulate(self) -> None:
-        assert self.learner.accumulate(samples())["computed_tokens"] == TOKENS
+    def accumulate(self, prompt: int) -> None:
+        """Gradients of a group, four times as many tokens as its prompt has."""
+        assert self.learner.accumulate(samples(prompt))["computed_tokens"] == 4 * prompt
 
     def item(self, name: str) -> int:
         return next(item.bytes for item in self.plan.resident if item.name == name)
@@ -235,7 +236,7 @@ class Measured:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
         with LiveBytes([*self.parameters, *self.learner.policy.peft.buffers(), *gradients]) as live:
-            self.accumulate()
+            self.accumulate(PROMPT)
         return live.peak, [gradient.clone() for gradient in gradients]
 
     def saved(self) -> list[int]:
@@ -353,7 +354,7 @@ def test_what_is_kept_on_the_host_is_what_the_plan_says_and_changes_nothing(
 def test_weights_gradients_and_optimizer_take_what_the_plan_says(measure: Measure, base: str) -> None:
     measured = measure("qwen3_5", base=base)
     measured.learner.policy.peft.zero_grad()
-    measured.accumulate()
+    measured.accumulate(2)
     named = list(measured.learner.policy.peft.named_parameters())
     base = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
     adapter = sum(p.numel() * p.element_size() for name, p in named if "lora_" in name)
@@ -369,9 +370,10 @@ def test_weights_gradients_and_optimizer_take_what_the_plan_says(measure: Measur
 
 def test_an_update_copies_the_gradients_as_often_as_planned(measure: Measure) -> None:
     measured = measure("qwen2")
-    measured.accumulate()
+    # However few tokens: what an update copies is of the adapter's size.
+    measured.accumulate(2)
     measured.learner.step()
-    measured.accumulate()
+    measured.accumulate(2)
     states = measured.learner._optimizer.state.values()
     known = [value for state in states for value in state.values()]
     known += [p.grad for p in measured.parameters if p.grad is not None]
