@@ -21,6 +21,8 @@ LOOK_SECONDS = 30.0
 
 GROWTH = 1.02
 """Factor of resident memory at which the exact figure is read anew."""
+SHARE = 20
+"""A run that starts grows at every look."""
 AGAIN_SECONDS = 60.0
 """After which it is read anew at any size: what forked processes share becomes each one's own as they write to it, and
 none of them grows by that."""
@@ -48,7 +50,7 @@ class PeakMemory:
 
     The kernel walks every page for that, a second of CPU for a run's processes; so it is read only where the sum of
     resident memory, which counts shared pages often but costs nothing, is larger than at the last reading, and once
-    a minute.
+    a minute; and for no more than one part in `SHARE` of the time.
     """
 
     def __init__(self, every_seconds: float = 5.0, pid: int | None = None) -> None:
@@ -67,12 +69,13 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        highest, read = 0.0, time.monotonic()
+        highest, read, took = 0.0, time.monotonic(), 0.0
         while not self._done.is_set():
-            resident = _sum(self._pid, lambda process: process.memory_info().rss)
-            if resident > GROWTH * highest or time.monotonic() - read > AGAIN_SECONDS:
+            resident, since = _sum(self._pid, lambda process: process.memory_info().rss), time.monotonic() - read
+            if (resident > GROWTH * highest and since > SHARE * took) or since > AGAIN_SECONDS:
                 highest, read = max(highest, resident), time.monotonic()
                 self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._pid))
+                took = time.monotonic() - read
             self._done.wait(self._every)
 
 
