@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.support.standing_ray import joining, standing_ray
 
+HERE = Path(__file__).parent
+standing: dict[str, ExitStack] = {}
+"""By its address the Ray that stands until the last test of this folder has ended: a fixture has no scope for that."""
 
-@pytest.fixture(scope="package")
-def one_ray() -> Iterator[str]:
+
+@pytest.fixture(scope="module")
+def one_ray() -> str:
     """Its address."""
-    with standing_ray() as address:
-        yield address
+    if not standing:
+        stack = ExitStack()
+        standing[stack.enter_context(standing_ray())] = stack
+    return next(iter(standing))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """End the Ray with the last test here: what it holds is wanted by others, and it is never quite idle."""
+    yield
+    if standing and (nextitem is None or HERE not in nextitem.path.parents):
+        _, stack = standing.popitem()
+        stack.close()
 
 
 @pytest.fixture(scope="module")

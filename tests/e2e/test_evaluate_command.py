@@ -69,7 +69,9 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
 ) -> None:
     out = tmp_path / "evaluation"
     policy = ["--policy", str(starter_model), "--config", "sandbox", "--split", "dev", "--runs", str(RUNS)]
-    command = arguments(sandbox_root, out, *policy)
+    # Three at a time, as many of them sampled at once: the others are still to be played when the first has ended.
+    slots = ["environment.slots=3", "environment.slots_per_worker=3"]
+    command = [*arguments(sandbox_root, out, *policy), *slots]
     process = start_draco(command)
     lines = out / "results" / "base.jsonl"
     while not lines.is_file() or b"\n" not in lines.read_bytes():

@@ -67,8 +67,8 @@ def struck(
             "train.evaluate_before_after=false",
             f"algorithm.group_size={GROUP}",
             "learner.minibatch_prompts=1",
-            "environment.slots=2",
-            "environment.slots_per_worker=2",
+            "environment.slots=4",
+            "environment.slots_per_worker=4",
             "ray.dashboard=false",
         ]
     )

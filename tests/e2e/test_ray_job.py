@@ -194,7 +194,7 @@ def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starte
         *("sandbox", "--out", str(out), "--tasks", str(TASKS), "--rollouts", str(ROLLOUTS)),
         *("--min-applicability", "0.5", "--min-discrimination", "0"),
         *(f"data.root={sandbox_root}", f"model.path={starter_model}", f"run.root={tmp_path}", "run.name=authored"),
-        *("environment.slots=2", "environment.slots_per_worker=2"),
+        *("environment.slots=4", "environment.slots_per_worker=4"),
     ]
     result = head.submit("rubric", "author", *words)
     assert result.returncode == 0, result.stdout + result.stderr

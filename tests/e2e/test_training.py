@@ -42,9 +42,9 @@ def arguments(world: Path, model: Path, root: Path, name: str, config: str = "sa
         f"train.steps={STEPS}",
         f"algorithm.group_size={GROUP}",
         "learner.minibatch_prompts=1",
-        "environment.slots=2",
+        "environment.slots=6",
         "judge.workers=1",
-        "environment.slots_per_worker=2",
+        "environment.slots_per_worker=6",
         "ray.dashboard=false",
         # A key that is taken only from one's own run directory.
         f"engine.adapter_directory={root / 'adapters'}",
