@@ -154,7 +154,7 @@ def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, using: Kernels) -> Tensor:
-        # Detached here and below: a kernel that is compiled is one for tensors with gradients, another for those without.
+        # Detached here and below: one kernel is compiled for tensors with gradients, another for those without.
         y, scale = using.normed(x.detach(), weight, eps, centred)
         ctx.save_for_backward(x, weight, scale)
         ctx.centred, ctx.using = centred, using

@@ -231,7 +231,7 @@ def _logs_left_alone() -> Iterator[None]:
 
     None of them wants them (``log_to_driver``), the dashboard reads the files, and it took 4 % of a core.
     """
-    node = ray._private.node.Node
+    node: Any = ray._private.node.Node
     once = node.start_log_monitor
     node.start_log_monitor = lambda self: None
     try:

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import draco, draco_here, start_draco
+from tests.support.command import descendants, draco, draco_here, start_draco
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.rewards import check_rubric_run
 from tests.support.standing_ray import joining
@@ -182,6 +182,9 @@ def test_sigterm_keeps_what_was_finished(blind_world: Path, tmp_path: Path) -> N
         while not [*parts.glob("step00002/*.arrow"), *parts.glob("step00002.parquet")]:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
+        # Nobody would read what it sends.
+        assert descendants(process.pid, "raylet")
+        assert not descendants(process.pid, "log_monitor.py")
         # It becomes an interrupt, so that both end alike.
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from draco_ray.training import memory
-from draco_ray.training.memory import NodeMemory, described
+from draco_ray.training.memory import AGAIN_SECONDS, SHARE, NodeMemory, PeakMemory, described
 
 CHILD = "import sys; held = bytearray(b'x' * (96 << 20)); print('grown', flush=True); sys.stdin.read()"
 GROWS = f"""
@@ -46,6 +48,27 @@ def test_what_a_child_took_counts_after_it_has_ended() -> None:
     assert grown >= 90
     # Memory that shrinks is not read again.
     assert readings <= 1
+
+
+def test_what_grows_at_every_look_is_read_for_a_part_of_the_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, readings, sizes = [0.0], list[float](), itertools.count(1 << 30, 1 << 30)
+
+    def pass_by(seconds: float) -> None:
+        now[0] += seconds
+
+    def read(pid: int | None) -> int:
+        readings.append(now[0])
+        pass_by(2.0)
+        return 1
+
+    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(memory, "_sum", lambda pid, size: next(sizes))
+    monkeypatch.setattr(memory, "tree_memory_bytes", read)
+    watched = PeakMemory()
+    monkeypatch.setattr(watched, "_done", SimpleNamespace(is_set=lambda: now[0] > 1000, wait=pass_by))
+    watched._watch()
+    assert 1000 / AGAIN_SECONDS < len(readings) <= 1 + 1000 / (SHARE * 2.0)
+    assert readings[0] == 0
 
 
 def test_nodes_are_named_with_what_they_used_the_largest_first() -> None:
