@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.support.tiny_model import build_tiny_model
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("cores_forked")]
 
 MAX_LENGTH = 1024
 PROMPT = list(range(20, 120))
@@ -81,7 +82,7 @@ def gap(left: list[float] | FloatArray, right: list[float] | FloatArray) -> floa
 
 
 def core_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    return [psutil.Process(child.pid) for child in multiprocessing.active_children() if "EngineCore" in child.name]
 
 
 def versions_on_disk(adapters: Path) -> set[str]:
