@@ -157,7 +157,7 @@ def write_plot(root: Path, lines: Sequence[Left]) -> None:
         axes.errorbar(means, at, xerr=[below, above], fmt="o", capsize=3, label=setting)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set(xlabel="gain of held-out TGC by training, in points (bar: 95 % interval)", title="A judge that is wrong")
     figure.legend(loc="outside right upper")
     figure.savefig(root / "noise.png", dpi=150)
