@@ -338,11 +338,14 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
 
 def _meant(titles: Sequence[str], title: str, besides: Set[str]) -> list[int]:
     """The criteria that an entry seems to be about: their titles stand within its own, which adds words or breaks off,
-    or in another field."""
+    or in another field. A title within a longer one that stands there is only a part of it."""
+    whole = [each for each in titles if each and f" {each} " in f" {title} "]
     return [
         index
         for index, each in enumerate(titles)
-        if each and (f" {each} " in f" {title} " or (len(title) > 3 and each.startswith(title)) or each in besides)
+        if (each in whole and not any(each != longer and f" {each} " in f" {longer} " for longer in whole))
+        or (len(title) > 3 and each.startswith(title))
+        or (each and each in besides)
     ]
 
 

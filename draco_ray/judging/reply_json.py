@@ -38,7 +38,7 @@ MAX_COMPARED_CHARACTERS = 300
 MAX_VALUE_CHARACTERS = 20
 """Of a verdict, however it is spelled; longer texts explain one."""
 
-BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
+BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+(?:[\"}]|[^\w{]*+\Z)")
 """Where an array of objects or an object begins: ``[3]`` in prose is a citation, ``{x}`` a name."""
 MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u207b\u208b\u2796\ufe58\ufe63\uff0d"
 """What is written for a minus sign besides ``-``."""
@@ -52,6 +52,10 @@ _HEADING = re.compile(
     r"[\s#*>_]*+(?:-\s++)?(?:(?:criterion|rubric|item|entry)\s++#?\d{1,3}|\d{1,3}[.)])[:*]{0,4}(?=\s|\Z)", re.IGNORECASE
 )
 """What numbers the object that follows."""
+
+# "[]" in a sentence and "- [ ]" in a list of tasks are no answer.
+_LINE_BEGINS = re.compile(r"(?:\A|\n|:)(?:[^\S\n]|[`*_>#]|</?\w++>)*+\Z")
+_LINE_ENDS = re.compile(r"(?:[^\S\n]|[`*_.]|</?\w++>)*+(?:\n|\Z)")
 
 _ASCII_MINUS = str.maketrans(dict.fromkeys(MINUS_SIGNS, "-"))
 _ARRAY_BEGIN = re.compile(r"\[\s*+\{")
@@ -167,7 +171,9 @@ class _Strict:
         """The values' arrays; objects in a row are one."""
         found: list[list[Any]] = []
         row = False
-        for value in self.values:
+        for place, value in enumerate(self.values):
+            if value == [] and not self._alone(place):
+                continue
             name = None if isinstance(value, list) else _wrapped_array(value)
             alone = isinstance(value, dict) and name is None
             if alone and row:
@@ -176,6 +182,10 @@ class _Strict:
                 found.append([value] if alone else value if name is None else value[name])
             row = alone
         return found
+
+    def _alone(self, place: int) -> bool:
+        """Whether a value has its line to itself, but for a label."""
+        return bool(_LINE_BEGINS.search(self.besides[place]) and _LINE_ENDS.match(self.besides[place + 1]))
 
     def behind(self, fields: Collection[str]) -> list[object]:
         """What stands behind verdicts: behind the last array or object that holds fields, in the object that holds the
@@ -312,8 +322,8 @@ def _lenient_array(text: str, named: re.Pattern[str], deciding: Counter[str]) ->
             raise ReplyError(f"{NO_ARRAY}: there is broken JSON in front of it")
     reader = _Lenient(text, begin.start(), named, deciding)
     entries = reader.entries()
-    if named.search(text, reader.position):
-        raise ReplyError(f"{NO_ARRAY}: it is broken, and more fields follow it")
+    if named.search(text, reader.position) or _ARRAY_BEGIN.search(text, reader.position):
+        raise ReplyError(f"{NO_ARRAY}: it is broken, and more follows it")
     return entries, text[reader.position :]
 
 

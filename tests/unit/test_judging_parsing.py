@@ -283,7 +283,9 @@ def test_what_is_broken_without_a_doubt_is_mended(text: str, read: list[object] 
         ),
         ('[{"a": 1, "b": {"a": 2},}]', ": entry 0: a field is written more often than it can be read before ']'"),
         (nested(MAX_DEPTH + 1), f": entry 0, field a: too deeply nested before '[{']' * (MAX_DEPTH + 1)},}}]'"),
-        ('[{"a": 1,}] and "b": 2', ": it is broken, and more fields follow it"),
+        ('[{"a": 1,}] and "b": 2', ": it is broken, and more follows it"),
+        ('[{"a": 1}]\n[{"b', ": it is broken, and more follows it"),
+        ('{"a": 1}\n{\n```', ""),
         ('[{"a": 1}] and "b": 2', ": fields stand outside of it"),
         ('"b": 2 [{"a": 1}]', ": fields stand outside of it"),
         ('{"x": 1, "y": [{"a": 1,}]}', ": there is broken JSON in front of it"),
@@ -598,6 +600,9 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
         ({"assessment": "It skips one, so this is a FAIL."}, "assessment It skips one, so this is a FAIL."),
         ({"\u5224\u5b9a": -1}, "\u5224\u5b9a -1"),
         ({"justification": "FAIL because it skips one."}, "a justification that begins with FAIL"),
+        ({"rationale": "FAIL: it skips one."}, "a justification that begins with FAIL"),
+        ({"explanation": ["So the verdict is FAIL."]}, "a justification that says 'verdict is FAIL'"),
+        ({"justification": "It skips one. **FAIL.**"}, "a justification that says '**FAIL.**'"),
         ({"justification": "[FAIL] It skips one."}, "a justification that begins with FAIL"),
         ({"justification": "FAIL \u2013 it skips one."}, "a justification that begins with FAIL"),
         ({"justification": "It skips one. Final verdict - FAIL"}, "a justification that says 'verdict - FAIL'"),
@@ -697,6 +702,7 @@ def test_what_a_justification_weighs_is_no_other_verdict(score: int, justificati
         {"justification": "No step fails the criterion, and the index may be a -1. It passes. Is it to be a FAIL?"},
         {"justification": "Whether the criterion is met only if page 1 is read, it claims a PASS; not a FAIL."},
         {"justification": "It does not violate the criterion. The criterion is met where the list ends."},
+        {"rationale": "Whether the verdict is FAIL was asked.", "explanation": 3, "reasoning": "FAIL: no. It does."},
         {"justification": "A FAIL: no. Fail-safe calls pass the token. The verdict is PASS (the score is 1)."},
         {"steps": [1, -1, 0], "confirmed": None, "score_reason": "it has read all pages", "result": "N/A"},
     ],
@@ -732,8 +738,6 @@ def test_words_behind_the_array_that_may_take_a_verdict_back_are_asked_again(arr
 @pytest.mark.parametrize(
     ("behind", "taken"),
     [
-        ("[{rubric_index: 0, score: -1}]", "0, score"),
-        ('[{\\"rubric_index\\": 0, \\"score\\": -1}]', '0, \\"score\\'),
         ("\u201cscore\u201d: -1", "1"),
         ("Criterion 0 -> -1", "Criterion 0 -> -1"),
         ("- 0: \u22121", "0"),
@@ -774,6 +778,12 @@ def test_what_behind_the_array_may_be_about_a_verdict_is_asked_again(behind: str
     # In front of it all of this is superseded, but for what does not read as JSON.
     if not behind.startswith("["):
         assert verdicts(f"{behind}\n</think>\n{PLAIN}") == [1, -1, 0]
+
+
+@pytest.mark.parametrize("behind", ["[{rubric_index: 0, score: -1}]", '[{\\"rubric_index\\": 0, \\"score\\": -1}]'])
+def test_a_broken_array_behind_the_array_is_asked_again(behind: str) -> None:
+    with pytest.raises(ReplyError, match="it is broken, and more follows it"):
+        parse_scores(f"{PLAIN}\n{behind}", RUBRIC)
 
 
 @pytest.mark.parametrize(
@@ -938,7 +948,9 @@ def test_a_title_that_is_part_of_two_is_neither() -> None:
     entries = scores(-1, 1)
     entries[0]["rubric_title"], entries[1]["rubric_title"] = longer[0].title, "Reads all pages"
     assert [int(each.verdict) for each in parse_scores(json.dumps(entries), longer).value] == [-1, 1]
-    for title in ("Reads all pages twi", "Reads all pag"):
+    entries[0]["rubric_title"] = "1. Reads all pages twice"
+    assert [int(each.verdict) for each in parse_scores(json.dumps(entries), longer).value] == [-1, 1]
+    for title in ("2. Reads all pages twice", "Reads all pages twi", "Reads all pag"):
         entries[1]["rubric_title"] = title
         with pytest.raises(ReplyError, match="rubric_index 1 comes with the title of rubric_index 0"):
             parse_scores(json.dumps(entries), longer)
@@ -1136,6 +1148,16 @@ def test_no_criterion_is_an_answer_only_where_it_is_one() -> None:
     assert parse_criteria("Nothing new: []", limit=10, source="s", allow_empty=True).value == ()
     with pytest.raises(ReplyError, match="^the array holds no criterion; at least one is needed$"):
         parse_criteria("[]", limit=10, source="s")
+    for text in ("**Answer:** `[]`.\nThey cover all.", "<answer> [] </answer>", "```json\n[ ]\n```", "None.\n\n> []"):
+        assert parse_criteria(text, limit=10, source="s", allow_empty=True).value == ()
+    for text in (
+        "It returned [], so:\n- title: Reads on",
+        "- [ ] Reads on\n- [ ] Ends",
+        "Answer: [] or not",
+        "f(x=[])",
+    ):
+        with pytest.raises(ReplyError, match=f"^{NO_ANSWER}$"):
+            parse_criteria(text, limit=10, source="s", allow_empty=True)
 
 
 @pytest.mark.parametrize("field", ["title", "description", "evaluator_instruction"])

@@ -33,6 +33,8 @@ _SAYS = (
     rf"{_VERDICT.format('b')}[\s.!*_)]{{0,5}}\Z",
     # "Overall: FAIL."
     rf"\b[^\W\d_]{{2,20}}+\s?[:\uff1a=][\s*_]{{0,4}}(?P<c>{_NAMED}|-1)\b(?=[\s*_)]{{0,4}}(?:[.!,;(]|\Z))",
+    # "It skips one. FAIL.", at the end
+    rf"(?<=[.!;\u3002])\s{{1,5}}[*_(]{{0,3}}(?P<f>{_NAMED})\b[\s.!*_)]{{0,5}}\Z",
     # "it is marked as FAIL", "so this is a FAIL"
     r"\b(?i:rate[sd]?|mark(?:ed|s)?|grade[sd]?|give[ns]?|gave|assign(?:ed|s)?|award(?:ed|s)?|deserve[sd]?|revise[sd]?"
     rf"|changed?|actually|therefore|hence|thus|so){_OF_IT}(?P<d>{_NAMED})\b",
@@ -73,6 +75,8 @@ _DECISIONS = _FLAGS | frozenset(
     """.split()
 )
 """Words in the names of fields that hold a verdict rather than something beside it."""
+_REASONS = frozenset(("justification", "explanation", "rationale"))
+"""Words in the names of fields that justify a verdict."""
 _CORRECTIONS = frozenset(("correction", "revision", "erratum"))
 _MARKS = str.maketrans(
     {**dict.fromkeys("\u2705\u2713\u2714", " pass "), **dict.fromkeys("\u274c\u2717\u2718\u2716", " fail ")}
@@ -93,12 +97,13 @@ def other_verdict(score: Verdict, justification: str, further: Mapping[str, obje
     for name, value in _leaves(further):
         if not _agrees(score, name, value):
             return f"{name[:60]} {str(value)[:60]}"
-    text = ascii_minus(justification)
-    begins = _BEGINS.match(text)
-    if begins is not None and _said(begins[1]) != score:
-        return f"a justification that begins with {begins[1]}"
-    if (stated := _stated(text)) is not None and _said(stated[1]) != score:
-        return f"a justification that says {stated[0]!r}"
+    named = [value for name, value in _leaves(further) if _words(name) & _REASONS and isinstance(value, str)]
+    for text in map(ascii_minus, [justification, *named]):
+        begins = _BEGINS.match(text)
+        if begins is not None and _said(begins[1]) != score:
+            return f"a justification that begins with {begins[1]}"
+        if (stated := _stated(text)) is not None and _said(stated[1]) != score:
+            return f"a justification that says {stated[0]!r}"
     return None
 
 
