@@ -289,10 +289,10 @@ docs: .venv-docs/.ready
 test-fast: setup
 	$(VENV)/bin/python -m pytest -m "not slow"
 
-# Judge replies corrupted at random, a hundred times as many as in the tests (minutes), e.g. make fuzz-replies REPLIES=60000.
+# Judge replies at random, a hundred times as many as in the tests (minutes), e.g. make fuzz-replies REPLIES=60000.
 REPLIES ?= 600000
 fuzz-replies: setup
-	DRACO_FUZZED_REPLIES=$(REPLIES) $(VENV)/bin/python -m pytest tests/unit/test_judging_reply_fuzz.py --timeout 0
+	DRACO_FUZZED_REPLIES=$(REPLIES) $(VENV)/bin/python -m pytest tests/unit/test_judging_reply_fuzz.py tests/unit/test_judging_meant_replies.py -rP --timeout 0
 
 # Remove runs and caches; the virtual environments stay.
 clean:

@@ -1,0 +1,506 @@
+"""Judge replies of which it is known what they mean.
+
+A reply is drawn as what it means: verdicts, citations or criteria. A style (`HONEST`) is a way in which judges write
+that; an adversary (`ADVERSARIES`) lets the reply say something else as well, after which nobody can tell what it means,
+or only the last of two answers counts. In templates ``@`` is what they are put around.
+"""
+
+# ruff: noqa: SIM905 (lists of short forms read best as one text)
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from draco_ray.records import Verdict
+
+STEPS = 6
+TITLES = (
+    "Reads all pages|Keeps secrets|Completes the task|Handles errors|Uses the right account|Never invents values"
+    "|Scores are saved|Verdict is reported|Fails early|Passes the token on|Reads page 1|Reads page 10|Handles C++"
+    '|Reads all pages twice|Zahlt den richtigen Betrag|读取所有页面|Asks "are you sure?" first|Uses a -1 index'
+).split("|")
+SAID = {
+    1: "Step 2 shows it.|PASS: all of it is there.|No failure occurred, and it never failed to log in.||满足要求。"
+    "|It meets the criterion.|The verdict is PASS because of step 2.|So the score is 1.|0 of 5 calls to page -1 fail.",
+    -1: "It should have read on.|FAIL: step 4 is missing.|It claims success, but nothing shows it.||不满足要求。"
+    "|It should have passed page_index=1.|Therefore the score is -1.|It wrote 'all pass'; the score is \u22121.",
+    0: "The situation never arose.|N/A|Not applicable: no error occurred.|The verdict is NOT_APPLICABLE.||不适用。",
+}
+QUOTED = (
+    'step 3||It printed {"score": 1, "ok": true}|[{"rubric_index": 0, "score": 1, "verdict": "PASS"}]|FAIL: test_refund'
+    '|"score": 1|verdict: PASS|<think>go on</think> [1, 2]|```json\n[1]\n```|C:\\temp\\x|"}], "score": -1|“ok” ✓\ta'
+).split("|")
+LAYOUTS = (("{", ",", ":", "}"), ("{", ", ", ": ", "}"), ("{\n  ", ",\n  ", ": ", "\n}"), ("  {\n    ", ", ", ":", "}"))
+COURTESIES = (
+    "Let me know if you need anything else.\nI hope this helps!\nThank you.\nDone.\nThat is all.\n---\n```\n</answer>"
+    "\n<|im_end|>\nEnd of evaluation.\nPlease let me know if you need further clarification."
+).split("\n")
+
+Entry = dict[str, str]
+"""Names of fields and their values as they are written."""
+Meaning = list[tuple[object, ...]]
+"""The verdict and steps of every criterion, or the title and instruction of every one that is proposed."""
+
+
+@dataclass(slots=True)
+class Reply:
+    draw: random.Random
+    phase: str
+    titles: list[str]
+    verdicts: list[int]
+    layout: tuple[str, str, str, str]
+    entries: list[Entry] = field(default_factory=list)
+    meant: Meaning = field(default_factory=list)
+    join: tuple[str, str, str] = ("@", ", ", "[@]")
+    """Around an entry, between two, and around them all."""
+    shuffled: bool = False
+    edits: list[Callable[[str], str]] = field(default_factory=list)
+    """Of the text, the inner ones first."""
+
+    def say(self, place: int, title: str, verdict: int) -> None:
+        """Let the entry and the meaning at ``place`` be that."""
+        steps = sorted(self.draw.sample(range(1, STEPS + 1), self.draw.randint(1, 3))) if verdict else []
+        said = self.draw.choice(SAID[verdict].split("|"))
+        entry: dict[str, object] = {"rubric_index": place, "rubric_title": title}
+        meant: tuple[object, ...] = (verdict, *steps)
+        if self.phase == "score":
+            entry |= {"score": verdict, "evidence": self.draw.choice(QUOTED), "justification": said}
+            meant = (verdict,)
+        elif self.phase == "credit":
+            entry |= {"verdict": Verdict(verdict).name, "relevant_steps": steps, "explanation": said}
+        else:
+            meant = title, self.draw.choice(["Look at step 1.", "PASS if so, FAIL else.", "Give -1 where not."])
+            entry = {"title": title, "description": "Of pages.", "evaluator_instruction": meant[1]}
+        self.entries[place : place + 1] = [{name: quoted(value) for name, value in entry.items()}]
+        self.meant[place : place + 1] = [meant]
+
+    def text(self) -> str:
+        opening, gap, colon, closing = self.layout
+        each, between, around = self.join
+        written = []
+        for place, entry in enumerate(self.entries):
+            criterion = place % len(self.titles)
+            known = {"i": criterion, "n": criterion + 1, "t": self.titles[criterion]}
+            known["said"] = self.draw.choice(SAID[self.verdicts[criterion]].split("|"))
+            known["@"] = opening + gap.join(f'"{name}"{colon}{value}' for name, value in entry.items()) + closing
+            written.append(filled(each, known))
+        if self.shuffled:
+            self.draw.shuffle(written)
+        text = filled(around, {"@": between.join(written)})
+        for edit in self.edits:
+            text = edit(text)
+        return text
+
+
+Style = Callable[[Reply], None]
+Adversary = Callable[[Reply], "Meaning | None"]
+
+
+def quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def filled(template: str, known: Mapping[str, object]) -> str:
+    return re.sub(r"\{(\w+)\}|@", lambda match: str(known.get(match[1] or "@", match[0])), template)
+
+
+def drawn(
+    draw: random.Random, phase: str, styles: Sequence[str], adversary: str | None
+) -> tuple[str, list[str], Meaning | None]:
+    """A reply's text, the titles that it is about, and what it means."""
+    verdicts = [draw.choice([-1, -1, 0, 1, 1]) for _ in range(draw.choice([2 if adversary in _OF_TWO else 1, 2, 3, 5]))]
+    reply = Reply(draw, phase, draw.sample(TITLES, len(verdicts)), verdicts, draw.choice(LAYOUTS))
+    for place, (title, verdict) in enumerate(zip(reply.titles, verdicts, strict=True)):
+        reply.say(place, title, verdict)
+    for style in sorted(styles, key=list(HONEST).index):
+        HONEST[style](reply)
+    meant = ADVERSARIES[phase][adversary](reply) if adversary else reply.meant
+    if meant and phase == "criteria":
+        meant = sorted(meant, key=str)
+    return reply.text(), reply.titles, meant
+
+
+# --- styles -----------------------------------------------------------------------------------------------------------
+
+
+def _entries(change: Callable[[Reply, int, Entry], Entry]) -> Style:
+    def style(reply: Reply) -> None:
+        reply.entries = [change(reply, place, entry) for place, entry in enumerate(reply.entries)]
+
+    return style
+
+
+def _values(names: str, pattern: str, *forms: str) -> Style:
+    """One of the forms in the place of a pattern, in every entry."""
+
+    def style(reply: Reply) -> None:
+        form = reply.draw.choice(forms)
+        for entry in reply.entries:
+            entry |= {n: re.sub(pattern, form, entry[n], flags=re.DOTALL) for n in entry if n in names.split()}
+
+    return style
+
+
+def _titles(change: Callable[[int, str], str]) -> Style:
+    return _entries(
+        lambda reply, place, entry: (
+            entry | {name: quoted(change(place, reply.titles[place])) for name in entry if name == "rubric_title"}
+        )
+    )
+
+
+def _without(names: str) -> Style:
+    return _entries(lambda _, __, entry: {name: entry[name] for name in entry if name not in names.split()})
+
+
+def _mixed(reply: Reply, entry: Entry) -> Entry:
+    return dict(reply.draw.sample(list(entry.items()), len(entry)))
+
+
+def _verdict_beside(reply: Reply, place: int, entry: Entry) -> Entry:
+    return entry | ({"verdict": quoted(Verdict(reply.verdicts[place]).name)} if "score" in entry else {})
+
+
+def _renamed(reply: Reply) -> None:
+    rename = reply.draw.choice([str.upper, str.title, lambda name: name.replace("_", " ")])
+    reply.entries = [{rename(name): value for name, value in entry.items()} for entry in reply.entries]
+
+
+def _joined(*joins: tuple[str, str, str]) -> Style:
+    return lambda reply: setattr(reply, "join", reply.draw.choice(joins))
+
+
+def _edited(*changes: tuple[str, str]) -> Style:
+    """A pattern, and what stands in its place in the whole text."""
+
+    def style(reply: Reply) -> None:
+        pattern, form = reply.draw.choice(changes)
+        reply.edits.append(lambda text: re.sub(pattern, form, text))
+
+    return style
+
+
+def _around(*templates: str) -> Style:
+    def style(reply: Reply) -> None:
+        template = reply.draw.choice(templates)
+        reply.edits.append(lambda text: template.replace("@", text))
+
+    return style
+
+
+_FURTHER = (
+    *(("confidence", "0.9"), ("notes", '"nothing"'), ("id", "7"), ("grounding_references", '["Step 1"]')),
+    *(("evaluator_notes", "null"), ("reasoning", '"One could fail it for step 2, but it was asked to."')),
+)
+_TEXTS = "evidence justification explanation"
+HONEST: dict[str, Style] = {
+    "plain": lambda _: None,
+    "numbers in quotes": _values("score rubric_index relevant_steps", r"-?\d+", r'"\g<0>"', r'" \g<0> "'),
+    "scores in words?": _values("score", r"^-1$", '"FAIL"', '"-1 (fail)"', '"fail"'),
+    "names in small letters": _entries(lambda _, __, each: each | {n: each[n].lower() for n in each if n == "verdict"}),
+    "not applicable spelled": _values("verdict", "NOT_APPLICABLE", "N/A", " not applicable ", "Not-Applicable", "n/a"),
+    "names marked?": _values("verdict", r'"(.*)"', r'"**\1**"', r'"\1."', r'"✅ \1"', r'"\1ED"'),
+    "names as numbers?": _values("verdict", '"FAIL"', "-1", '"-1"'),
+    "no steps as null": _values("relevant_steps", r"\[\]", "null"),
+    "one step bare?": _values("relevant_steps", r"^\[(\d+)\]$", r"\1"),
+    "steps named?": _values("relevant_steps", r"\d+", r'"step \g<0>"'),
+    "steps as text?": _values("relevant_steps", r"^\[(.+)\]$", r'"\1"'),
+    "steps twice": _values("relevant_steps", r"^\[(\d)(.*)\]$", r"[\1\2, \1]"),
+    "steps of none": _values("relevant_steps", r"^\[\]$", "[1, 2]"),
+    "titles marked": _values("rubric_title", r'^"(.*)"$', r'"\1."', r'"**\1**"', r'"  \1 "'),
+    "titles in capitals": _titles(lambda _, title: title.upper()),
+    "titles numbered": _titles(lambda place, title: f"{place + 1}. {title}"),
+    "titles translated": _titles(lambda place, _: "Liest alle Seiten" + "读" * place),
+    "texts null": _values(_TEXTS, r".+", "null"),
+    "texts as lists": _values(f"{_TEXTS} description", r".+", r"[\g<0>]"),
+    "no texts": _without(_TEXTS),
+    "no index": _without("rubric_index"),
+    "no title": _without("rubric_title"),
+    "further fields": _entries(lambda reply, _, each: each | dict([reply.draw.choice(_FURTHER)])),
+    "verdict beside": _entries(_verdict_beside),
+    "reasoning in front": _entries(lambda _, __, each: {"reasoning": '"A pass needs an empty page."'} | each),
+    "fields shuffled": _entries(lambda reply, _, each: _mixed(reply, each)),
+    "entries shuffled": lambda reply: setattr(reply, "shuffled", True),
+    "fields renamed?": _renamed,
+    "words of Python?": _entries(lambda _, __, each: each | {"checked": "True"}),
+    "lines": _joined(("@", "\n", "@"), ("@", ",\n", "@")),
+    "a fence each": _joined(("```json\n@\n```", "\n\n", "@")),
+    "a heading each": _joined(*((f"{each}\n@", "\n", "@") for each in ("### Criterion {n}", "**{t}**", "{n}. {t}"))),
+    "a reason each?": _joined(("Criterion {i}: {said}\n@", "\n", "@")),
+    "an array each?": _joined(("[@]", "\n", "@")),
+    "by index?": _joined(('"{i}": @', ", ", "{@}")),
+    "YAML?": _edited((r'[{}\[\]"]', "")),
+    "commas missing?": _edited((r"\},(\s*)\{", r"}\1{")),
+    "comments?": _edited((r"\}(\s*)\]$", r"} // done\n\1]"), (r"^", "/* scores */ "), (r"^\[", "[ # the scores\n")),
+    "end missing?": _edited((r"\]$", "")),
+    "other quotes?": _edited(('"', "'"), (r'"([^"\\]*)"', r"“\1”"), (r'"(\w+)":', r"\1:"), ('"', "&quot;")),
+    "other space?": _edited(('":', '":\u00a0'), ("(?m)^ ", "\u00a0"), ('":', '":\u200b'), (r"\},", "},\u200b")),
+    "other line ends": _edited(("\n", "\r\n")),
+    "JSON in a string?": lambda reply: reply.edits.append(json.dumps),
+    "wrapped": _around(
+        *('{"scores": @}', '{"entries": @, "total": 3}', '{\n  "rubrics": @\n}', '{"task": "pay", "evaluations": @}'),
+        *('{"results": @, "summary": "Each criterion was checked."}', "[@]"),
+    ),
+    "fence": _around(
+        "```json\n@\n```", "```\n@\n```\n", "~~~JSON\n@\n~~~\n\n", "````python\n@\n````", "`@`", "\n @ \n"
+    ),
+    "twice": _around("@\n\n@"),
+    "tag": _around("<answer>\n@\n</answer>", "<json>@</json>", "<final_answer>\n@\n</final_answer>"),
+    "label": _around("Final answer:\n@", "**JSON:**\n@", "Output:\n@", "json\n@", "Final verdicts:\n@"),
+    "prose in front": _around(
+        *("Here is my evaluation:\n\n@", "Sure! As asked [1], {really}:\n@", "以下是评估结果：\n@"),
+        *("The first one fails, I think, and the second passes.\n@", "Criterion 0: FAIL\nCriterion 1: PASS\n\n@"),
+        *("Score: -1 for all at first sight; after a second look:\n@", "1. **Keeps secrets**: FAIL: it leaks.\n@"),
+        *("| # | verdict |\n|---|---|\n| 0 | FAIL |\n\n@", "- [x] Handles C++\n- [ ] Pages\n\n@"),
+    ),
+    "quotation in front?": _around(
+        *(
+            'The API returned {"status": "ok"} in step 2.\n@',
+            "It called show_x(pages=[]) once.\n@",
+            "It got {} back.\n@",
+        ),
+        *('It sent {"a": [1, 2]} and got [].\n@', 'It printed [{"id": 3}] there.\n@', "It ran `x = {'a': 1}`.\n@"),
+    ),
+    "reasoning": _around(
+        *("<think>hm</think>@", '<think>\nmaybe [{ or {"a": no\n</think>\n\n@', "The first fails? No.</think>\n@"),
+        *('<think>[{"rubric_index": 0, "score": 1}]</think>@', "<think>the agent wrote <think>x</think>@"),
+        *("<reasoning>Score: 1? -1!</reasoning>@", "[THINK]hm[/THINK]@", "<|channel|>analysis<|message|>hm<|end|>@"),
+    ),
+    "courtesy": _around(*(f"@{gap}{each}" for gap in ("\n\n", "\n", " ") for each in COURTESIES)),
+    "unseen edges": _around("\ufeff@", "\u200b@", "@\u200b", "\u2060@\ufeff"),
+}
+"""In the order in which they are applied. Those with a question mark are no plain JSON, or leave a doubt."""
+
+# --- adversaries ------------------------------------------------------------------------------------------------------
+
+_LEADS = (
+    "||Correction: |Note: |However, |Thanks, but |I hope this helps, although |Done, except that |Let me know, since "
+    "|On reflection, |P.S. |Nachtrag: |Hope that helps - oh, |If you want the truth, |I'm happy to add that "
+    "|That's all, only |Let me know if you see it otherwise: |End of the array; |I hope it is clear that "
+    "|If you need it spelled out, |Feel free to read it so that |补充：|Done... "
+).split("|")
+_WHICH = "criterion 0|the first one|{t}|“{t}”|all of them|that last entry|der erste|第一条|it|#0|**{t}**".split("|")
+_WHAT = (
+    " is -1| is violated| is not met| is a FAIL| should be lower| fails| did not hold| is wrong| needs to be flipped"
+    "| ist nicht erfüllt|不符合| → ❌|: ✗| is unmet after all| was never satisfied| isn't fulfilled| is \u22121|: no"
+    "| was rated too high| deserves the opposite| n'est pas respecté| is the other way round| = false| no longer counts"
+    "| has been overlooked| should not have been given| must be changed| is minus one| is negative"
+).split("|")
+_JSON_SAYS = (
+    '{"failed": ["{t}"]}|{"failed": [2]}|{"violated": "{t}"}|{"{t}": false}|{"{t}": "violated"}|{"0": "unmet"}'
+    '|{"wrong": true}|[{"criterion": 0, "met": false}]|{"failed_criteria": [0]}|{"note": "the first one is violated"}'
+    '|{"overall": "not met"}|{"changes": {"{t}": "no"}}|{"revised": [{"criterion": "{t}", "value": "no"}]}|{"0": "✗"}'
+    '|{"not_met": 3}|{"result": false}|{"first": "negative"}|{"{t}": null}|{"{t}": -1.0}|{"final": [1, "x", -1]}'
+).split("|")
+_JUSTIFICATIONS = (
+    "{N}: it is so.|**{N}** - it is so.|{N}|{N}.|{n}: so it is.|Verdict: **{N}**, as said.|It is so. Verdict: {N}."
+    "|The score is {n}.|score={n}|It is so, hence: {N}.|=> {N}|It is so; therefore {N}.|Overall: {N}|It is so. {N}."
+    "|Final verdict - {N}|I give it a {n}.|So this is a {N}.|Rating: {n}.|Marked as {N}.|The final score should be {n}."
+    "|Graded {n}.|Conclusion: {N}.|This criterion is rated {N}.|[{N}] it is so.|({N}) it is so.|Actually {N}."
+    "|The score must be {n}, not {m}.|The correct verdict is {N}.|Changed to {N}.|I revise this to {n}.|Score of {n}."
+    "|verdict was {N}|Score → {n}|the verdict ought to be {N}|{N} because it is so.|{N}, because|{N} – it is so"
+    "|Status: {N}.|It has to be a {n}.|评分：{n}|判定：{N}|{l}|{l}ed: so"
+).split("|")
+_FIELDS_BESIDE = (
+    ("result status label pass_fail decision evaluation overall actual valid resultado 结果", '"FAIL"', '"PASS"'),
+    ("final corrected revised grade rating value points new should_be result_code 判定", "-1", "1"),
+    ("grade revised final_grade 判定", '"-1"', '"1"'),
+    ("passed met satisfied criterion_met compliant pass success meets_criterion was_met did_pass", "false", "true"),
+    ("answer satisfied pass? fulfilled requirement_met", '"no"', '"yes"'),
+    ("status", '"violated"', '"satisfied"'),
+    ("status outcome", '"❌ Fail"', '"✅ Pass"'),
+    ("conclusion", '"The criterion is not met"', '"The criterion is met"'),
+    ("compliance", '"non-compliant"', '"compliant"'),
+    ("judgment", '"FAIL (step 2)"', '"PASS (step 2)"'),
+    ("correction", '"should be -1"', '"should be 1"'),
+    ("assessment", '{"final": "FAIL"}', '{"final": "PASS"}'),
+    ("failed violation is_violated", "true", "false"),
+)
+
+
+def _adds(*templates: str) -> Adversary:
+    """A remark, in words or as JSON, at some place of the text."""
+
+    def adversary(reply: Reply) -> None:
+        lead, which, what = map(reply.draw.choice, (_LEADS, _WHICH, _WHAT))
+        title = reply.draw.choice(reply.titles)
+        remark = filled(lead + which + what, {"t": title}) + reply.draw.choice([".", "!", "", "\n"])
+        says = filled(reply.draw.choice(_JSON_SAYS), {"t": quoted(title)[1:-1]})
+        known = {"remark": remark, "quoted": quoted(remark), "json": says, "courtesy": reply.draw.choice(COURTESIES)}
+        template = reply.draw.choice(templates)
+        if template.startswith("{"):
+            # In the object that holds the array.
+            reply.join = ("@", ", ", "[@]")
+            reply.edits.insert(0, lambda text: filled(template, known | {"@": text}))
+        elif template == "between":
+            reply.join = ("@", f"\n{remark.strip()}\n", "@")
+        else:
+            reply.edits.append(lambda text: filled(template, known | {"@": text}))
+
+    return adversary
+
+
+def _say_other(reply: Reply) -> int:
+    """Let one entry say something else."""
+    place = reply.draw.randrange(len(reply.titles))
+    other = reply.draw.choice([each for each in (-1, 0, 1) if each != reply.verdicts[place]])
+    reply.say(place, "Brand new" if reply.phase == "criteria" else reply.titles[place], other)
+    return place
+
+
+def _drafted(*templates: str) -> Adversary:
+    """Another answer in front, which the last one supersedes."""
+
+    def adversary(reply: Reply) -> Meaning:
+        reply.join = ("@", ", ", "[@]")
+        draft = reply.text()
+        _say_other(reply)
+        template = reply.draw.choice(templates)
+        reply.edits[:] = [lambda text: filled(template, {"draft": draft, "@": text})]
+        return reply.meant
+
+    return adversary
+
+
+def _entries_amiss(reply: Reply) -> None:
+    entries, place = list(reply.entries), reply.draw.randrange(len(reply.entries))
+    match reply.draw.choice(["missing", "too many", "of both"] + ["in another's place"] * (len(entries) > 1)):
+        case "missing":
+            reply.entries.pop(place)
+        case "too many":
+            reply.entries.append(entries[-1] | {"rubric_index": str(len(entries)), "rubric_title": '"Something new"'})
+        case "of both":
+            place = _say_other(reply)
+            reply.entries.insert(reply.draw.randint(0, len(entries)), entries[place])
+        case _:
+            reply.entries[place] = dict(entries[place - 1])
+
+
+def _titles_exchanged(reply: Reply) -> None:
+    forms = ("{}", "{}.", "Criterion: {}", "{} (revised)", "{}!", "3. {}", "{} - score", "“{}”", "Rubric 1 - {}")
+    form, capitals = reply.draw.choice(forms), reply.draw.random() < 0.3
+    first, second = reply.draw.sample(range(len(reply.titles)), 2)
+    for place, other in ((first, second), (second, first)):
+        title = form.format(reply.titles[other])
+        title = quoted(title.upper() if capitals else title)
+        reply.entries[place] |= {"rubric_index": str(place), "rubric_title": title}
+
+
+def _titles_shifted(reply: Reply) -> None:
+    name = reply.draw.choice(["rubric_title", "title", "criterion", "name", "criterion_title"])
+    for place, entry in enumerate(reply.entries):
+        entry.pop("rubric_title", None)
+        entry |= {"rubric_index": str(place), name: quoted(reply.titles[place - 1])}
+
+
+def _besides(reply: Reply, place: int, name: str, value: str) -> None:
+    reply.entries[place] = _mixed(reply, reply.entries[place] | {name: value})
+
+
+def _contradicted(reply: Reply) -> tuple[int, int]:
+    """An entry, and a verdict that is not its own."""
+    place = reply.draw.randrange(len(reply.titles))
+    return place, -reply.verdicts[place] or reply.draw.choice([-1, 1])
+
+
+def _field_twice(reply: Reply) -> None:
+    """Under a name that looks the same, or a longer one."""
+    place, other = _contradicted(reply)
+    name, value = ("score", str(other)) if reply.phase == "score" else ("verdict", quoted(Verdict(other).name))
+    alike = name.replace("o", "\u043e").replace("e", "\u0435")
+    names = [name.upper(), f"{name} ", alike, f"{name[:2]}\u200b{name[2:]}", f"{name}_final", f"new_{name}", f"{name}2"]
+    _besides(reply, place, reply.draw.choice(names), value)
+
+
+def _justification(reply: Reply) -> None:
+    place, other = _contradicted(reply)
+    name = Verdict(other).name
+    known = {"N": name, "n": other, "l": name.lower(), "m": reply.verdicts[place]}
+    where = reply.draw.choice([*reply.entries[place].keys() & {"justification", "explanation"}, "rationale"])
+    reply.entries[place][where] = quoted(filled(reply.draw.choice(_JUSTIFICATIONS), known))
+
+
+def _field_beside(reply: Reply) -> None:
+    place, other = _contradicted(reply)
+    # What is not applicable has not passed, and has not failed either.
+    rows, good = (_FIELDS_BESIDE, other == 1) if reply.verdicts[place] else (_FIELDS_BESIDE[:-1], True)
+    names, *values = reply.draw.choice(rows)
+    _besides(reply, place, reply.draw.choice(names.split()), values[good])
+
+
+def _steps_beside(reply: Reply) -> None:
+    place = reply.draw.randrange(len(reply.titles))
+    # For what is not applicable steps say nothing.
+    reply.say(place, reply.titles[place], reply.verdicts[place] or 1)
+    other = [step for step in range(1, STEPS + 1) if step not in reply.meant[place]][:2]
+    names = "relevantSteps corrected_relevant_steps steps final_steps cited_steps actual_steps step irrelevant_steps"
+    _besides(reply, place, reply.draw.choice(names.split()), str(other))
+
+
+def _of_two_minds(reply: Reply) -> None:
+    names, values = {
+        "score": ("score", "-1 or 1|not 1|[1]|{}|&minus;1|true|0.5|1 // -1|1 (FAIL)"),
+        "credit": (
+            "verdict",
+            "PASS/FAIL|PASS or FAIL|not PASS|!PASS|PARTIAL|PASS?||NOT_PASS|P|-PASS|PA\u200bSS|PASS\u0336",
+        ),
+        "criteria": ("title description evaluator_instruction", 'null|""|3|true|" "|{}'),
+    }[reply.phase]
+    value = reply.draw.choice(values.split("|"))
+    reply.draw.choice(reply.entries)[reply.draw.choice(names.split())] = quoted(value) if names == "verdict" else value
+
+
+def _cut(reply: Reply) -> None:
+    """Within an entry."""
+    which, part, end = reply.draw.random(), reply.draw.random(), reply.draw.choice(["", "", "\n```", "..."])
+
+    def cut(text: str) -> str:
+        entries = [*re.finditer(r"\{[^{}]+", text)]
+        entry = entries[int(which * len(entries))] if entries else None
+        return (text[: entry.start() + 1 + int(part * (len(entry[0]) - 1))] if entry else "") + end
+
+    reply.edits[:] = [cut]
+
+
+_OF_ALL: dict[str, Adversary] = {
+    "of two minds": _of_two_minds,
+    "cut": _cut,
+    "draft in front": _drafted(
+        *(f"{{draft}}{gap}@" for gap in (" or rather\n", "\nRevised:\n", "\n", "\n```\n```json\n"))
+    ),
+    "draft in reasoning": _drafted("<think>{draft} hm</think>@"),
+}
+_OF_VERDICTS: dict[str, Adversary] = {
+    "remark behind": _adds("@\n{remark}", "@\n\n{remark}", "@ {remark}", "@ // {remark}", "@\n> {remark}"),
+    "remark among courtesies": _adds("@\n{courtesy} {remark}", "@\n{remark}\n{courtesy}", "@\n{courtesy}, {remark}"),
+    "remark between": _adds("between"),
+    "remark in the object": _adds(
+        *(f'{{"evaluations": @, "{name}": {{quoted}}}}' for name in ("note", "summary", "correction", "overall")),
+        '{"evaluations": @, "corrections": {json}}',
+    ),
+    "JSON behind": _adds("@\n{json}", "@\nAlso:\n{json}", "@\n```json\n{json}"),
+    "fields behind": _adds(
+        *(
+            f"@\n{each}"
+            for each in ('"score": -1', "{score: -1}", "'score': -1", '{"score": -1}', '"relevant_steps": [1]')
+        ),
+        '@\n{"rubric_index": 0, "verdict": "FAIL", "relevant_steps": [1]}',
+    ),
+    "entries amiss": _entries_amiss,
+    "titles exchanged": _titles_exchanged,
+    "titles shifted": _titles_shifted,
+    "field twice": _field_twice,
+    "field beside": _field_beside,
+    "justification": _justification,
+}
+ADVERSARIES: dict[str, dict[str, Adversary]] = {
+    "score": _OF_ALL | _OF_VERDICTS,
+    "credit": _OF_ALL | _OF_VERDICTS | {"steps beside": _steps_beside},
+    "criteria": _OF_ALL,
+}
+_OF_TWO = ("remark between", "fields behind", "titles exchanged", "titles shifted")
+"""They need two criteria."""
