@@ -577,6 +577,7 @@ def test_a_second_verdict_around_the_array_is_not_passed_over(besides: str) -> N
         ({"result": "not passed"}, "result not passed"),
         ({"outcome": False}, "outcome False"),
         ({"checks": {"value": ["FAIL"]}}, "value FAIL"),
+        ({"checks": ["ok"], "result": "FAIL"}, "result FAIL"),
         ({"passed": "no"}, "passed no"),
         ({"is_passed": 0}, "is_passed 0"),
         ({"criterionMet": False}, "criterionMet False"),
@@ -767,6 +768,8 @@ def test_words_behind_the_array_that_may_take_a_verdict_back_are_asked_again(arr
         ("+", "+"),
         ("All 2 criteria are done, 2 are not", "criteria are done, 2 are not"),
         ("The best regards", "The best regards"),
+        ("X", "X"),
+        ("no " * 30, "no " * 20),
     ],
 )
 def test_what_behind_the_array_may_be_about_a_verdict_is_asked_again(behind: str, taken: str) -> None:
@@ -823,12 +826,16 @@ def test_what_stands_behind_the_last_answer_is_behind_it_whatever_json_follows()
                 parse_scores(f"{front}{PLAIN}\n{behind}", RUBRIC)
     # What is said between two of the same is superseded.
     assert verdicts(f"{PLAIN}\nNo, the first is violated. Or not:\n{PLAIN}") == [1, -1, 0]
+    with pytest.raises(ReplyError, match="may take back a verdict of it: 'No'"):
+        parse_scores(f'{{"entries": {PLAIN}, "total": 3}} No.', RUBRIC)
     with pytest.raises(ReplyError, match="several different JSON arrays"):
         parse_scores(f"{PLAIN}\n[]", RUBRIC)
 
 
 def test_a_correction_between_objects_takes_the_one_before_it_back() -> None:
     first, *rest = map(json.dumps, scores(1, -1, 0))
+    titled = [f"**{entry['rubric_title']}**\n{json.dumps(entry)}" for entry in scores(1, -1, 0)]
+    assert verdicts("\n".join(titled)) == [1, -1, 0]
     for words in ("### Criterion 1: Keeps secrets", "---\n2. **Keeps secrets**", "```\n\n```json"):
         assert verdicts("\n".join([first, words, *rest])) == [1, -1, 0], words
     for words in (
@@ -964,6 +971,11 @@ def test_criteria_of_one_title_go_by_position_and_titles_that_say_nothing_match_
     entries = [{"score": value, "rubric_title": title} for value, title in ((0, "B"), (-1, "A"), (1, "A"))]
     with pytest.raises(ReplyError, match="'A' may be several rubrics"):
         parse_scores(json.dumps(entries), mixed)
+    mixed = tuple(replace(each, title=each.title.replace("A", "A" * 81).replace("a.", "a" * 81)) for each in mixed)
+    with pytest.raises(ReplyError, match=f"^'{'A' * 80}' may be several rubrics"):
+        parse_scores(
+            json.dumps([entry | {"rubric_title": str(entry["rubric_title"]) * 81} for entry in entries]), mixed
+        )
     entries = [{"score": value, "rubric_title": "A"} for value in (-1, 1)]
     with pytest.raises(ReplyError, match="no rubric has the title '!'"):
         parse_scores(json.dumps([entry | {"rubric_title": "!"} for entry in entries]), blank)
