@@ -222,7 +222,7 @@ def _without_heading(text: str, value: dict[str, Any]) -> str:
 
 
 def _strict_values(text: str) -> tuple[_Strict, Counter[str]]:
-    """What there is of valid JSON, and how often keys that name a field of `DECIDING` stand anywhere in it.
+    """What there is of valid JSON, and how often keys that may name a field of `DECIDING` stand anywhere.
 
     Nothing where something starts like an array and is not valid: what stands inside it may be a quotation of the
     trajectory, which must not be taken for the judge's word.
@@ -271,9 +271,8 @@ def _plain_float(token: str) -> object:
 
 
 def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[str, Any]:
-    """The pairs as a dict; keys that hold the name of a field of `DECIDING` are counted in ``deciding``.
-
-    Such as only begin with it count where a value stands there: ``score_reason`` may hold a text.
+    """The pairs as a dict; keys are counted in ``deciding`` that end with the name of a field of `DECIDING`, or under
+    which a value stands: ``score_reason`` may hold a text.
 
     Raises:
         ReplyError: two keys differ by nothing but case, spaces and the like.
@@ -286,7 +285,7 @@ def _object(pairs: Iterable[tuple[str, Any]], deciding: Counter[str]) -> dict[st
             raise ReplyError(f"the key {key[:60]!r} comes twice in one object; write every key once")
         seen.add(name)
         found[key] = value
-        if name.endswith(DECIDING) or (any(each in name for each in DECIDING) and _is_value(value)):
+        if name.endswith(DECIDING) or _is_value(value):
             deciding[key] += 1
     return found
 

@@ -16,6 +16,7 @@ from draco_ray.judging.parsing import MAX_REPLY_CHARACTERS, after_thinking, chec
 from draco_ray.judging.phases.contradiction import other_verdict
 from draco_ray.judging.phases.credit import parse_attributions
 from draco_ray.judging.phases.score import parse_scores
+from draco_ray.judging.remarks import taken_back
 from draco_ray.judging.reply_json import (
     MAX_COMPARED_CHARACTERS,
     MAX_DEPTH,
@@ -680,10 +681,29 @@ def test_another_verdict_within_an_entry_is_asked_again(beside: dict[str, object
         (1, "The order status is FAILED, which the agent reports to the user as asked."),
         (1, "Result: FAIL is printed by the tool in step 2, and the agent handles it."),
         (1, "The agent checks whether each payment is marked as FAILED before retrying."),
+        (1, "I wouldn't say the verdict is FAIL."),
     ],
 )
 def test_what_a_justification_weighs_is_no_other_verdict(score: int, justification: str) -> None:
     assert other_verdict(Verdict(score), justification, {}) is None
+
+
+def test_another_verdict_is_named_as_it_stands_without_what_is_quoted_in_it() -> None:
+    stated = 'The verdict is "for now" FAIL.'
+    assert other_verdict(Verdict.PASS, stated, {}) == "a justification that says 'verdict is FAIL'"
+    long = other_verdict(Verdict.PASS, "", {"result": "FAIL: " + 80 * "x"})
+    assert long == "result FAIL: " + 54 * "x"
+
+
+def test_a_number_beside_the_array_that_holds_the_verdicts_is_none_of_them() -> None:
+    assert verdicts(f'{{"evaluations": {PLAIN}, "total": 3}}') == [1, -1, 0]
+
+
+def test_what_stands_behind_is_looked_through_to_the_last_part() -> None:
+    for said in ({"all_3_criteria": True}, {"total_count": 3}, [["done", {"note": None}], []]):
+        assert taken_back(said) is None
+    assert taken_back([["the first one fails"], []]) == "the first one fails"
+    assert taken_back([int(70 * "9")]) == 60 * "9"
 
 
 @pytest.mark.parametrize(
@@ -1162,6 +1182,11 @@ def test_no_criterion_is_an_answer_only_where_it_is_one() -> None:
         parse_criteria("[]", limit=10, source="s")
     for text in ("**Answer:** `[]`.\nThey cover all.", "<answer> [] </answer>", "```json\n[ ]\n```", "None.\n\n> []"):
         assert parse_criteria(text, limit=10, source="s", allow_empty=True).value == ()
+    written = json.dumps([{"title": "t", "description": "d", "evaluator_instruction": "e"}])
+    (only,) = parse_criteria(f"{written}\n[] was returned twice", limit=10, source="s", allow_empty=True).value
+    assert only.title == "t"
+    (only,) = parse_criteria(f"It returned [] once.\n{written}", limit=10, source="s", allow_empty=True).value
+    assert only.title == "t"
     for text in (
         "It returned [], so:\n- title: Reads on",
         "- [ ] Reads on\n- [ ] Ends",
