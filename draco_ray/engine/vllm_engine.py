@@ -533,9 +533,7 @@ def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]
     }
     if is_local(model.path):
         settings |= {"HF_HUB_OFFLINE": "1"}
-    if config.gpus_per_engine == 0:
-        settings |= cpu_environment(config)
-    return settings
+    return settings | hardware_environment(config)
 
 
 def socket_environment(folder: Path) -> dict[str, str]:
@@ -548,8 +546,18 @@ def socket_environment(folder: Path) -> dict[str, str]:
     return {"VLLM_RPC_BASE_PATH": str(folder)} if fits and "VLLM_RPC_BASE_PATH" not in os.environ else {}
 
 
+def hardware_environment(config: EngineConfig) -> dict[str, str]:
+    """Environment variables of a vLLM process for what it runs on, whoever starts it."""
+    if config.gpus_per_engine > 0:
+        # vLLM would compile FlashInfer's top-p and top-k kernels at the first start on a machine: a minute and a half,
+        # and where nvcc or ninja are not on the PATH the engine core dies of it. It has others.
+        name = "VLLM_USE_FLASHINFER_SAMPLER"
+        return {name: os.environ.get(name, "0")}
+    return cpu_environment(config)
+
+
 def cpu_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment variables of a vLLM process without a GPU, whoever starts it."""
+    """Environment variables of a vLLM process without a GPU."""
     return {
         # One thread where the cores are shared. More of them must not spin while they wait for each other: beside busy
         # neighbours that is ten times slower than sleeping.

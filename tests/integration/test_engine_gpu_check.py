@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from draco_ray.config.schema import ModelConfig
+from draco_ray.engine.model_shape import model_shape
 from tests.conftest import REPOSITORY
 from tests.support.jobs import load_job
 
@@ -64,7 +66,7 @@ def test_a_part_without_its_packages_is_skipped_and_what_was_measured_before_sta
     monkeypatch.setitem(gpu_check.PARTS, "engine", ("vllm_of_the_gpu_build",))
     asked: list[tuple[str, str]] = []
 
-    def measured(part: str, model: str, options: list[str]) -> dict[str, Any]:
+    def measured(part: str, model: str, options: list[str], log: Path) -> dict[str, Any]:
         asked.append((part, model))
         return {"figures": [{"name": "update", "value": 10.0, "unit": "tokens/s", "plan": 20.0, "most": None}]}
 
@@ -96,9 +98,61 @@ def test_a_figure_out_of_its_bound_and_a_part_that_dies_end_with_one(
     )
 
 
-def test_a_part_that_takes_too_long_is_given_up(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_takes_too_long_is_given_up(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "PART_SECONDS", 0.01)
-    assert gpu_check.in_a_process("learner", "qwen2.5-32b", []) == {"failed": "not done in 0.01 s"}
+    log = tmp_path / "part.log"
+    found = gpu_check.in_a_process("learner", "qwen2.5-32b", [], log)
+    assert found == {"figures": [], "failed": f"not done in 0.01 s\n(all of it is in {log})"}
+
+
+def test_what_a_part_measured_before_it_failed_is_kept(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = tmp_path / "part.py"
+    part.write_text(
+        "import pathlib, sys\n"
+        'figure = \'{"name": "update", "value": 10.0, "unit": "tokens/s", "plan": null, "most": null}\'\n'
+        "pathlib.Path(sys.argv[sys.argv.index('--out') + 1]).write_text(f'[{figure}]')\n"
+        "sys.exit('OutOfMemoryError: of the second way')\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(part))
+    with pytest.raises(SystemExit, match="gpu-check: failed: learner, qwen2.5-32b, toy size"):
+        gpu_check.main(parts="learner", models="qwen2.5-32b", device="cpu", tiny=True, out=tmp_path / "result.json")
+    printed = capsys.readouterr().out
+    assert "| update | 10 tokens/s |  |  |" in printed
+    assert "FAILED: OutOfMemoryError: of the second way" in printed
+
+
+def test_figures_are_written_down_one_by_one(gpu_check: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+
+    def breaks_off(check: Any) -> None:
+        check.figure("engine: start", 3.0, "s")
+        raise RuntimeError
+
+    gpu_check.CHECKS["start"] = breaks_off
+    try:
+        with pytest.raises(RuntimeError):
+            gpu_check.run_part("start", "qwen2.5-32b", 2, device="cpu", tiny=True, out=out)
+    finally:
+        del gpu_check.CHECKS["start"]
+    assert [figure["name"] for figure in json.loads(out.read_text(encoding="utf-8"))] == ["engine: start"]
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen2.5-32b"])
+def test_the_runs_that_are_planned_beside_a_gpus_figures_can_be_configured(gpu_check: ModuleType, name: str) -> None:
+    """What only a GPU computes is found out there; what it is compared with must stand before."""
+    model = ModelConfig(path=gpu_check.MODELS[name])
+    for keys in gpu_check.WAYS.values():
+        assert gpu_check.learning_run(model, gpu_check.REAL, on_gpu=True, **keys).learner.gpus_per_worker == 1
+    engine = gpu_check.engine_config(gpu_check.REAL, Path("adapters"), on_gpu=True)
+    planned = gpu_check.generating_run(model, gpu_check.REAL, engine, on_gpu=True)
+    assert planned.learner.gpus_per_worker == pytest.approx(1 - planned.engine.gpus_per_engine)
+    shape = model_shape(model.path)
+    memory = gpu_check.engine_memory(planned, shape, 141 * 2**30, 2 * 2**30)
+    assert gpu_check.step_time(planned, shape, memory, gpu_check.Assumptions()).generation > 0
 
 
 def figures(found: list[Any]) -> dict[str, Any]:

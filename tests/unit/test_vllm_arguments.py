@@ -8,8 +8,11 @@ import pytest
 
 from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import dump_config, load_config
+from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.config.vllm_arguments import TAKEN
 from draco_ray.engine.model_shape import model_shape
+from draco_ray.engine.openai_server import server_environment
+from draco_ray.engine.vllm_engine import vllm_environment
 from draco_ray.errors import ConfigError
 from draco_ray.lab.planning.memory import GIB, engine_memory
 from draco_ray.training.resume import config_changes
@@ -86,3 +89,21 @@ def test_a_kv_cache_of_eight_bits_takes_half() -> None:
         return engine_memory(load_config("qwen2.5-32b", overrides), shape, 80 * GIB, 0).sequence
 
     assert sequence("engine.vllm.kv_cache_dtype=fp8") * 2 == sequence()
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_nothing_is_compiled_at_the_first_start_that_needs_a_cuda_toolkit(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the GPU lock nor the image puts nvcc and ninja on the PATH, and vLLM's core died without them."""
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    on_gpu, on_cpu = EngineConfig(gpus_per_engine=1), EngineConfig(gpus_per_engine=0)
+    for environment in (
+        vllm_environment(on_gpu, ModelConfig(path="Qwen/Qwen3.6-27B")),
+        server_environment(on_gpu, "Qwen/Qwen3.6-27B", "key"),
+    ):
+        assert environment[name] == (own or "0")
+    assert name not in vllm_environment(on_cpu, ModelConfig(path="Qwen/Qwen3.6-27B"))
