@@ -303,7 +303,10 @@ class Check:
             return
         self.figures.append(Figure(name=name, value=value, unit=unit, **also))
         if self._out is not None:
-            self._out.write_text(json.dumps([asdict(figure) for figure in self.figures]), encoding="utf-8")
+            # Whole at any time: a part that takes too long is killed.
+            written = self._out.with_suffix(".part")
+            written.write_text(json.dumps([asdict(figure) for figure in self.figures]), encoding="utf-8")
+            written.replace(self._out)
 
 
 def learning_run(

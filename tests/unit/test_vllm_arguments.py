@@ -95,7 +95,7 @@ def test_a_kv_cache_of_eight_bits_takes_half() -> None:
 def test_nothing_is_compiled_at_the_first_start_that_needs_a_cuda_toolkit(
     own: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the GPU lock nor the image puts nvcc and ninja on the PATH, and vLLM's core died without them."""
+    """The image has no nvcc, and an environment that is not activated no ninja on the PATH: vLLM's core died of it."""
     name = "VLLM_USE_FLASHINFER_SAMPLER"
     monkeypatch.delenv(name, raising=False)
     if own is not None:
