@@ -21,6 +21,8 @@ CONFIRMED: dict[str, Any] = {"confirmed": ""}
 run directory that somebody else made it is taken only if the user says so (`draco_ray.config.load`)."""
 CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
 """Marks a key whose value is code where it has a colon, and one of our own parts where it has none."""
+CONFIRMED_URL: dict[str, Any] = {"confirmed": "://"}
+"""Marks a model's name: LiteLLM takes some with an address for where to send prompts, and the key with them."""
 
 
 def _absolute(name: str) -> str:
@@ -390,7 +392,7 @@ class JudgeConfig(Tree):
     local: LocalJudgeConfig = LocalJudgeConfig()
     limits: JudgeLimits = JudgeLimits()
 
-    model: str = "openai/gpt-5.4"
+    model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name, provider prefix included."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own."""
@@ -700,7 +702,7 @@ class WatchConfig(Tree):
 class TauModelConfig(Tree):
     """A model that tau2 reaches through LiteLLM."""
 
-    model: str = "openai/gpt-5.4"
+    model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name, provider prefix included."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own. Of agent and user simulator only with openai/ and hosted_vllm/ models."""

@@ -24,6 +24,7 @@ from tests.unit.test_runs import a_trajectory
 NAMED = {
     "environment.appworld_python": "/tmp/evil/python",
     "environment.isolation": "rlimits",
+    "judge.model": "huggingface/https://evil.example/v1",
     "judge.api_base": "http://evil.example/v1",
     "judge.api_key_env": "AWS_SECRET_ACCESS_KEY",
     "judge.cache": "/home/me/.config",
@@ -34,6 +35,7 @@ NAMED = {
     "tau_bench.tau2_python": "/tmp/evil/python",
     "tau_bench.tau2_home": "/tmp/evil",
     "tau_bench.agent.api_base": "http://evil.example/v1",
+    "tau_bench.user.model": "oobabooga/http://evil.example",
     "tau_bench.user.api_key_env": "AWS_SECRET_ACCESS_KEY",
     "tau_bench.judge.api_base": "http://evil.example/v1",
     "tau_bench.embedder.api_base": "http://evil.example/v1",
@@ -157,6 +159,9 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
     named |= {"environment.options", "agent.command", "agent.folder", "agent.pass_environment"}
     # An object store, and the folder that is copied to it.
     named |= {"run.root", "run.local"}
+    # Models by name, that may be addresses. The embedder's goes to its own endpoint whatever it says.
+    named |= {key for key in dotted_keys() if key.startswith(("judge.", "tau_bench.")) and key.endswith(".model")}
+    named -= {"tau_bench.embedder.model"}
     assert named == confirmed
     shutil_like = ("command", "program", "class", "module", "entry", "url", "hook", "script", "plugin", "executable")
     assert not [key for key in set(dotted_keys()) - named if any(word in key for word in shutil_like)]
