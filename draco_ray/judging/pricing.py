@@ -26,6 +26,9 @@ CREDIBLE_TIMES, CREDIBLE_MORE = 4, 10_000
 endpoints add a prompt of their own, and some count thinking beside ``max_tokens``."""
 LONGEST_TOKEN_BYTES = 128
 """Of the vocabularies in use, spaces: fewer tokens than these would make are not true either."""
+OTHERS_SAY = ("model", "models", "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
+"""What ``judge.extra_body`` must not say under a budget: the price and the length of a reply would be others than those
+that a call is counted with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,15 @@ def check_budget(judge: JudgeConfig, model: str) -> None:
     """Make sure that a budget in dollars can be kept.
 
     Raises:
-        ConfigError: there is one and no price of ``model``: what the next call may cost is then unknown.
+        ConfigError: there is one and no price of ``model``, or ``judge.extra_body`` asks for another model or for more:
+            what the next call may cost is then unknown.
     """
     dollars = judge.limits.dollars
+    if dollars is not None and (said := [name for name in OTHERS_SAY if name in judge.extra_body]):
+        raise ConfigError(
+            f"judge.limits.dollars={dollars:g}: judge.extra_body's {', '.join(said)} would change what a call may cost; "
+            "judge.model and judge.max_tokens say that, judge.score_votes how often it is asked"
+        )
     if dollars is not None and known_price(judge, model) is None:
         name = model.rpartition("/")[2]
         raise ConfigError(
@@ -157,8 +166,7 @@ def read_usage(response: Any, most: Most) -> TokenUsage | None:
     input_tokens, output_tokens, total, reasoning, cached, written = (count or 0 for count in counts)
     # Some endpoints count reasoning in the total only.
     output_tokens = max(output_tokens, total - input_tokens, reasoning)
-    choices = getattr(response, "choices", None) or ()
-    said = "".join(getattr(choice.message, "content", None) or "" for choice in choices)
+    said = "".join(_written(choice.message) for choice in getattr(response, "choices", None) or ())
     least = (most.input_tokens - REQUEST_TOKENS, len(said.encode("utf-8", "surrogatepass")))
     if input_tokens == 0 or (said and output_tokens == 0) or cached + written > input_tokens:
         return None
@@ -202,6 +210,13 @@ def _dearest(price: Price) -> float:
     """The highest rate of any kind and tier."""
     tiers: list[Price | PriceTier] = [price, *price.tiers]
     return max(rate or 0.0 for tier in tiers for rate in (tier.input, tier.cached_input, tier.cache_write, tier.output))
+
+
+def _written(message: Any) -> str:
+    """All that a message holds, whether it is the answer or not: it was paid for."""
+    calls = (getattr(call, "function", None) for call in getattr(message, "tool_calls", None) or ())
+    parts = [getattr(message, name, None) for name in ("content", "reasoning_content", "refusal")]
+    return "".join(part for part in (*parts, *(getattr(call, "arguments", None) for call in calls)) if isinstance(part, str))
 
 
 def _count(holder: Any, name: str) -> int | None:

@@ -222,8 +222,18 @@ def test_a_budget_wants_a_price_and_says_how_to_give_one() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "said", [{"n": 5}, {"max_tokens": 400_000}, {"max_completion_tokens": 9}, {"model": "gpt-5-pro"}, {"models": ["x"]}]
+)
+def test_under_a_budget_nothing_else_says_what_a_call_may_cost(said: dict[str, object]) -> None:
+    judge = JudgeConfig(extra_body={"think": True, **said}, limits=JudgeLimits(dollars=2.5))
+    with pytest.raises(ConfigError, match=rf"^judge\.limits\.dollars=2\.5: judge\.extra_body's {next(iter(said))} "):
+        check_budget(judge, judge.model)
+    check_budget(judge.model_copy(update={"extra_body": {"think": True}}), judge.model)
+
+
 def test_without_a_budget_no_price_is_wanted() -> None:
-    check_budget(JudgeConfig(prices={}), "openai/org/nobody-knows")
+    check_budget(JudgeConfig(prices={}, extra_body={"n": 5}), "openai/org/nobody-knows")
 
 
 def test_a_price_of_the_full_name_goes_before_one_of_its_last_part() -> None:
@@ -328,6 +338,23 @@ def test_fewer_tokens_than_the_longest_ones_would_make_are_not_true() -> None:
     ):
         found = read_usage(reply(written, prompt_tokens=prompt, completion_tokens=completion), most)
         assert (found is not None) is true, (written[:1], prompt, completion)
+
+
+@pytest.mark.parametrize(
+    "besides",
+    [
+        {"reasoning_content": "t" * 6_400},
+        {"refusal": "r" * 6_400},
+        {"tool_calls": [SimpleNamespace(function=SimpleNamespace(name="f", arguments="a" * 6_400))]},
+    ],
+    ids=["thought", "refused", "called a tool"],
+)
+def test_what_is_no_answer_was_written_as_well(besides: dict[str, Any]) -> None:
+    most = Most(input_tokens=20_000 + REQUEST_TOKENS, output_tokens=9_000, dollars=0.0)
+    for completion, true in ((0, False), (49, False), (50, True)):
+        said = reply("", prompt_tokens=156, completion_tokens=completion)
+        vars(said.choices[0].message).update(besides)
+        assert (read_usage(said, most) is not None) is true, completion
 
 
 def test_even_of_the_shortest_prompt_something_was_read() -> None:
