@@ -123,8 +123,8 @@ class LiteLLMClient:
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
         async with _claimed(self._cache, key):
             for known in (key, *earlier):
-                if (stored := await self._cache.get(known)) is not None:
-                    return _replay(stored)
+                if (stored := await self._cache.get(known)) is not None and (found := _replay(stored)) is not None:
+                    return found
             return await self._answer(request, key)
 
     async def _answer(self, request: Request, key: str | None) -> Completion:
@@ -417,6 +417,15 @@ _REPLAYED = (
     "reasoning_tokens",
     "usage_known",
 )
+_SAID = {
+    "text": str,
+    "finish_reason": str,
+    "model": str,
+    "input_tokens": int,
+    "cached_tokens": int,
+    "output_tokens": int,
+}
+"""What every stored reply has held so far."""
 _PAID = tuple(each.name for each in dataclasses.fields(Paid))
 _PAID_ALWAYS = tuple(each.name for each in dataclasses.fields(Paid) if each.default is dataclasses.MISSING)
 
@@ -425,8 +434,14 @@ def _stored(completion: Completion) -> dict[str, object]:
     return {name: getattr(completion, name) for name in (*_REPLAYED, *_PAID)}
 
 
-def _replay(stored: Mapping[str, Any]) -> Completion:
-    """Return the stored reply, at no cost; replies stored by early versions do not say what they cost."""
+def _replay(stored: Mapping[str, Any]) -> Completion | None:
+    """Return the stored reply, at no cost; replies stored by early versions do not say what they cost.
+
+    Returns: None where it is damaged: it is asked for again.
+    """
+    if not all(isinstance(stored.get(name), kind) for name, kind in _SAID.items()):
+        log.warning("a stored judge reply is damaged and is asked for again: it holds %s", str(sorted(stored))[:100])
+        return None
     known = {name: stored[name] for name in _PAID if name in stored}
     paid = Paid(**known) if all(name in known for name in _PAID_ALWAYS) else None
     replayed = {name: stored[name] for name in _REPLAYED if name in stored}

@@ -216,7 +216,9 @@ def _written(message: Any) -> str:
     """All that a message holds, whether it is the answer or not: it was paid for."""
     calls = (getattr(call, "function", None) for call in getattr(message, "tool_calls", None) or ())
     parts = [getattr(message, name, None) for name in ("content", "reasoning_content", "refusal")]
-    return "".join(part for part in (*parts, *(getattr(call, "arguments", None) for call in calls)) if isinstance(part, str))
+    return "".join(
+        part for part in (*parts, *(getattr(call, "arguments", None) for call in calls)) if isinstance(part, str)
+    )
 
 
 def _count(holder: Any, name: str) -> int | None:

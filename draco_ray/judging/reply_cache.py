@@ -161,7 +161,7 @@ class ReplyCache:
             return None
         try:
             answer = json.loads(row[0])
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             log.warning("judge reply %s in %s is not readable and is asked for again", key[:12], self._folder / FILE)
@@ -301,8 +301,19 @@ def read_book(folder: Path, run: str = "") -> Book:
                     found = connection.execute("SELECT number, most, dollars FROM requests").fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"the book of judge requests in {file} cannot be read: {error}") from None
+    for number, *amounts in found:
+        # Another's file may hold other tables: a negative amount would be more budget.
+        if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:
+            raise StoreError(
+                f"the book of judge requests in {file} cannot be read: request {str(number)[:80]!a} is said to cost "
+                f"{str(amounts)[:80]}; expected its number, the most in dollars, and dollars or nothing"
+            )
     mine = [row for row in found if row[0].startswith(run)]
     return Book(
         settled={number: dollars for number, _, dollars in mine if dollars is not None},
         under_way={number: most for number, most, dollars in mine if dollars is None},
     )
+
+
+def _is_amount(value: object) -> bool:
+    return value is None or (isinstance(value, float) and 0 <= value < math.inf)

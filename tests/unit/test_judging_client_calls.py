@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,7 +28,7 @@ from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, read_book, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, read_book, request_key
 from draco_ray.records import Message, Paid
 
 PRICE = Price(input=2.0, output=10.0)
@@ -470,7 +472,23 @@ async def test_other_questions_do_not_wait_for_each_other(monkeypatch: pytest.Mo
 def test_a_reply_of_a_version_that_did_not_say_its_cost_is_replayed_without_one() -> None:
     kept = {"text": "fine", "finish_reason": "stop", "model": "m", "input_tokens": 1, "cached_tokens": 0}
     replayed = client_module._replay({**kept, "output_tokens": 2, "call_id": "x", "requests": 1})
+    assert replayed is not None
     assert (replayed.text, replayed.paid, replayed.requests) == ("fine", None, 0)
+
+
+@pytest.mark.parametrize(
+    "damage", [{}, {"text": None}, {"text": 5}, {"output_tokens": "many"}, {"finish_reason": None}]
+)
+async def test_a_stored_reply_that_is_damaged_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: dict[str, object]
+) -> None:
+    scripted = Scripted(monkeypatch, said(), said("anew"), folder=tmp_path)
+    await scripted()
+    with sqlite3.connect(tmp_path / FILE) as file:
+        (answer,) = file.execute("SELECT answer FROM replies").fetchone()
+        file.execute("UPDATE replies SET answer = ?", (json.dumps({**json.loads(answer), **damage} if damage else {}),))
+    assert (await scripted()).text == "anew"
+    assert ((await scripted()).text, len(scripted.sent)) == ("anew", 2)
 
 
 KEYS: dict[str, Callable[[pytest.MonkeyPatch], Scripted]] = {

@@ -278,6 +278,25 @@ def test_a_folder_of_a_version_without_a_book_has_an_empty_one_and_a_damaged_one
     )
 
 
+@pytest.mark.parametrize(
+    "row",
+    [("a", 1.0, -50.0), ("a", -5.0, None), ("a", 1.0, math.inf), ("a", "x", 1.0), ("a", 1.0, "y"), ("a", None, 1.0),
+     (None, 1.0, 1.0), (5, 1.0, 1.0), (b"a", 1.0, b"x")],
+)  # fmt: skip
+def test_a_book_that_does_not_say_dollars_is_named(tmp_path: Path, row: tuple[object, ...]) -> None:
+    """A negative amount would be more budget than there is."""
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute("CREATE TABLE requests (number, most, dollars)")
+        file.execute("INSERT INTO requests VALUES ('fine', 1.0, 0.5)")
+    assert read_book(tmp_path).dollars == 0.5
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute("INSERT INTO requests VALUES (?, ?, ?)", row)
+    for run in ("", "other/"):
+        with pytest.raises(StoreError, match="the book of judge requests in .* cannot be read: request ") as problem:
+            read_book(tmp_path, run)
+        assert "\n" not in str(problem.value)
+
+
 def test_readers_and_writers_wait_for_each_other_as_long_as_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
