@@ -89,8 +89,8 @@ def check_budget(judge: JudgeConfig, model: str) -> None:
     dollars = judge.limits.dollars
     if dollars is not None and (said := [name for name in OTHERS_SAY if name in judge.extra_body]):
         raise ConfigError(
-            f"judge.limits.dollars={dollars:g}: judge.extra_body's {', '.join(said)} would change what a call may cost; "
-            "judge.model and judge.max_tokens say that, judge.score_votes how often it is asked"
+            f"judge.limits.dollars={dollars:g}: judge.extra_body's {', '.join(said)} would change what a call may "
+            "cost; judge.model and judge.max_tokens say that, judge.score_votes how often it is asked"
         )
     if dollars is not None and known_price(judge, model) is None:
         name = model.rpartition("/")[2]

@@ -12,7 +12,11 @@ from draco_ray.judging.outage import Trouble
 _REFUSED = {401, 402, 403, 404}
 _TIMED_OUT = {408, 504, 522, 524}
 _AGAIN = {425, 429}
-_FLAGGED = re.compile(r"flagged|moderat|content[ _-]?(policy|filter|management)|safety|prohibited|inappropriate", re.I)
+_FLAGGED = re.compile(
+    r"flagged|moderat|content[ _-]?(policy|filter|management)|safety|prohibited|inappropriate|guardrail|harmful"
+    r"|sensitive|data[ _-]?inspection|policy violation|\b(request|prompt|input|content|message)\w*\W(\w+\W){0,3}violat",
+    re.I,
+)
 _TOO_LARGE = re.compile(r"request too large|too large for|reduce (the|your) (length|prompt|message)", re.I)
 _UNPAID = re.compile(r"billing_hard_limit|credit balance is too low to access")
 """Narrow: an error may quote the prompt, and a rollout may be about money."""
