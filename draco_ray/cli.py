@@ -1050,8 +1050,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with naming_extras(), ended_as_interrupted():
             _commands()(arguments, prog_name="draco")
     except DracoError as error:
-        # One line, whatever was typed.
-        print(f"draco: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        # One line, whatever was typed or received: nothing in it tells the terminal what to do.
+        line = " ".join(str(error).splitlines())
+        shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        print(f"draco: {shown}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         # Before or after the command itself, which Typer ends so.

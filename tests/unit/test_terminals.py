@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -54,6 +55,15 @@ def shown(encoding: str, *words: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
             main(words)
         return int(ended.value.code or 0), text()
+
+
+@pytest.mark.parametrize("key", ["a\x1b]0;owned\x07b", "a\x9b2Jb", "a\u202eb", "a\u2028b\nc\rd"])
+def test_what_was_received_tells_the_terminal_nothing(tmp_path: Path, key: str) -> None:
+    received = tmp_path / "received.yaml"
+    received.write_text(json.dumps({key: 1}))
+    code, text = shown("utf-8", "config", str(received))
+    assert (code, text.startswith("draco: unknown config key a")) == (2, True)
+    assert text.rstrip("\n").isprintable()
 
 
 @ENCODINGS
