@@ -283,6 +283,23 @@ def test_the_keyboard_goes_through_lists_and_to_neighbours(browser: Browser) -> 
     assert browser.run("document.getElementById('keys').hidden") is False
 
 
+def test_the_arrows_pass_a_rollout_that_was_lost(started_browser: Browser, tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", "{}\n"))
+    write_group(store, 1, TASKS[0], 3)
+    (lost,) = (tmp_path / "run" / "tables" / "trajectories").glob(f"*/{TASKS[0]}-1*")
+    lost.unlink()
+    path = tmp_path / "report.html"
+    write_report(store.directory, path)
+    started_browser.look()
+    started_browser.goto("about:blank")
+    started_browser.goto(f"{path.as_uri()}#rollout/1/{TASKS[0]}/0")
+    at(started_browser, f"#rollout/1/{TASKS[0]}/0")
+    started_browser.press("ArrowRight")
+    at(started_browser, f"#rollout/1/{TASKS[0]}/2")
+    started_browser.press("ArrowLeft")
+    at(started_browser, f"#rollout/1/{TASKS[0]}/0")
+
+
 def test_evidence_leads_to_the_steps_it_names(browser: Browser, page: str) -> None:
     place = f"#rollout/1/{TASKS[0]}/0/c1"
     browser.goto(page + place)
@@ -580,6 +597,8 @@ def test_labels_of_verdicts_are_kept_and_exported(browser: Browser, page: str, t
     browser.goto(f"{page}#labels")
     at(browser, "#labels")
     assert len(texts(browser, "#labels tbody tr")) == 2
+    browser.press("j")
+    assert browser.run("document.activeElement.getAttribute('href')") == place
     browser.downloads(tmp_path)
     browser.click("#label-export")
     path = tmp_path / "labels.jsonl"

@@ -127,7 +127,7 @@ function labelsView() {
   const all = [...labels.kept.values()];
   const wrong = (label) => label.verdict !== null && label.verdict !== label.judge;
   const rows = all.map((label) => el("tr", {},
-    el("td.n", {}, label.training_step), el("td", {}, el("a", { href: `#rollout/${label.training_step}/${encodeURIComponent(label.task_id)}/${label.rollout}/c${label.criterion + 1}` }, `${label.task_id}, rollout ${label.rollout}`)),
+    el("td.n", {}, label.training_step), el("td", {}, el("a.item", { href: `#rollout/${label.training_step}/${encodeURIComponent(label.task_id)}/${label.rollout}/c${label.criterion + 1}` }, `${label.task_id}, rollout ${label.rollout}`)),
     el("td.asked", {}, label.title), el("td", {}, WORD[label.judge]), el("td" + (wrong(label) ? ".minus" : ""), {}, label.verdict === null ? "–" : WORD[label.verdict]),
     el("td", {}, label.citation === null ? "–" : label.citation ? "right" : "wrong" + (label.steps ? ": " + label.steps.join(", ") : "")), el("td.asked", {}, label.note)));
   return [el("h1", {}, "Labels"),

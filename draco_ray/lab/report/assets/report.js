@@ -333,7 +333,9 @@ async function rolloutView(place, number, rest) {
   if (!rollout) return [el("p", {}, "No such rollout.")];
   const here = (part) => rolloutLink(group, number, part);
   const share = rollout.share;
-  const others = el("span.chips", {}, data.rollouts.map((one) => el("a.chip." + (one.outcome === undefined ? sign(one.share && one.share.advantage) : outcomeKind(one.outcome && one.outcome.success)) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout), "aria-label": "rollout " + one.rollout, "aria-current": one === rollout ? "page" : null, rel: one.rollout === number + 1 ? "next" : one.rollout === number - 1 ? "prev" : null }, one.rollout)));
+  // By place, not by number: one that was lost leaves a gap.
+  const mine = data.rollouts.indexOf(rollout);
+  const others = el("span.chips", {}, data.rollouts.map((one, at) => el("a.chip." + (one.outcome === undefined ? sign(one.share && one.share.advantage) : outcomeKind(one.outcome && one.outcome.success)) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout), "aria-label": "rollout " + one.rollout, "aria-current": one === rollout ? "page" : null, rel: at === mine + 1 ? "next" : at === mine - 1 ? "prev" : null }, one.rollout)));
   const turns = el("div.turns", {}, rollout.turns.map((turn, order) => turnCard(turn, order, text, here, share)));
   const failures = rollout.outcome && rollout.outcome.failures && rollout.outcome.failures.length ? [el("h3", {}, "Tests that failed"), el("ul", {}, rollout.outcome.failures.map((one) => el("li", {}, one)))] : null;
   const judged = rollout.outcome && rollout.outcome.judged;
