@@ -19,7 +19,7 @@ from draco_ray.commands.simulate import simulate_run
 from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.report.serving import ReportServer
-from draco_ray.records import Criterion
+from draco_ray.records import Criterion, EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -300,6 +300,28 @@ def test_the_arrows_pass_a_rollout_that_was_lost(started_browser: Browser, tmp_p
     at(started_browser, f"#rollout/1/{TASKS[0]}/0")
 
 
+def test_what_was_measured_before_training_is_listed_while_nothing_else_is(
+    started_browser: Browser, tmp_path: Path
+) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", "{}\n"))
+    solved = {"success": True, "passed_tests": 2, "total_tests": 2, "turns": 3, "ended": EpisodeEnd.FINISHED}
+    evaluation = Evaluation(task_id=TASKS[0], run=0, **solved)
+    store.write("evaluations", 0, "test", rows.evaluation_rows(0, "test", [evaluation]))
+    played = small_run_module.a_trajectory(0, TASKS[0], 0)
+    store.write("evaluation_trajectories", 0, TASKS[0], rows.trajectory_rows(0, played))
+    store.write("evaluation_steps", 0, TASKS[0], rows.step_rows(0, played))
+    path = tmp_path / "report.html"
+    write_report(store.directory, path)
+    started_browser.look()
+    started_browser.console.clear()
+    started_browser.goto("about:blank")
+    started_browser.goto(f"{path.as_uri()}#groups")
+    at(started_browser, "#groups")
+    assert texts(started_browser, ".list tbody .chip") == ["✓"]
+    assert started_browser.run("document.getElementById('filter-of').value") == "evaluated"
+    assert started_browser.console == []
+
+
 def test_evidence_leads_to_the_steps_it_names(browser: Browser, page: str) -> None:
     place = f"#rollout/1/{TASKS[0]}/0/c1"
     browser.goto(page + place)
@@ -313,6 +335,7 @@ def test_evidence_leads_to_the_steps_it_names(browser: Browser, page: str) -> No
         ("Step 1 and step 12", ["t1", "t4"]),
         ("steps 1, 2, and 7", ["t1", "t3"]),
         ("Steps 1-2 (not 12)", ["t1", "t3"]),
+        ("STEP 2", ["t3"]),
         ("footsteps 1, 12 steps", []),
     ):
         said = f"withSteps({json.dumps(words)}, {rollout}, (part) => part)"

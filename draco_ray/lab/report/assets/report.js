@@ -108,7 +108,7 @@ function colored(code) {
 function withSteps(text, rollout, here) {
   const parts = [];
   let done = 0;
-  for (const found of (text || "").matchAll(/\b[Ss]teps?\s+#?\d+(?:\s*(?:,|and|or|to|through|[-–&\/])\s*(?:and\s+)?(?:[Ss]teps?\s+)?\d+)*/g))
+  for (const found of (text || "").matchAll(/\bsteps?\s+#?\d+(?:\s*(?:,|and|or|to|through|[-–&\/])\s*(?:and\s+)?(?:steps?\s+)?\d+)*/gi))
     for (const number of found[0].matchAll(/\d+/g)) {
       const place = rollout.turns.findIndex((turn) => turn.step === Number(number[0]));
       if (place < 0) continue;

@@ -72,6 +72,8 @@ async function start() {
   const timeline = document.getElementById("timeline-step");
   if (timeline) timeline.addEventListener("change", () => showTimeline(timeline.value));
   window.addEventListener("hashchange", route);
+  // Before the first step there is only what was measured.
+  if (!index.groups.some((group) => !group.split)) filters.of = "evaluated";
   const y = takeStanding();
   await route();
   if (y) window.scrollTo(0, y);
