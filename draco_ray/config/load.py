@@ -226,7 +226,7 @@ def _read_setting(name: str) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        if not path.is_file():
+        if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "not a regular file")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

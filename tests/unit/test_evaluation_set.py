@@ -111,7 +111,7 @@ def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (asked(settings=("starter",)), "--setting 'starter': expected LABEL=POLICY"),
         (asked(settings=("a=m", "a=n")), "only runs are seeds of one label"),
         (asked(settings=("a=m", f"a={run}")), "only runs are seeds of one label"),
-        (asked(str(tmp_path / "none.yaml")), "none.yaml: cannot be read"),
+        (asked(str(tmp_path / "none.yaml")), "none.yaml: cannot be read: [Errno 2] No such file"),
         (asked(str(file), against="b"), "--against 'b': expected one of a"),
     ):
         with pytest.raises(ConfigError) as caught:
