@@ -304,8 +304,9 @@ def test_what_was_measured_before_training_is_listed_while_nothing_else_is(
     started_browser: Browser, tmp_path: Path
 ) -> None:
     store = RunStore(RunDirectory.create(tmp_path / "run", "{}\n"))
-    solved = {"success": True, "passed_tests": 2, "total_tests": 2, "turns": 3, "ended": EpisodeEnd.FINISHED}
-    evaluation = Evaluation(task_id=TASKS[0], run=0, **solved)
+    evaluation = Evaluation(
+        task_id=TASKS[0], run=0, success=True, passed_tests=2, total_tests=2, turns=3, ended=EpisodeEnd.FINISHED
+    )
     store.write("evaluations", 0, "test", rows.evaluation_rows(0, "test", [evaluation]))
     played = small_run_module.a_trajectory(0, TASKS[0], 0)
     store.write("evaluation_trajectories", 0, TASKS[0], rows.trajectory_rows(0, played))
