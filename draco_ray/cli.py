@@ -543,13 +543,12 @@ def judge(
 
     Exit code: 0 all judged, 3 mean reward below --fail-under, 4 some traces could not be read or judged.
     """
-    from rich.console import Console
-
     from draco_ray.commands.judge import Wanted, run
     from draco_ray.runs.remote.place import results_folder
+    from draco_ray.terminal import PlainConsole
 
-    console = Console(highlight=False, soft_wrap=True, width=120)
-    with results_folder(None if dry_run else out, lambda line: console.print(line, markup=False)) as folder:
+    console = PlainConsole(width=120)
+    with results_folder(None if dry_run else out, console.print) as folder:
         code = run(
             Wanted(
                 paths=[_run_folder(path) for path in paths],
@@ -625,14 +624,13 @@ def replay(
     trust: Trust = False,
 ) -> None:
     """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
-    from rich.console import Console
-
     from draco_ray.algorithm.rules import RULES, find_rule
     from draco_ray.commands.replay import replay_algorithm, replay_judge
     from draco_ray.errors import ConfigError
     from draco_ray.lab.analysis.judges import NamedJudge
+    from draco_ray.terminal import PlainConsole
 
-    console = Console(highlight=False, soft_wrap=True, width=120)
+    console = PlainConsole(width=120)
     for name in rule or ():
         find_rule(name)
     if judge is None and any(
@@ -686,11 +684,10 @@ def agreement(
     trust: Trust = False,
 ) -> None:
     """Measure a judge against people's labels, and what examples of corrected verdicts change."""
-    from rich.console import Console
-
     from draco_ray.commands.agreement import Held
     from draco_ray.commands.agreement import agreement as measure
     from draco_ray.lab.analysis.judges import NamedJudge
+    from draco_ray.terminal import PlainConsole
 
     held = None
     if run is not None:
@@ -702,7 +699,7 @@ def agreement(
         raise ConfigError(
             "--judge, --api-base, --api-key-env: only together with --run DIR, whose prompts are asked again"
         )
-    for path in measure(labels, held, out=out, console=Console(highlight=False, soft_wrap=True, width=120)):
+    for path in measure(labels, held, out=out, console=PlainConsole(width=120)):
         typer.echo(path)
 
 
@@ -745,11 +742,10 @@ def attribution_bench(
     trust: Trust = False,
 ) -> None:
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
-    from rich.console import Console
-
     from draco_ray.commands.attribution_bench import Solutions
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.lab.analysis.judges import NamedJudge
+    from draco_ray.terminal import PlainConsole
 
     written = run_bench(
         Solutions(
@@ -758,7 +754,7 @@ def attribution_bench(
         judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
         config=config,
         out=out,
-        console=Console(highlight=False, soft_wrap=True, width=120),
+        console=PlainConsole(width=120),
         wrong_step=wrong_step,
         trust=trust,
     )
@@ -1050,10 +1046,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with naming_extras(), ended_as_interrupted():
             _commands()(arguments, prog_name="draco")
     except DracoError as error:
-        # One line, whatever was typed or received: nothing in it tells the terminal what to do.
-        line = " ".join(str(error).splitlines())
-        shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
-        print(f"draco: {shown}", file=sys.stderr)
+        from draco_ray.terminal import plain
+
+        # One line, whatever was typed or received.
+        print(f"draco: {plain(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         # Before or after the command itself, which Typer ends so.

@@ -27,12 +27,12 @@ from typing import Annotated
 import httpx
 import psutil
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
+from draco_ray.terminal import PlainConsole
 
 STEPS, PROMPTS, GROUP = 2, 2, 3
 JUDGE_SECONDS = 1.0
@@ -552,7 +552,7 @@ def main(
     """Run each fault once and print the table; exits with 1 if a run was lost."""
     # So that what was started is ended as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    console = Console(soft_wrap=True)
+    console = PlainConsole()
     table = Table(
         "fault", "survived", "rollouts", "rollouts lost", "judge calls repeated", "steps", "seconds", "last words"
     )
@@ -577,9 +577,8 @@ def main(
             console.print(
                 f"chaos: {fault}: {outcome.survived}, {outcome.steps} of {STEPS} steps, {outcome.lost} rollouts lost, "
                 f"{outcome.repeated} judge calls repeated, {outcome.seconds:.0f} s: {outcome.last}",
-                markup=False,
             )
-    Console(width=200).print(table)
+    PlainConsole(width=200, soft_wrap=False).print(table)
     sys.exit(1 if lost else 0)
 
 

@@ -83,7 +83,7 @@ def run(wanted: Wanted, console: Console) -> int:
     )
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
     for line in _understood(groups, settled):
-        console.print(line, markup=False)
+        console.print(line)
     guessed = estimate(
         groups,
         settled.config,
@@ -92,7 +92,7 @@ def run(wanted: Wanted, console: Console) -> int:
         known_price(settled.config.judge, wanted.judge),
         own=settled.rubric is None,
     )
-    console.print(_estimated(guessed, wanted.judge, batch=wanted.batch), markup=False)
+    console.print(_estimated(guessed, wanted.judge, batch=wanted.batch))
     if wanted.dry_run or wanted.out is None:
         _show_one(groups, settled, console)
         return PARTIAL if groups.problems else 0
@@ -114,7 +114,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console:
         asyncio.run(_with_progress(kept, settled, meter, calls, console, ray=wanted.ray))
     except KeyboardInterrupt:
         kept.finish(time.monotonic() - began)
-        console.print(f"stopped; what is judged is in {kept.path}, the same command goes on there", markup=False)
+        console.print(f"stopped; what is judged is in {kept.path}, the same command goes on there")
         raise SystemExit(130) from None
     except (JudgeUnavailable, StoreError) as error:
         with contextlib.suppress(OSError, StoreError):
@@ -152,7 +152,7 @@ async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> 
                 await asyncio.sleep(0.5)
     while True:
         await asyncio.sleep(SAY_SECONDS)
-        console.print(progress_line(meter, calls, time.monotonic() - began, total), markup=False)
+        console.print(progress_line(meter, calls, time.monotonic() - began, total))
 
 
 def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
@@ -231,15 +231,15 @@ def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
     try:
         trace, text = trace_judge(settled, RuleComplete()).prompt_of(groups[0])
     except ValueError as error:
-        console.print(f"{error}", markup=False)
+        console.print(f"{error}")
         return
-    console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n", markup=False)
-    console.print(text, markup=False)
+    console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n")
+    console.print(text)
 
 
 def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     calls = [call for step in read_calls(kept.directory).values() for call in step]
-    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))), markup=False)
+    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))))
     page = kept.path / "report.html"
     write_report(kept.directory, page)
     mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else math.nan
@@ -247,13 +247,12 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     console.print(
         f"{totals.traces} traces in {totals.judged} groups judged, mean reward {mean:+.3f}{failed}: "
         f"{kept.path / LINES}, {page}",
-        markup=False,
     )
 
 
 def _exit_code(groups: Groups, totals: Totals, fail_under: float | None, console: Console) -> int:
     for line in totals.errors[:SHOWN_PROBLEMS]:
-        console.print(f"no reward: {line}", markup=False)
+        console.print(f"no reward: {line}")
     if fail_under is not None:
         mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else -math.inf
         if mean < fail_under:

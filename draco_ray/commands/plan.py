@@ -32,6 +32,7 @@ from draco_ray.lab.planning.memory import (
     total,
 )
 from draco_ray.lab.planning.step_time import Assumptions, step_time
+from draco_ray.terminal import PlainConsole
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
 MOST_TOKENS = 1 << 24
@@ -56,7 +57,7 @@ def plan(
         given: throughputs, and the memory that is not ours.
     Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
     check_rounding(shape, config.learner, config.model.path)
@@ -110,7 +111,6 @@ def _print_gpus(console: Console, config: DracoConfig) -> None:
         f"judge {config.judge.model}: {local.replicas} to {max(local.replicas, local.max_replicas)} vLLM servers of "
         f"{local.gpus_per_replica:g} GPUs; with engines and learner {sum(parts) + fewest:g} GPUs, at most "
         f"{sum(parts) + most:g}",
-        markup=False,
     )
 
 

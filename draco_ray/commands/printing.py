@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 
 def print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[str]) -> None:
@@ -45,7 +44,7 @@ def print_table(console: Console, title: str, heads: Sequence[str], cells: Mappi
     for column in printed.columns[1:]:
         column.justify = "right"
     for name, values in cells.items():
-        printed.add_row(name, *(Text(_written(value)) for value in values))
+        printed.add_row(name, *map(_written, values))
     console.print(printed)
 
 

@@ -15,6 +15,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.extras import need
 from draco_ray.held import HeldFolder
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.terminal import PlainConsole
 
 
 def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best: int, new: bool) -> None:
@@ -35,7 +36,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
         raise ConfigError(f"{out}: exists; choose another --out")
     if new and source.is_dir():
         raise ConfigError(f"--new: {source} holds tokens of another model; give demonstrations as JSONL of messages")
-    console, began = Console(highlight=False, soft_wrap=True), time.monotonic()
+    console, began = PlainConsole(), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     with HeldFolder(out.parent) as folder:
         made = folder / "model"
@@ -47,7 +48,6 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
     console.print(
         f"{out}: {count} demonstrations, {epochs} epochs, {loss:.3f} nats a token in the last "
         f"[{time.monotonic() - began:.0f} s]",
-        markup=False,
     )
 
 
@@ -131,7 +131,7 @@ def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> l
 
     kept, said = fitting(samples, config.agent)
     if said is not None:
-        console.print(said, markup=False)
+        console.print(said)
     return kept
 
 

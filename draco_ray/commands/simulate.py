@@ -19,6 +19,7 @@ from draco_ray.lab.simulation.scaling import median_error as median_error_of
 from draco_ray.lab.simulation.speeds import fit
 from draco_ray.lab.simulation.work import WAITS, Setting, Speeds
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.terminal import PlainConsole
 
 LONGEST_PARTS = 4
 """Of a path, that are printed."""
@@ -50,7 +51,7 @@ def simulate_run(
         ConfigError: the run records too little, or ``out`` cannot be written.
         DamagedRun: a file of it cannot be read.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     if out is not None:
         check_file(out)
     # The name in charts is the directory's own, also where it was given as "." or through "..".
@@ -75,7 +76,7 @@ def simulate_run(
         with console.status("simulating curves"):
             drawn = curves(scale, asked, min(rollouts or SIZES))
         write_page(out, run, foretold, sorted(sizes, key=lambda size: size.rollouts), drawn, said=said)
-        console.print(f"wrote {out}", markup=False)
+        console.print(f"wrote {out}")
 
 
 def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
@@ -85,7 +86,6 @@ def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
         f"{run.name}: {len(run.steps)} steps (the first finished one is left out: it is cold), "
         f"{statistics.fmean(sum(len(g.rollouts) for g in step.groups) for step in run.steps):.0f} rollouts a step, "
         f"{statistics.fmean(turns):.1f} turns a rollout",
-        markup=False,
     )
     console.print(
         f"engine: {1000 * engine.seconds_per_turn:.0f} ms a turn, {1000 * engine.seconds_per_sampled_token:.2f} ms a "
@@ -102,7 +102,7 @@ def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
         f"ms more if sampled, {learner.update_seconds:.1f} s an update; sync and checkpoint {speeds.tail:.1f} s"
     )
     for note in run.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 def _phase_seconds(run: RecordedRun) -> dict[str, list[float]]:
@@ -117,7 +117,7 @@ def _phase_seconds(run: RecordedRun) -> dict[str, list[float]]:
 
 
 def _print_foretold(console: Console, foretold: Sequence[Foretold], how: str) -> None:
-    console.print(f"\nrecorded steps, {how}", markup=False)
+    console.print(f"\nrecorded steps, {how}")
     for each in foretold:
         console.print(
             f"step {each.step.number}: recorded {each.step.seconds:.1f} s, simulated {each.simulated.seconds:.1f} s "
@@ -138,7 +138,6 @@ def _print_sizes(console: Console, sizes: Sequence[Size], changed: str, gpu_doll
         f"\nother sizes, as the run was set{' but for ' + changed if changed else ''}; and with what judging and "
         "learning keep up with generation: slots, engines and learner workers as many a rollout as recorded, of the "
         f"judge's the least with which a step is at most {ALLOWANCE:.0%} longer",
-        markup=False,
     )
     for size in sizes:
         step, enough = size.as_set, size.enough

@@ -99,7 +99,7 @@ class JudgedBeforeAfter:
         if rates.pass_rate is not None:
             with self._wait("the trackers", ""):
                 await asyncio.to_thread(self._tell, step, {"judged_pass_rate": rates.pass_rate.mean})
-        self._console.print(f"{moment}: on {split}: {rates}", markup=False)
+        self._console.print(f"{moment}: on {split}: {rates}")
         return rollouts
 
     async def _task(
@@ -162,5 +162,4 @@ class JudgedBeforeAfter:
         self._console.print(
             f"held-out judge's pass rate {first} -> {last}{of} (a stand-in: there is no evaluator; intervals over "
             f"tasks), setting {self._config.setting}, seed {self._config.seed}",
-            markup=False,
         )

@@ -16,6 +16,7 @@ from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.outage import Pause, span
 from draco_ray.pipeline import Group
+from draco_ray.terminal import plain
 from draco_ray.training.watchdog import Pending
 
 LOOK_SECONDS = 1.0
@@ -169,7 +170,7 @@ class StepProgress:
         while True:
             await asyncio.sleep(look_seconds)
             if (line := self.due()) is not None:
-                self._console.print(f"under way: {line}", markup=False)
+                self._console.print(f"under way: {line}")
 
     def stop(self) -> None:
         """End the live line."""
@@ -181,7 +182,7 @@ class StepProgress:
 
     def _renderable(self) -> Text:
         width = self._console.width
-        return Text(self.line(width), no_wrap=True, overflow="ellipsis")
+        return Text(plain(self.line(width)), no_wrap=True, overflow="ellipsis")
 
 
 @contextlib.contextmanager

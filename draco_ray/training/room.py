@@ -79,7 +79,7 @@ def wait_for_turn(config: DracoConfig, console: Console | None) -> None:
         if console is not None and now - said >= SAY_SECONDS:
             said = now
             line = f"waiting until another run has begun on the Ray cluster, for {span(now - began)}: {other}"
-            console.print(line, markup=False)
+            console.print(line)
         time.sleep(LOOK_SECONDS)
 
 
@@ -175,7 +175,7 @@ def wait_for_room(
                 said = clock()
                 nodes = "nodes were asked for" if autoscaled else "another run may hold the rest (`ray status`)"
                 line = f"waiting for room on the Ray cluster, for {span(waited)}: {waiting}; {nodes}"
-                console.print(line, markup=False)
+                console.print(line)
             sleep(LOOK_SECONDS)
     finally:
         if requested:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,6 +34,7 @@ from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
+from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import address_of
 from draco_ray.training.engines import unless_lost
 from draco_ray.training.head import head_failure
@@ -62,14 +62,14 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
     Raises:
         DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     check_outlives_job(config.run.root)
     config, prompts, order = _checked(config, console)
     name = config.run.name or name_of(config.setting, datetime.now())
-    with working(place_of(config.run, name), partial(console.print, markup=False), new=True) as path:
+    with working(place_of(config.run, name), console.print, new=True) as path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
-        console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}", markup=False)
+        console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
         return _train_new(config, prompts, order, run, console)
 
 
@@ -121,7 +121,7 @@ def resume_or_start(
     if config.run.name is None:
         raise ConfigError("--resume-or-start: which run? Set run.name, and run.root to a folder that outlives the job")
     place = place_of(config.run, config.run.name)
-    if not begun(place, partial((console or Console()).print, markup=False)):
+    if not begun(place, (console or PlainConsole()).print):
         return train(config, console)
     return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
@@ -165,8 +165,8 @@ def _continue(
     trust: bool,
     console: Console | None,
 ) -> Path:
-    console = console or Console(highlight=False, soft_wrap=True)
-    with working(place, partial(console.print, markup=False)) as path:
+    console = console or PlainConsole()
+    with working(place, console.print) as path:
         run = RunDirectory.open(path.resolve())
         return _resume(run, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
@@ -200,10 +200,9 @@ def _resume(
             console.print(
                 f"{len(start.dropped)} files of later steps are not whole and are made again, the first is "
                 f"{start.dropped[0]}: what was not on the disk when the machine was lost",
-                markup=False,
             )
         for change in changes:
-            console.print(f"changed: {change}", markup=False)
+            console.print(f"changed: {change}")
         return _train(config, prompts, order, run, start, console)
 
 
@@ -255,11 +254,11 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     if not config.train.evaluate_before_after:
         return config
     if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
-        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in", markup=False)
+        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in")
         return config
     # A judge that is itself trained between the two measurements compares nothing.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
-    console.print(f"{name} has no evaluator and {why}: nothing is measured before and after", markup=False)
+    console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
     off = {"evaluate_before_after": False, "evaluate_every": None}
     return config.model_copy(update={"train": config.train.model_copy(update=off)})
 
@@ -328,8 +327,8 @@ async def _run(
         async with _head_watched(console) as head:
             await unless_lost(work(), asyncio.shield(head))
     used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
-    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}", markup=False)
-    console.print(f"its page: draco report {shlex.quote(str(run.path))}", markup=False)
+    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
+    console.print(f"its page: draco report {shlex.quote(str(run.path))}")
 
 
 @contextlib.asynccontextmanager
@@ -340,7 +339,7 @@ async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]
         try:
             await head_failure()
         except ClusterError as error:
-            console.print(str(error), markup=False)
+            console.print(str(error))
             raise
 
     watching = asyncio.ensure_future(watch())

@@ -167,7 +167,6 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
         console.print(
             f"{len(long)} of {len(prompts)} held-out tasks are played without the beginning of their prompt, which is "
             f"longer than agent.max_prompt_length={most} tokens, the first is {long[0]}",
-            markup=False,
         )
 
 
@@ -486,7 +485,7 @@ async def training_session(
         parts.push_async_callback(partial(unless_gone, actors.stop))
         parts.push_async_exit(partial(_drain_within_budget, actors, judge))
         advantages = start_advantage_computer(config.algorithm, name)
-        said = partial(console.print, markup=False)
+        said = console.print
         weights = WeightSync(
             learner,
             actors.fleet,
@@ -617,7 +616,7 @@ async def started(
     def late() -> ClusterError:
         return ClusterError(f"the run has not started in watch.start_seconds={limit:g}, waiting for: {pending}")
 
-    async with _beside(watch_quiet(pending, quiet, partial(console.print, markup=False), why)):
+    async with _beside(watch_quiet(pending, quiet, console.print, why)):
         await in_time(begin, limit, late)
 
 

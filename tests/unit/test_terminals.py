@@ -1,4 +1,4 @@
-"""What is printed reaches terminals that know ASCII or Latin-1 only."""
+"""What is printed reaches terminals that know ASCII or Latin-1 only, as text that no terminal obeys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from draco_ray.cli import app, main
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.terminal import PlainConsole
 from draco_ray.training.progress import StepProgress
 from tests.support.small_run import small_run
 
@@ -64,6 +67,26 @@ def test_what_was_received_tells_the_terminal_nothing(tmp_path: Path, key: str) 
     code, text = shown("utf-8", "config", str(received))
     assert (code, text.startswith("draco: unknown config key a")) == (2, True)
     assert text.rstrip("\n").isprintable()
+
+
+def test_what_is_printed_is_text(tmp_path: Path) -> None:
+    model = "models/[/b]a[v2] :smile: \x1b]0;owned\x07\x9b2J\u202e\r"
+    RunDirectory.create(tmp_path / "try[v2]", json.dumps({"setting": "draco", "seed": 0, "model": {"path": model}}))
+    code, text = shown("utf-8", "runs", "show", str(tmp_path / "try[v2]"))
+    spelt = r"models/[/b]a[v2] :smile: \x1b]0;owned\x07\x9b2J\u202e\r"
+    assert code == 0
+    assert " ".join(text.split()).startswith(f"try[v2]: setting draco, model {spelt}, seed 0 no finished step")
+
+
+def test_a_cell_and_a_title_are_text() -> None:
+    said = io.StringIO()
+    table = Table("a[v2]", title="[/b]\x1b[2J")
+    table.add_row("[red]\x1b[1A")
+    PlainConsole(file=said, force_terminal=True, width=80, _environ={"TERM": "xterm", "NO_COLOR": "1"}).print(table)
+    text = said.getvalue()
+    assert [word in text for word in ("a[v2]", r"[/b]\x1b[2J", r"[red]\x1b[1A")] == [True] * 3
+    assert "\x1b[2J" not in text
+    assert "\x1b[1A" not in text
 
 
 @ENCODINGS

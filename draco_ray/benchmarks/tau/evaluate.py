@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draco_ray.benchmarks.tau import job as jobs
@@ -45,6 +44,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.held import HeldFolder
 from draco_ray.judging.pricing import find_price
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.terminal import PlainConsole
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def _bar() -> Progress:
         MofNCompleteColumn(),
         TextColumn("episodes"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=PlainConsole(stderr=True, soft_wrap=False),
         disable=not sys.stderr.isatty() or os.environ.get("TERM") == "dumb",
     )
 

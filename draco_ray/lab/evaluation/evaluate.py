@@ -40,6 +40,7 @@ from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
+from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import connect
 from draco_ray.training.room import begun
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
@@ -93,7 +94,7 @@ def evaluate_policy(
         TooManyLost: more than ``max_lost_share``; what was played is in ``out``.
         DracoError: engines, environments or the API fail for good; finished rollouts are in ``out``.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     config = _checked(policy, config)
     environment = make_environment(config.environment, config.data)
     directory = EvaluationDirectory.begin(out, _plan(policy, config, environment, split, runs, label, api))

@@ -22,6 +22,7 @@ from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import JudgedRates, judged_rates
 from draco_ray.runs.lock import sole_driver
+from draco_ray.terminal import PlainConsole
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
@@ -61,7 +62,7 @@ def judge_policy(
     Returns: checkpoint -> its rates.
     Raises: ConfigError, and what playing and judging raise; whatever was finished is in ``out``.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     use = config.environment.use
     if policy.api_model is not None:
         raise ConfigError(f"--policy {policy.name}: environment.use={use} has no evaluator; only weights are judged")
@@ -71,7 +72,7 @@ def judge_policy(
     train = config.train.model_copy(update={"evaluate_before_after": True, "evaluation_runs": runs})
     config = checked_model(with_environment(config.model_copy(update={"data": data, "train": train})))
     run = _directory(out, config)
-    console.print(f"environment.use={use} has no evaluator: the judge's pass rate stands in", markup=False)
+    console.print(f"environment.use={use} has no evaluator: the judge's pass rate stands in")
     with (
         sole_driver(run),
         stopped_plainly(run, console),

@@ -51,6 +51,7 @@ from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdi
 from draco_ray.rollout.pool import Member
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
+from draco_ray.terminal import PlainConsole
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.room import begun
@@ -97,7 +98,7 @@ def author_rubric(
     Raises:
         DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     if config.algorithm.reward != "rubric":
         raise ConfigError(f"algorithm.reward is {config.algorithm.reward}: a rubric is authored with 'rubric'")
     if out.exists():
@@ -115,7 +116,6 @@ def author_rubric(
     console.print(
         f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, environment "
         f"{config.environment.use}",
-        markup=False,
     )
     with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config, console):
         author = RubricAuthor(config, judge, settings, prompts, run, name, console)
@@ -127,7 +127,7 @@ def author_rubric(
         f"{Path(config.model.path).name}; {len(pruned)} criteria pruned (run {name}).",
     )
     # Eighty columns, which a console without a terminal takes, would break titles over lines.
-    wide = console if console.is_terminal else Console(file=console.file, width=TABLE_WIDTH, highlight=False)
+    wide = console if console.is_terminal else PlainConsole(file=console.file, width=TABLE_WIDTH, soft_wrap=False)
     wide.print(rubric_table(kept, pruned))
     console.print(f"{len(kept)} criteria in {out}; every call and verdict is in {run.path}")
     return kept
@@ -218,7 +218,7 @@ class RubricAuthor:
         members = [member for member, _ in filter(None, played)]
         proposals = [await stage1, *(proposal for _, proposal in filter(None, played))]
         if not members:
-            self._console.print(f"{task_id}: left out: none of its rollouts finished", markup=False)
+            self._console.print(f"{task_id}: left out: none of its rollouts finished")
             return [], None
         union = await self._ask(
             Union,
@@ -231,7 +231,7 @@ class RubricAuthor:
         judged: Judged[tuple[Criterion, ...]] = await union.judged
         self._actors.store.group.remote(PROPOSING, task_id, union.judged, None, None, self._row(union, len(members)))
         if judged.value is None:
-            self._console.print(f"{task_id}: no criteria: {judged.error}", markup=False)
+            self._console.print(f"{task_id}: no criteria: {judged.error}")
             return members, None
         return members, CriterionSet(name=task_id, prompts=(prompt,), criteria=judged.value)
 
@@ -279,7 +279,7 @@ class RubricAuthor:
         judged: Judged[tuple[Criterion, ...]] = await merge.judged
         if judged.value is None:
             lost = sum(len(each.criteria) for each in batch)
-            self._console.print(f"{name}: {lost} criteria lost: {judged.error}", markup=False)
+            self._console.print(f"{name}: {lost} criteria lost: {judged.error}")
             return None
         prompts = tuple(prompt for each in batch for prompt in each.prompts)
         return CriterionSet(name=name, prompts=prompts, criteria=judged.value)

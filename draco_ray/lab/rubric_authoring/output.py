@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from draco_ray.config import plain_yaml
 from draco_ray.lab.files import whole_file
@@ -44,7 +43,7 @@ def rubric_table(kept: Sequence[MeasuredCriterion], pruned: Sequence[MeasuredCri
         stays = number <= len(kept)
         table.add_row(
             str(number) if stays else "-",
-            Text(each.criterion.title),
+            each.criterion.title,
             f"{each.failure_rate:.1%}",
             f"{each.applicability:.1%}",
             f"{each.discrimination:.1%}",

@@ -19,6 +19,7 @@ from draco_ray.lab.runs.savings import savings
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.schema import TABLES
+from draco_ray.terminal import PlainConsole
 
 LEAST_DOLLARS = 0.00005
 """Below which four decimals show nothing."""
@@ -44,7 +45,7 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
     Raises:
         ConfigError: if ``directory`` is not a run directory.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PlainConsole()
     run = RunDirectory.open(directory)
     by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]

@@ -14,6 +14,7 @@ from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.runs.judged import judged_rates, read_judged
+from draco_ray.terminal import PlainConsole
 
 COLUMNS = {
     "step": "{:d}",
@@ -42,7 +43,7 @@ def show(directory: Path, console: Console | None = None, *, checkpoints: Sequen
     Raises:
         ConfigError: if ``directory`` is not a run directory.
     """
-    console = console or Console(highlight=False)
+    console = console or PlainConsole(soft_wrap=False)
     run = RunDirectory.open(directory)
     setting, model, seed = (run.setting(key) for key in ("setting", "model.path", "seed"))
     console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
@@ -64,7 +65,7 @@ def show(directory: Path, console: Console | None = None, *, checkpoints: Sequen
             + (f", {lost} of them lost, counted as failures)" if lost else ")")
         )
     for (step, split), judged in read_judged(run).items():
-        console.print(f"after step {step}: on {split}: {judged_rates(judged)}", markup=False)
+        console.print(f"after step {step}: on {split}: {judged_rates(judged)}")
     counts = {name: run.table(name).num_rows for name in ("trajectories", "steps", "criteria", "verdicts", "citations")}
     calls = run.table("judge_calls")
     adapters = len(run.checkpoint_steps() if checkpoints is None else checkpoints)

@@ -32,6 +32,7 @@ from draco_ray.sandbox.starter import demonstrations as demo
 from draco_ray.sandbox.starter.settings import StarterSettings, default_settings
 from draco_ray.sandbox.world.build import read_manifest
 from draco_ray.sandbox.world.scripts import VARIETIES, Family, families
+from draco_ray.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from draco_ray.engine.chat import ChatTokens
@@ -81,7 +82,7 @@ def build_starter(
     """
     for package in ("torch", "transformers"):
         need(package)
-    console = Console(quiet=not progress, highlight=False, soft_wrap=True)
+    console = PlainConsole(quiet=not progress)
     out = out.absolute()
     manifest = _sandbox(world, variety)
     settings = settings or default_settings(manifest["variety"])
@@ -219,7 +220,7 @@ class _Report:
         self._started = time.monotonic()
 
     def say(self, what: str) -> None:
-        self._console.print(f"starter: {what} [{time.monotonic() - self._started:.0f} s]", markup=False)
+        self._console.print(f"starter: {what} [{time.monotonic() - self._started:.0f} s]")
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
