@@ -26,16 +26,22 @@ sys.exit(metadata.version("torch").partition("+")[0] != wanted or (kind == "cuda
 END
 }
 
+# The build is named: of two that the lock allows pip takes the one whose hash an index states before one in a folder.
+pip_installs_cpu_build() {
+    sed "s/^torch==$version/&+cpu/" "$scratch/torch.txt" > "$scratch/torch-cpu.txt"
+    from_lock "$@" -r "$scratch/torch-cpu.txt"
+}
+
 # Neither a pip configuration nor an extra index is needed for this one: uv knows where PyTorch keeps its builds.
 uv_installs_cpu_build() {
-    sed -n "/^torch==/,/[^\\\\]$/p" "$lock" > "$scratch/torch.txt"
     "$python" -m pip install --quiet --disable-pip-version-check --target "$scratch/uv" uv \
         && UV_HTTP_TIMEOUT=20 UV_HTTP_RETRIES=1 "$scratch/uv/bin/uv" pip install --quiet --python "$python" --no-deps --require-hashes \
             --torch-backend cpu -r "$scratch/torch.txt"
 }
 
+sed -n "/^torch==/,/[^\\\\]$/p" "$lock" > "$scratch/torch.txt"
 if ! has_torch any \
-    && ! "$python" -m pip install --quiet --disable-pip-version-check --dry-run --no-deps "$@" "torch==$version+cpu" > /dev/null 2>&1 \
+    && ! pip_installs_cpu_build "$@" > /dev/null 2>&1 \
     && ! uv_installs_cpu_build > "$scratch/uv.log" 2>&1; then
     echo "setup: no CPU build of torch $version: pip finds none, and uv says: $(tail -n 1 "$scratch/uv.log")"
     echo "setup: installing the package index's default build with the CUDA libraries it requires: 2.7 GB to download instead of" \

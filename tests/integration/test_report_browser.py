@@ -410,6 +410,11 @@ def test_a_task_in_all_steps_and_two_rollouts_side_by_side(browser: Browser, pag
     assert texts(browser, "#task a.item") == ["step 1", "step 2", "test after step 2"]
     assert texts(browser, "#task table.matrix tbody tr:first-child td") == ["1 of 2", "1 of 2"]
     assert texts(browser, "#task table.matrix tbody tr:last-child td") == ["✓ 1 of 1", "✓ 1 of 1"]
+    # A link in a cell has the colour of what the cell says, which is not that of links.
+    color = "getComputedStyle(document.querySelector('#task {}')).color"
+    shown = {browser.run(color.format(what)) for what in ("td.plus", "td.plus a", "a.item")}
+    assert len(shown) == 2
+    assert browser.run(color.format("td.plus a")) != browser.run(color.format("a.item"))
 
 
 def test_what_was_never_proposed_is_not_marked_as_solved(started_browser: Browser, tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
-"""Which build of torch `requirements/install.sh` installs, with a stand-in for the environment's Python.
+"""Which build of torch `requirements/install.sh` installs: by pip itself, and with a stand-in for the Python.
 
 `make install-check` runs the script for real; it downloads several GB.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import subprocess
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,12 +21,13 @@ STAND_IN = """#!/bin/bash
 # Answers for pip and for what is installed; folder/NAME says what there is.
 folder=$(cd "$(dirname "$0")" && pwd)
 case "$*" in
-    *--dry-run*) [ -e "$folder/pip-finds-cpu" ] ;;
+    *torch-cpu.txt)
+        [ -e "$folder/pip-finds-cpu" ] && echo "pip ${*: -1}" >> "$folder/calls" && echo cpu > "$folder/torch" ;;
     *--target*uv) while [ "$1" != --target ]; do shift; done; mkdir -p "$2/bin"; cp "$folder/uv" "$2/bin/uv" ;;
     *"-m pip install"*)
         echo "pip ${*: -1}" >> "$folder/calls"
         if [[ "$*" == *cpu.lock ]] && [ ! -e "$folder/torch" ]; then
-            if [ -e "$folder/pip-finds-cpu" ]; then echo cpu; else echo cuda; fi > "$folder/torch"
+            echo cuda > "$folder/torch"
         fi ;;
     *" any") [ -e "$folder/torch" ] ;;
     *" cuda") [ "$(cat "$folder/torch")" = cuda ] ;;
@@ -49,7 +55,7 @@ def install(folder: Path, *there: str) -> tuple[list[str], str]:
 
 
 def test_a_cpu_build_that_pip_finds_is_taken(tmp_path: Path) -> None:
-    assert install(tmp_path, "pip-finds-cpu") == (["cpu.lock"], "")
+    assert install(tmp_path, "pip-finds-cpu") == (["torch-cpu.txt", "cpu.lock"], "")
 
 
 def test_else_uv_is_asked_with_the_hashes_of_the_lock(tmp_path: Path) -> None:
@@ -64,6 +70,38 @@ def test_else_the_default_build_comes_with_all_it_requires_and_its_size_is_said_
     assert calls == ["torch.txt", "cpu.lock", "torch-default.lock"]
     assert "uv says: cause: no route to the index" in said
     assert "2.7 GB to download" in said
+
+
+def test_pip_itself_takes_the_cpu_build_of_a_folder_before_the_other_one_of_an_index(tmp_path: Path) -> None:
+    folder, index = tmp_path / "wheels", tmp_path / "index" / "torch"
+    folder.mkdir()
+    index.mkdir(parents=True)
+    builds = {wheel(folder, "2.0.0+cpu"), wheel(index, "2.0.0")}
+    # An index states hashes, a folder does not.
+    (name, stated) = next(each for each in builds if "cpu" not in each[0])
+    (index / "index.html").write_text(f'<a href="{name}#sha256={stated}">{name}</a>')
+    shutil.copy(REPOSITORY / "requirements" / "install.sh", tmp_path)
+    lock = " \\\n".join(["torch==2.0.0", *(f"    --hash=sha256:{digest}" for _, digest in builds)])
+    (tmp_path / "cpu.lock").write_text(lock + "\n")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    where = {"PIP_FIND_LINKS": str(folder), "PIP_INDEX_URL": index.parent.as_uri(), "PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run(
+        [tmp_path / "install.sh", python], env={**os.environ, **where}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
+    version = [python, "-c", "from importlib import metadata; print(metadata.version('torch'))"]
+    assert subprocess.check_output(version, text=True).strip() == "2.0.0+cpu"
+
+
+def wheel(folder: Path, version: str) -> tuple[str, str]:
+    """A wheel of an empty torch; returns its name and its SHA-256."""
+    name, info = f"torch-{version}-py3-none-any.whl", f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / name, "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return name, hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize(("build", "calls"), [("cpu", ["cpu.lock"]), ("cuda", ["cpu.lock", "torch-default.lock"])])

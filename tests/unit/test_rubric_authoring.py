@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
@@ -33,6 +32,7 @@ from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.catalogue import RULES
 from draco_ray.sandbox.rule_judge.demands import read_demands
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
+from draco_ray.terminal import PlainConsole
 
 fuzz = settings(max_examples=50, deadline=None)
 PASS, FAIL, NA = Verdict.PASS, Verdict.FAIL, Verdict.NOT_APPLICABLE
@@ -220,7 +220,7 @@ def test_the_file_and_the_table_carry_the_figures(tmp_path: Path) -> None:
     assert text.startswith("# Authored by a test.\n")
     assert "# failed 87.5% of 8 applicable rollouts of 10 (80.0%), told apart the rollouts of 2 of 5 tasks" in text
     assert list(tmp_path.iterdir()) == [path]
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console = PlainConsole(width=200, soft_wrap=False, record=True, file=(tmp_path / "out").open("w"))
     console.print(rubric_table(kept, pruned))
     lines = [line.split() for line in console.export_text().splitlines()]
     assert lines[1] == ["1", "Reads", "all", "pages", "87.5%", "80.0%", "40.0%"]
@@ -228,6 +228,6 @@ def test_the_file_and_the_table_carry_the_figures(tmp_path: Path) -> None:
 
 
 def test_titles_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console = PlainConsole(width=200, soft_wrap=False, record=True, file=(tmp_path / "out").open("w"))
     console.print(rubric_table([measured("Uses [bold] and [/x]", 1, 1)], []))
     assert "Uses [bold] and [/x]" in console.export_text()
