@@ -330,7 +330,9 @@ def new_environment(folder: Annotated[Path, typer.Argument(help="The folder to w
 
     for path in write(folder):
         typer.echo(path)
-    typer.echo(f"\npytest {folder}\ndraco train {folder}/environment.yaml model.path=DIR judge.model=openai/gpt-5.4")
+    typer.echo(
+        f"\npython -m pytest {folder}\ndraco train {folder}/environment.yaml model.path=DIR judge.model=openai/gpt-5.4"
+    )
 
 
 @app.command(

@@ -71,7 +71,8 @@ def run(wanted: Wanted, console: Console) -> int:
     settled = plan(
         wanted.judge,
         config=wanted.config,
-        budget=wanted.budget,
+        # The offline judge costs nothing, and nobody knows a price of it.
+        budget=None if wanted.judge == RULES else wanted.budget,
         api_base=wanted.api_base,
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
@@ -93,6 +94,11 @@ def run(wanted: Wanted, console: Console) -> int:
         own=settled.rubric is None,
     )
     console.print(_estimated(guessed, wanted.judge, batch=wanted.batch))
+    if wanted.judge == RULES:
+        console.print(
+            "the offline judge is a stand-in with rules for the sandbox's tasks: of other traces its verdicts show the "
+            "form of a judgement, and no more"
+        )
     if wanted.dry_run or wanted.out is None:
         _show_one(groups, settled, console)
         return PARTIAL if groups.problems else 0

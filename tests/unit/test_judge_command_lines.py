@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
+from draco_ray.cli import main
 from draco_ray.commands.judge import _understood, progress_line
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
@@ -79,3 +82,16 @@ def test_a_vllm_judge_without_an_endpoint_is_served_by_the_cluster(monkeypatch: 
     assert not plan("openai/gpt-5.4", config=config, ray=True).config.judge.local.enabled
     monkeypatch.setenv("HOSTED_VLLM_API_BASE", "http://127.0.0.1:8000/v1")
     assert not plan(model, ray=True).config.judge.local.enabled
+
+
+def test_the_offline_judge_spends_no_budget_and_is_called_a_stand_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["judge", str(FILES / "openai_chat.jsonl"), "--judge", "rules", "--budget", "0.01", "--out", str(out)]
+    with pytest.raises(SystemExit, match="0"):
+        main(words)
+    said = capsys.readouterr().out
+    assert "the offline judge is a stand-in" in said
+    results = (out / "judged.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reward"] is None for line in results] == [False] * len(results) != []
