@@ -84,7 +84,7 @@ def test_pip_itself_takes_the_cpu_build_of_a_folder_before_the_other_one_of_an_i
     lock = " \\\n".join(["torch==2.0.0", *(f"    --hash=sha256:{digest}" for _, digest in builds)])
     (tmp_path / "cpu.lock").write_text(lock + "\n")
     venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
+    python = str(tmp_path / "env" / "bin" / "python")
     where = {"PIP_FIND_LINKS": str(folder), "PIP_INDEX_URL": index.parent.as_uri(), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         [tmp_path / "install.sh", python], env={**os.environ, **where}, capture_output=True, text=True, check=True
