@@ -12,7 +12,13 @@ version=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$lock")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-from_lock() { "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes "$@"; }
+# Minutes and gigabytes: whoever sits before it sees pip at work.
+quiet=(--quiet)
+if [ -t 1 ]; then quiet=(); fi
+
+from_lock() {
+    "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check --no-deps --require-hashes "$@"
+}
 
 # Does the installed torch ("any"), or one that needs CUDA libraries ("cuda"), have the lock's version?
 has_torch() {
@@ -41,7 +47,7 @@ uv_installs_cpu_build() {
 
 sed -n "/^torch==/,/[^\\\\]$/p" "$lock" > "$scratch/torch.txt"
 if ! has_torch any \
-    && ! pip_installs_cpu_build "$@" > /dev/null 2>&1 \
+    && ! pip_installs_cpu_build "$@" 2> /dev/null \
     && ! uv_installs_cpu_build > "$scratch/uv.log" 2>&1; then
     echo "setup: no CPU build of torch $version: pip finds none, and uv says: $(tail -n 1 "$scratch/uv.log")"
     echo "setup: installing the package index's default build with the CUDA libraries it requires: 2.7 GB to download instead of" \
