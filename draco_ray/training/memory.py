@@ -21,8 +21,8 @@ LOOK_SECONDS = 30.0
 
 GROWTH = 1.02
 """Factor of resident memory at which the exact figure is read anew."""
-SHARE = 20
-"""A run that starts grows at every look."""
+SHARE = 50
+"""A run that starts grows at every look, and a reading of it took 3 % of all that short runs did."""
 AGAIN_SECONDS = 60.0
 """After which it is read anew at any size: what forked processes share becomes each one's own as they write to it, and
 none of them grows by that."""
