@@ -451,10 +451,9 @@ class VllmEngine:
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
         # For a model from the hub the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
-        one_thread = self._config.tensor_parallel == 1 and cpu_environment(self._config)["OMP_NUM_THREADS"] == "1"
         # Those loggers alone: vLLM's own print lines.
         loggers = [collector(self.statistics)]
-        with forked_core() if cpu and self._own_process and one_thread else contextlib.nullcontext():
+        with forked_core() if self._own_process and forks_safely(self._config) else contextlib.nullcontext():
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
     def _check_arguments(self, known: Sequence[str]) -> None:
@@ -569,6 +568,12 @@ def cpu_environment(config: EngineConfig) -> dict[str, str]:
         # seconds at the first request.
         "TORCHDYNAMO_DISABLE": "1",
     }
+
+
+def forks_safely(config: EngineConfig) -> bool:
+    """Whether a front end on this hardware may fork its core: see `draco_ray.engine.forked_core`."""
+    cpu = config.gpus_per_engine == 0 and config.tensor_parallel == 1
+    return cpu and cpu_environment(config)["OMP_NUM_THREADS"] == "1"
 
 
 @contextlib.contextmanager

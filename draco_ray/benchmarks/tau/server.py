@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,7 +92,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
             "set tau_bench.server.tool_call_parser to vLLM's name of it"
         )
     thinks = server.reasoning_parser or (family.thinking if family else None)
-    words = [sys.executable, "-m", openai_server.SERVER, "--model", policy.model]
+    words = [*openai_server.program(engine), "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
     words += ["--served-model-name", SERVED if adapter is None else BASE_SERVED]
     words += ["--max-model-len", str(server.max_model_len), "--language-model-only"]
