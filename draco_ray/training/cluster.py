@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import wraps
@@ -44,6 +45,8 @@ LATE = "timed out during startup"
 """How Ray says that a node did not come up in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 """What Ray names, among twenty lines of it, where its dashboard does not come up."""
+ERROR_SECONDS = 1.0
+"""Between two looks for errors that Ray has for this process, where there is none."""
 INSTALL_HANDLERS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
 """``ray::RayLog::InstallFailureSignalHandler(char const*, bool)``."""
 
@@ -109,7 +112,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     address = address_of(config)
     try:
-        with handler_kept(signal.SIGTERM), _signals_left_alone():
+        with handler_kept(signal.SIGTERM), _signals_left_alone(), _errors_in_turns():
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
@@ -176,6 +179,46 @@ def _signals_left_alone() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler, driver.connect = set_handler, join
+
+
+@contextlib.contextmanager
+def _errors_in_turns() -> Iterator[None]:
+    """Let the thread that prints Ray's errors wait a moment between two looks.
+
+    To each look the head answers when there is an error. Where it is gone Ray's own thread looks again at once, and
+    takes a whole core until this process ends.
+    """
+    driver = ray._private.worker
+    once = driver.listen_error_messages
+
+    @wraps(once)
+    def listen(worker: Any, threads_stopped: threading.Event) -> None:
+        worker.gcs_error_subscriber = PacedErrors(worker.gcs_error_subscriber, threads_stopped)
+        once(worker, threads_stopped)
+
+    driver.listen_error_messages = listen
+    try:
+        yield
+    finally:
+        driver.listen_error_messages = once
+
+
+class PacedErrors:
+    """Ray's subscriber to errors, which takes its time where there is none."""
+
+    def __init__(self, subscriber: Any, stopped: threading.Event) -> None:
+        """``stopped`` is set when Ray is shut down."""
+        self._subscriber, self._stopped = subscriber, stopped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subscriber, name)
+
+    def poll(self) -> tuple[Any, Any]:
+        """The key and the error, both None where there is none."""
+        found: tuple[Any, Any] = self._subscriber.poll()
+        if found[1] is None:
+            self._stopped.wait(ERROR_SECONDS)
+        return found
 
 
 def _start(config: DracoConfig, *, judges: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ import ray._private.services
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.training.cluster import _patient_start, connect
+from draco_ray.training.cluster import ERROR_SECONDS, _errors_in_turns, _patient_start, connect
 
 
 def test_a_node_that_comes_up_late_is_waited_for_and_one_that_never_does_is_not(
@@ -98,3 +100,57 @@ def test_a_cluster_that_does_not_answer_may_want_a_token(
         connect(load_config("sandbox", ["ray.address=10.0.0.1:6379"]))
     line = "ray.address 10.0.0.1:6379: no Ray cluster answers there: Failed to connect to Ray"
     assert str(error.value) == line + hint
+
+
+class Subscriber:
+    """Of errors: it has these, and then none, however often it is asked, until Ray is shut down."""
+
+    def __init__(self, *errors: dict[str, Any]) -> None:
+        self.errors = list(errors)
+        self.subscribed = False
+
+    def subscribe(self) -> None:
+        self.subscribed = True
+
+    def poll(self) -> tuple[Any, Any]:
+        return (b"key", self.errors.pop(0)) if self.errors else (None, None)
+
+
+class Stopped:
+    """Set after so many waits."""
+
+    def __init__(self, waits: int) -> None:
+        self.left = waits
+        self.waited: list[float] = []
+
+    def is_set(self) -> bool:
+        return not self.left
+
+    def wait(self, seconds: float) -> None:
+        self.left -= 1
+        self.waited.append(seconds)
+
+
+def test_a_head_that_is_gone_is_asked_for_errors_in_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray's own thread asks again and again, and one that is told to end does so at once."""
+    driver, listen = ray._private.worker, ray._private.worker.listen_error_messages
+    monkeypatch.setattr(driver, "_internal_kv_initialized", lambda: False)
+    # Ray says only once what is alike but for a number.
+    errors = [{"job_id": None, "error_message": message} for message in ("a node has died", "no memory is left")]
+    subscriber, waits = Subscriber(*errors), Stopped(3)
+    stopped: Any = waits
+    worker: Any = SimpleNamespace(gcs_error_subscriber=subscriber, current_job_id=ray.JobID.from_int(1))
+    with _errors_in_turns():
+        driver.listen_error_messages(worker, stopped)
+    assert driver.listen_error_messages is listen
+    assert subscriber.subscribed
+    assert waits.waited == [ERROR_SECONDS] * 3
+    assert "a node has died" in (said := capsys.readouterr().out)
+    assert "no memory is left" in said
+
+
+def test_ray_starts_the_thread_that_is_replaced() -> None:
+    assert "listen_error_messages" in inspect.unwrap(ray._private.worker.connect).__code__.co_names
+    assert "gcs_error_subscriber" in ray._private.worker.listen_error_messages.__code__.co_names
