@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import os
 import subprocess
@@ -1044,6 +1045,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal of ASCII or Latin-1 shows a question mark for what it lacks.
             stream.reconfigure(errors="replace")
+    if arguments is None:
+        gc.set_threshold(50_000, 20, 20)
     try:
         with naming_extras(), ended_as_interrupted():
             _commands()(arguments, prog_name="draco")
@@ -1056,6 +1059,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         # Before or after the command itself, which Typer ends so.
         sys.exit(130)
+    finally:
+        if arguments is None:
+            # The process ends, and what it has imported is not looked through for cycles once more: a second or two.
+            gc.freeze()
 
 
 if __name__ == "__main__":

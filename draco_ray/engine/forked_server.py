@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from draco_ray.engine.forked_core import forked_core
+from draco_ray.extras import uncollected
 
 
 def main() -> None:
     """Serve as the command line says."""
-    from vllm.entrypoints.launchers.api_server import entry
+    with uncollected():
+        from vllm.entrypoints.launchers.api_server import entry
 
     with forked_core():
         entry.main()
