@@ -8,6 +8,7 @@ together, whichever ends first.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -19,11 +20,14 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from draco_ray.workers.ask_fork_server import FORKED, LENGTH, STATUS
 
@@ -285,9 +289,42 @@ def main() -> None:
     os.close(int(importing))
     request = ForkServer(socket.socket(fileno=int(descriptor)), raylet).serve()
     if request is None:
-        # Nothing is left to do, and to take down all that was imported would take a while.
         os._exit(0)
-    become(request)
+    code = 1
+    try:
+        code = exit_code(partial(become, request))
+    finally:
+        leave(code)
+
+
+def exit_code(program: Callable[[], None]) -> int:
+    """Run to its end what a process does; returns the code with which the interpreter would end it."""
+    try:
+        program()
+    except SystemExit as asked:
+        if asked.code is None or isinstance(asked.code, int):
+            return asked.code or 0
+        print(asked.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as the interpreter does, but for taking down what was imported.
+
+    That would write to every page that the workers share, and so copy it: a second of each worker at the end of a run.
+    """
+    # One that is told to end while it ends would raise what its handler raises.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads that are no daemons; not in its stubs.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,50 @@ def test_a_worker_is_what_its_client_would_have_become(tmp_path: Path) -> None:
         assert (client.returncode, out) == (3, "")
 
 
+ENDS = """
+import atexit, os, signal, sys, threading, time
+
+class Page:
+    def __del__(self, write=os.write):
+        write(1, b"taken down ")
+
+sys.page = Page()
+atexit.register(lambda: print("exit function", end=" "))
+threading.Thread(target=lambda: (time.sleep(0.2), os.write(1, b"thread "))).start()
+print("printed", end=" ")
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "says"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('for a reason')", 1, "for a reason\n"),
+        ("raise ValueError('of no use')", 1, "ValueError: of no use\n"),
+        # As Ray's handler, in a worker that is told to end while it ends.
+        (
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+            "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+            "sys.exit(3)",
+            3,
+            "",
+        ),
+    ],
+)
+def test_a_worker_ends_as_the_interpreter_would_but_takes_nothing_down(
+    tmp_path: Path, ends: str, code: int, says: str
+) -> None:
+    with forking(tmp_path) as forks:
+        forks.worker.write_text(ENDS.format(ends))
+        with forks.client() as client:
+            said, complained = client.communicate(timeout=60)
+    assert client.returncode == code
+    assert sorted(said.split()) == ["exit", "function", "printed", "thread"]
+    assert complained.endswith(says)
+
+
 @pytest.mark.parametrize("dies", ["client", "worker"])
 def test_a_worker_and_its_client_end_together(tmp_path: Path, dies: str) -> None:
     with forking(tmp_path) as forks:
