@@ -72,7 +72,7 @@ class PeakMemory:
         highest, read, took = 0.0, time.monotonic(), 0.0
         while not self._done.is_set():
             resident, since = _sum(self._pid, lambda process: process.memory_info().rss), time.monotonic() - read
-            if (resident > GROWTH * highest and since >= SHARE * took) or since > AGAIN_SECONDS:
+            if since >= SHARE * took and (resident > GROWTH * highest or since > AGAIN_SECONDS):
                 highest, read = max(highest, resident), time.monotonic()
                 self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._pid))
                 took = time.monotonic() - read
