@@ -21,7 +21,7 @@ LOOK_SECONDS = 30.0
 
 GROWTH = 1.02
 """Factor of resident memory at which the exact figure is read anew."""
-SHARE = 50
+SHARE = 30
 """A run that starts grows at every look, and a reading of it took 3 % of all that short runs did."""
 AGAIN_SECONDS = 60.0
 """After which it is read anew at any size: what forked processes share becomes each one's own as they write to it, and
@@ -72,7 +72,7 @@ class PeakMemory:
         highest, read, took = 0.0, time.monotonic(), 0.0
         while not self._done.is_set():
             resident, since = _sum(self._pid, lambda process: process.memory_info().rss), time.monotonic() - read
-            if since >= SHARE * took and (resident > GROWTH * highest or since > AGAIN_SECONDS):
+            if (resident > GROWTH * highest and since >= SHARE * took) or since > AGAIN_SECONDS:
                 highest, read = max(highest, resident), time.monotonic()
                 self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._pid))
                 took = time.monotonic() - read
