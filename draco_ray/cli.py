@@ -1046,6 +1046,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A terminal of ASCII or Latin-1 shows a question mark for what it lacks.
             stream.reconfigure(errors="replace")
     if arguments is None:
+        # While large packages are imported almost nothing is garbage; every 700 objects it was looked for.
         gc.set_threshold(50_000, 20, 20)
     try:
         with naming_extras(), ended_as_interrupted():

@@ -289,6 +289,7 @@ def main() -> None:
     os.close(int(importing))
     request = ForkServer(socket.socket(fileno=int(descriptor)), raylet).serve()
     if request is None:
+        # Nothing is left to do, and to take down all that was imported would take a while.
         os._exit(0)
     code = 1
     try:
