@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scripted_policy import build_scripted_policy
 from tests.support.standing_ray import joining, standing_ray
 
 HERE = Path(__file__).parent
@@ -40,3 +41,9 @@ def joined_ray(one_ray: str) -> Iterator[None]:
         for name, value in joining(one_ray).items():
             patch.setenv(name, value)
         yield
+
+
+@pytest.fixture(scope="module")
+def scripted_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory."""
+    return build_scripted_policy(tmp_path_factory.mktemp("scripted") / "policy")

@@ -1,11 +1,13 @@
 """A step of training in every setting: its rewards are what its recorded verdicts, AppWorld's tests or its noise say.
 
-The settings `draco` and `no-credit` are trained in test_training.py, `outcome` in test_ray_job.py,
-`static-credit` in tests/integration/test_wheel.py.
+The settings `draco` and `no-credit` are trained in test_training.py, `static-credit` in
+tests/integration/test_wheel.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,16 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import PROMPTS, arguments
 from tests.integration.test_judge_local_servers import SERVED
 from tests.support.command import draco
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
-from tests.support.scripted_policy import THOUGHT, build_scripted_policy
+from tests.support.scripted_policy import THOUGHT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
@@ -27,19 +32,55 @@ SEED = 3
 """Gives the two groups different noise."""
 
 
+ROLLOUT = ("training_step", "task_id", "rollout")
 SHORT = ("agent.max_prompt_length=2048", "agent.max_response_length=1024", "agent.max_turns=2")
 
 
-@pytest.fixture(scope="module")
-def scripted_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_scripted_policy(tmp_path_factory.mktemp("scripted") / "policy")
-
-
-def one_step(world: Path, model: Path, root: Path, setting: str, *words: str, config: str = "sandbox") -> RunDirectory:
-    words = ("--setting", setting, "train.steps=1", "train.evaluate_before_after=false", f"seed={SEED}", *words)
+def one_step(
+    world: Path, model: Path, root: Path, setting: str, *words: str, config: str = "sandbox", evaluated: bool = False
+) -> RunDirectory:
+    fixed = ("train.steps=1", f"train.evaluate_before_after={str(evaluated).lower()}", f"seed={SEED}")
+    words = ("--setting", setting, *fixed, *words)
     result = draco(*arguments(world, model, root, setting, config), *words, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert ("held-out TGC" in result.stdout) == evaluated
     return RunDirectory.open(root / setting)
+
+
+async def replayed_outcomes(run: RunDirectory, world: Path) -> dict[tuple[int, str], list[float]]:
+    """By group and rollout: 1 where AppWorld's tests pass after the recorded cells were run anew."""
+    cells: dict[tuple[int, str, int], list[str]] = defaultdict(list)
+    for row in sorted(run.table("steps").to_pylist(), key=lambda row: row["turn"]):
+        if row["action"] is not None:
+            cells[row["training_step"], row["task_id"], row["rollout"]].append(row["action"])
+    rewards: dict[tuple[int, str], list[float]] = defaultdict(list)
+    slot = AppWorldSlot(EnvironmentConfig(), world, load_ground_truth=True, name="again")
+    try:
+        for row in sorted(run.table("advantages").to_pylist(), key=lambda row: row["rollout"]):
+            group = (row["training_step"], row["task_id"])
+            await slot.open(row["task_id"])
+            for cell in cells[*group, row["rollout"]]:
+                await slot.execute(cell)
+            rewards[group].append(float((await slot.evaluate()).success))
+    finally:
+        await slot.stop()
+    return dict(rewards)
+
+
+def test_outcome(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
+    """The setting whose training sees the ground truth, as its evaluation does."""
+    run = one_step(sandbox_root, starter_model, tmp_path, "outcome", "data.eval_tasks=1", evaluated=True)
+    # The reward is AppWorld's verdict on the world that a rollout's code leaves behind, played once more here.
+    check_given_rewards(run, asyncio.run(replayed_outcomes(run, sandbox_root)))
+    # The same verdict is in a table of its own, with how many of AppWorld's tests passed.
+    rewards = {tuple(row[key] for key in ROLLOUT): row["reward"] for row in run.table("advantages").to_pylist()}
+    verdicts = {tuple(row[key] for key in ROLLOUT): row for row in run.table("outcomes").to_pylist()}
+    assert rewards == {rollout: float(row["success"]) for rollout, row in verdicts.items()}
+    assert all((row["passed_tests"] == row["total_tests"] > 0) == row["success"] for row in verdicts.values())
+    assert run.table("judge_calls").num_rows == 0
+    assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}
+    modes = run.table("evaluations").column("termination").to_pylist()
+    assert set(modes) <= {mode.value for mode in Termination}
 
 
 def test_static_rubric_without_credit(sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:
