@@ -71,6 +71,22 @@ def pytest_collection() -> Generator[None, object, object]:
     return found
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A file is one process's; all end-to-end tests are the same one's, which share a Ray that stands.
+
+    Marks of `xdist_group` would say the same, but say nothing with pytest 9.2 (pytest-xdist #1386).
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class EndToEndTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "end to end" if file.startswith("tests/e2e/") else file
+
+    return EndToEndTogether(config, log)
+
+
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
 HARD_WORLD = ("--seed", "7", "--scenarios", "9", "--users", "20", "--variety", "hard")
 
