@@ -27,16 +27,22 @@ from draco_ray.training.room import wait_for_room
 pytestmark = pytest.mark.slow
 
 
-HEAD = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 20}
+HEAD = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 
-@pytest.fixture
-def two_nodes() -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     cluster.add_node(num_cpus=0, object_store_memory=80 << 20)
     yield cluster
-    ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(cluster: Cluster) -> Iterator[Cluster]:
+    """The same ones for every test, which leaves them."""
+    yield cluster
+    ray.shutdown()
 
 
 def waits_while_another_holds_the_cpus(config: DracoConfig) -> None:
@@ -119,7 +125,8 @@ def test_a_run_that_names_no_cluster_starts_its_own(
     """Ray by itself joins what was started last on the machine, and refuses the resources that a new one is given."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    connect(load_config("sandbox", [f"data.root={tmp_path}", "ray.object_store_mib=80"]))
+    alone = ["ray.object_store_mib=80", "ray.dashboard=false", "ray.fork_workers=false"]
+    connect(load_config("sandbox", [f"data.root={tmp_path}", *alone]))
     assert signal.getsignal(signal.SIGTERM) is before
     assert ray.get_runtime_context().gcs_address != two_nodes.address
     assert len(ray.nodes()) == 1
