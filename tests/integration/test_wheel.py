@@ -22,6 +22,7 @@ from draco_ray.judging.prompts import render_phase
 from draco_ray.runs.directory import RunDirectory
 from tests.conftest import REPOSITORY
 from tests.support.rewards import check_rubric_run
+from tests.support.worlds import files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -111,22 +112,35 @@ def test_it_is_the_wheel_that_is_imported(installed: Path, elsewhere: Path) -> N
     assert not Path(where.strip()).is_relative_to(Path(draco_ray.__file__).parent)
 
 
+RENDER = """
+import contextlib, sys
+from draco_ray.cli import main
+for phase in sys.argv[1:]:
+    with contextlib.suppress(SystemExit):
+        main(["prompts", "render", phase])
+"""
+
+
 def test_its_presets_and_prompts_are_found_from_any_folder(installed: Path, elsewhere: Path) -> None:
     assert "setting: draco" in run(installed / "draco", "config", "qwen3.6-27b", cwd=elsewhere).stdout
-    for phase in PHASES:
-        shown = run(installed / "draco", "prompts", "render", phase, cwd=elsewhere).stdout
-        assert shown == render_phase(phase, REPOSITORY / "prompts" / "judge") + "\n"
+    # One process for all phases; it is the entry point of the command.
+    shown = run(installed / "python", "-c", RENDER, *PHASES, cwd=elsewhere).stdout
+    assert shown == "".join(render_phase(phase, REPOSITORY / "prompts" / "judge") + "\n" for phase in PHASES)
 
 
 def test_a_world_is_built_and_a_policy_trained_for_a_step(
-    installed: Path, elsewhere: Path, starter_model: Path, tmp_path: Path
+    installed: Path, elsewhere: Path, sandbox_root: Path, starter_model: Path, tmp_path: Path
 ) -> None:
     appworld = appworld_python(None)
     built = run(
         installed / "draco", "sandbox", "build", "--scenarios", "1", "--seed", "7", cwd=elsewhere, appworld=appworld
     )
     assert "sandbox" in built.stdout
+    assert [path.name for path in (elsewhere / ".cache").iterdir()] == ["sandbox"]
     assert (elsewhere / ".cache" / "sandbox" / "sandbox.json").is_file()
+    # Made anew, API docs are what they were, to the byte (databases and tasks: test_sandbox_world).
+    docs = Path("data") / "api_docs"
+    assert files(elsewhere / ".cache" / "sandbox" / docs) == files(sandbox_root / docs)
     overrides = [
         f"model.path={starter_model}",
         "--setting",
@@ -138,9 +152,9 @@ def test_a_world_is_built_and_a_policy_trained_for_a_step(
         "train.prompts_per_step=2",
         "learner.minibatch_prompts=1",
         "algorithm.group_size=3",
-        "environment.slots=2",
+        "environment.slots=6",
         "judge.workers=1",
-        "environment.slots_per_worker=2",
+        "environment.slots_per_worker=6",
         "ray.dashboard=false",
     ]
     done = run(installed / "draco", "train", "sandbox", *overrides, cwd=elsewhere, appworld=appworld)

@@ -59,6 +59,15 @@ class Tasks:
         return families()[self._families[task_id]].script()
 
 
+def files(root: Path) -> dict[Path, bytes]:
+    """Everything that a generated world is made of, by its place in it."""
+    return {
+        path.relative_to(root): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
 @contextmanager
 def appworld_loaded(config: EnvironmentConfig, root: Path) -> Iterator[None]:
     """AppWorld stays loaded for all slots of this process with that configuration, one after the other."""
