@@ -48,25 +48,41 @@ async def slot(attacked: AppWorldSlot, tasks: Tasks) -> AsyncIterator[AppWorldSl
     await check_next_task_runs_clean(attacked, tasks)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "line = 'x' * 1_000_000\nfor _ in range(1000): print(line)",
-        "sys_.stderr.write('x' * 10_000_000)",
-        "posix.write(1, b'x' * 10_000_000)",
-        "raise Exception('x' * 10_000_000)",
-    ],
-    ids=["gigabyte", "stderr", "descriptor", "exception"],
-)
-async def test_output_is_cut_at_the_source(slot: AppWorldSlot, code: str) -> None:
-    output = await attack(slot, code, "print('still here')")
-    assert len(output) < 2 * OUTPUT_BYTES
-    assert "still here" in output
+@pytest_asyncio.fixture(scope="class", loop_scope="module")
+async def then_clean(attacked: AppWorldSlot, tasks: Tasks) -> AsyncIterator[None]:
+    """After the tests of a class, each of which opens a task after the other, the next task runs clean."""
+    yield
+    await check_next_task_runs_clean(attacked, tasks)
 
 
-async def test_the_cut_is_marked(slot: AppWorldSlot) -> None:
-    output = await slot.execute(f"print('é' * {OUTPUT_BYTES})")
-    assert output == "é" * (OUTPUT_BYTES // 2) + f"\n[output cut at {OUTPUT_BYTES} bytes]\n"
+@pytest_asyncio.fixture(loop_scope="module")
+async def opened(attacked: AppWorldSlot, tasks: Tasks, then_clean: None) -> AppWorldSlot:
+    """The slot with a task, for tests of one kind."""
+    await attacked.open(tasks.next())
+    return attacked
+
+
+class TestOutput:
+    """What is printed."""
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "line = 'x' * 1_000_000\nfor _ in range(1000): print(line)",
+            "sys_.stderr.write('x' * 10_000_000)",
+            "posix.write(1, b'x' * 10_000_000)",
+            "raise Exception('x' * 10_000_000)",
+        ],
+        ids=["gigabyte", "stderr", "descriptor", "exception"],
+    )
+    async def test_output_is_cut_at_the_source(self, opened: AppWorldSlot, code: str) -> None:
+        output = await attack(opened, code, "print('still here')")
+        assert len(output) < 2 * OUTPUT_BYTES
+        assert "still here" in output
+
+    async def test_the_cut_is_marked(self, opened: AppWorldSlot) -> None:
+        output = await opened.execute(f"print('é' * {OUTPUT_BYTES})")
+        assert output == "é" * (OUTPUT_BYTES // 2) + f"\n[output cut at {OUTPUT_BYTES} bytes]\n"
 
 
 async def test_an_endless_loop_is_interrupted_and_its_world_survives(
@@ -82,44 +98,45 @@ async def test_an_endless_loop_is_interrupted_and_its_world_survives(
     await slot.stop()
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["libc.abort()", "ctypes.string_at(0)", "signal.signal(14, signal.SIG_DFL)\nsignal.alarm(1)\nwhile True: pass"],
-    ids=["abort", "segmentation fault", "alarm"],
-)
-async def test_the_process_ends_itself(slot: AppWorldSlot, code: str) -> None:
-    assert "the task's process died (status -" in await attack(slot, code)
+class TestEnds:
+    """What ends a program, or its process."""
 
-
-async def test_the_process_ends_between_cells(slot: AppWorldSlot) -> None:
-    await attack(
-        slot,
-        """
-        def later():
-            libc.usleep(300000)
-            posix._exit(7)
-        thread.start_new_thread(later, ())
-        """,
+    @pytest.mark.parametrize(
+        "code",
+        ["libc.abort()", "ctypes.string_at(0)", "signal.signal(14, signal.SIG_DFL)\nsignal.alarm(1)\nlibc.pause()"],
+        ids=["abort", "segmentation fault", "alarm"],
     )
-    gone = psutil.wait_procs(processes_of(slot)[-1:], timeout=10)[0]
-    assert len(gone) == 1
-    with pytest.raises(EnvironmentCrashed, match=r"the task's process died \(status 7\)"):
-        await slot.execute("print('never')")
+    async def test_the_process_ends_itself(self, opened: AppWorldSlot, code: str) -> None:
+        assert "the task's process died (status -" in await attack(opened, code)
 
+    async def test_the_process_ends_between_cells(self, opened: AppWorldSlot) -> None:
+        await attack(
+            opened,
+            """
+            def later():
+                libc.usleep(300000)
+                posix._exit(7)
+            thread.start_new_thread(later, ())
+            """,
+        )
+        gone = psutil.wait_procs(processes_of(opened)[-1:], timeout=10)[0]
+        assert len(gone) == 1
+        with pytest.raises(EnvironmentCrashed, match=r"the task's process died \(status 7\)"):
+            await opened.execute("print('never')")
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "sys_.exit(3)",
-        "raise json.codecs.builtins.KeyboardInterrupt()",
-        "raise json.codecs.builtins.BaseException('gone')",
-        "def down(): down()\nsys_.setrecursionlimit(10**9)\ndown()",
-    ],
-    ids=["exit", "interrupt", "base exception", "recursion"],
-)
-async def test_exceptions_that_end_programs(slot: AppWorldSlot, code: str) -> None:
-    output = await attack(slot, code, "print('still here')")
-    assert "still here" in output or "CRASHED" in output
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "sys_.exit(3)",
+            "raise json.codecs.builtins.KeyboardInterrupt()",
+            "raise json.codecs.builtins.BaseException('gone')",
+            "def down(): down()\nsys_.setrecursionlimit(10**9)\ndown()",
+        ],
+        ids=["exit", "interrupt", "base exception", "recursion"],
+    )
+    async def test_exceptions_that_end_programs(self, opened: AppWorldSlot, code: str) -> None:
+        output = await attack(opened, code, "print('still here')")
+        assert "still here" in output or "CRASHED" in output
 
 
 async def test_threads_without_end(slot: AppWorldSlot) -> None:
@@ -177,25 +194,28 @@ async def test_writing_to_every_descriptor(slot: AppWorldSlot) -> None:
     assert "forged" in output or "CRASHED" in output, output
 
 
-@pytest.mark.parametrize(
-    ("answer", "complaint"),
-    [
-        ("{'not': 'text'}", "answered a cell with something that is not text"),
-        ("'x' * 5_000_000", "an answer of more than"),
-        ("1 / 0", "/execute answered 500: ZeroDivisionError"),
-    ],
-    ids=["not text", "too much", "error"],
-)
-async def test_answers_that_break_the_protocol(slot: AppWorldSlot, answer: str, complaint: str) -> None:
-    output = await attack(
-        slot,
-        f"""
-        application = load("appworld.serve.environment", fromlist=["world"])
-        application.world.__class__.execute = lambda self, code: {answer}
-        """,
-        "print(1)",
+class TestAnswers:
+    """Answers that the server would not give."""
+
+    @pytest.mark.parametrize(
+        ("answer", "complaint"),
+        [
+            ("{'not': 'text'}", "answered a cell with something that is not text"),
+            ("'x' * 5_000_000", "an answer of more than"),
+            ("1 / 0", "/execute answered 500: ZeroDivisionError"),
+        ],
+        ids=["not text", "too much", "error"],
     )
-    assert complaint in output
+    async def test_answers_that_break_the_protocol(self, opened: AppWorldSlot, answer: str, complaint: str) -> None:
+        output = await attack(
+            opened,
+            f"""
+            application = load("appworld.serve.environment", fromlist=["world"])
+            application.world.__class__.execute = lambda self, code: {answer}
+            """,
+            "print(1)",
+        )
+        assert complaint in output
 
 
 ANSWERS = {
@@ -371,49 +391,50 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("code", SPOILT.values(), ids=SPOILT.keys())
-async def test_a_spoilt_world_has_failed(slot: AppWorldSlot, code: str) -> None:
-    output = await attack(slot, SPOIL, code)
-    if "CRASHED" not in output:  # where files are counted
-        verdict = await slot.evaluate()
-        assert not verdict.success
-        assert verdict.failures
+class TestSpoilt:
+    """Worlds whose saved state is not what AppWorld saves."""
 
+    @pytest.mark.parametrize("code", SPOILT.values(), ids=SPOILT.keys())
+    async def test_a_spoilt_world_has_failed(self, opened: AppWorldSlot, code: str) -> None:
+        output = await attack(opened, SPOIL, code)
+        if "CRASHED" not in output:  # where files are counted
+            verdict = await opened.evaluate()
+            assert not verdict.success
+            assert verdict.failures
 
-async def test_a_database_in_place_of_its_changes_is_not_looked_at(slot: AppWorldSlot) -> None:
-    await attack(slot, SPOIL, "write(b'SQLite format 3', dbs + '/venmo.db')")
-    verdict = await slot.evaluate()
-    assert {name for name in verdict.saved if name.startswith("dbs/")} == {
-        f"dbs/{name}" for name in (*(f"{app}.jsonl" for app in APPS), "model_hashes.json")
-    }
+    async def test_a_database_in_place_of_its_changes_is_not_looked_at(self, opened: AppWorldSlot) -> None:
+        await attack(opened, SPOIL, "write(b'SQLite format 3', dbs + '/venmo.db')")
+        verdict = await opened.evaluate()
+        assert {name for name in verdict.saved if name.startswith("dbs/")} == {
+            f"dbs/{name}" for name in (*(f"{app}.jsonl" for app in APPS), "model_hashes.json")
+        }
 
-
-async def test_saved_state_that_was_tampered_with(slot: AppWorldSlot) -> None:
-    output = await attack(
-        slot,
-        """
-        world = load("appworld.serve.environment", fromlist=["world"]).world
-        world.__class__._save_state = world.__class__.save_logs = lambda self, *arguments: None
-        spoiled = 0
-        def spoil(folder):
-            global spoiled
-            for name in posix.listdir(folder):
-                path = folder + b"/" + name
-                try:
-                    posix.listdir(path)
-                except OSError:
-                    posix.unlink(path)
+    async def test_saved_state_that_was_tampered_with(self, opened: AppWorldSlot) -> None:
+        output = await attack(
+            opened,
+            """
+            world = load("appworld.serve.environment", fromlist=["world"]).world
+            world.__class__._save_state = world.__class__.save_logs = lambda self, *arguments: None
+            spoiled = 0
+            def spoil(folder):
+                global spoiled
+                for name in posix.listdir(folder):
+                    path = folder + b"/" + name
                     try:
-                        posix.symlink("/etc/passwd", path)
-                    except PermissionError:  # Landlock lets nobody make links
-                        posix.close(posix.open(path, posix.O_CREAT))
-                    spoiled += 1
-                else:
-                    spoil(path)
-        spoil(posix.environ[b"APPWORLD_ROOT"] + b"/experiments/outputs")
-        print("spoiled", spoiled)
-        """,
-    )
-    assert "spoiled" in output, output
-    assert int(output.split("spoiled")[1]) > 5
-    assert not (await slot.evaluate()).success
+                        posix.listdir(path)
+                    except OSError:
+                        posix.unlink(path)
+                        try:
+                            posix.symlink("/etc/passwd", path)
+                        except PermissionError:  # Landlock lets nobody make links
+                            posix.close(posix.open(path, posix.O_CREAT))
+                        spoiled += 1
+                    else:
+                        spoil(path)
+            spoil(posix.environ[b"APPWORLD_ROOT"] + b"/experiments/outputs")
+            print("spoiled", spoiled)
+            """,
+        )
+        assert "spoiled" in output, output
+        assert int(output.split("spoiled")[1]) > 5
+        assert not (await opened.evaluate()).success

@@ -286,9 +286,10 @@ class TestWithinReach:
         assert output.count("REFUSED") == 18, output
 
 
-@pytest.mark.usefixtures("hostile")
+@pytest.mark.usefixtures("slot")
 class TestMemory:
-    async def test_is_limited(self, slot: AppWorldSlot) -> None:
+    async def test_is_limited(self, slot: AppWorldSlot, tasks: Tasks) -> None:
+        await slot.open(tasks.next())
         output = await attack(
             slot,
             "attempt('at once', lambda: len(bytearray(8 << 30)))",
@@ -421,11 +422,11 @@ class TestHang:
         output = await attack(
             slot,
             """
-            thread.start_new_thread(lambda: [1 for _ in iter(int, 1)], ())
+            thread.start_new_thread(lambda: [libc.sleep(1000) for _ in iter(int, 1)], ())
             while True:
                 try:
                     while True:
-                        pass
+                        libc.sleep(1000)
                 except BaseException:
                     pass
             """,
@@ -436,9 +437,10 @@ class TestHang:
         await slot.stop()
 
 
-@pytest.mark.usefixtures("hostile")
+@pytest.mark.usefixtures("slot")
 class TestDeath:
-    async def test_of_the_task_is_reported(self, slot: AppWorldSlot) -> None:
+    async def test_of_the_task_is_reported(self, slot: AppWorldSlot, tasks: Tasks) -> None:
+        await slot.open(tasks.next())
         assert "the task's process died (status 7)" in await attack(slot, "posix._exit(7)")
 
 

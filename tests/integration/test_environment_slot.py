@@ -18,6 +18,7 @@ import pytest_asyncio
 from draco_ray.config.schema import AgentConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
+from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.environments.appworld.environment import AppWorld
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed, WorldError
@@ -37,13 +38,27 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def tasks(sandbox_root: Path) -> Tasks:
-    return Tasks(sandbox_root)
+def root(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world in which one task has no ground truth, so that AppWorld is loaded once for it and the others."""
+    root = tmp_path_factory.mktemp("root") / "world"
+    shutil.copytree(sandbox_root, root)
+    shutil.rmtree(root / "data" / "tasks" / blind_task(root) / "ground_truth")
+    return root
+
+
+def blind_task(root: Path) -> str:
+    """That task, which `tasks` does not hand out."""
+    return load_split(root, "dev")[0]
+
+
+@pytest.fixture(scope="module")
+def tasks(root: Path) -> Tasks:
+    return Tasks(root)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def slot(sandbox_root: Path, tasks: Tasks) -> AsyncIterator[AppWorldSlot]:
-    slot = AppWorldSlot(EnvironmentConfig(), sandbox_root, load_ground_truth=True, name="usual")
+async def slot(root: Path, tasks: Tasks) -> AsyncIterator[AppWorldSlot]:
+    slot = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=True, name="usual")
     yield slot
     await slot.open(tasks.next())
     everything = [*processes_of(slot), template_of(slot)]
@@ -59,7 +74,7 @@ def template_of(slot: AppWorldSlot) -> psutil.Process:
     return template
 
 
-async def test_an_episode(slot: AppWorldSlot, tasks: Tasks, sandbox_root: Path) -> None:
+async def test_an_episode(slot: AppWorldSlot, tasks: Tasks) -> None:
     task_id = tasks.next()
     task = await slot.open(task_id)
     assert slot.task == task
@@ -112,16 +127,12 @@ async def test_a_task_that_is_not_there(slot: AppWorldSlot) -> None:
         await slot.open("nothing_1")
 
 
-async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(
-    tasks: Tasks, sandbox_root: Path, tmp_path: Path
-) -> None:
-    root = tmp_path / "world"
-    shutil.copytree(sandbox_root, root, ignore=shutil.ignore_patterns("ground_truth"))
-    assert not list(root.rglob("ground_truth"))
+async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(root: Path, tasks: Tasks) -> None:
+    task_id = blind_task(root)
+    assert not list((root / "data" / "tasks" / task_id).rglob("ground_truth"))
     blind = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=False, name="blind")
     seeing = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=True, name="seeing")
     try:
-        task_id = tasks.next()
         task = await blind.open(task_id)
         told = await blind.execute("print(apis.supervisor.show_active_task()['instruction'])")
         assert told == task.instruction + "\n"
@@ -229,9 +240,9 @@ async def test_a_cancelled_cell_ends_its_server(slot: AppWorldSlot, tasks: Tasks
     await check_next_task_runs_clean(slot, tasks)
 
 
-async def test_a_server_is_recycled_after_its_share_of_tasks(sandbox_root: Path, tasks: Tasks) -> None:
+async def test_a_server_is_recycled_after_its_share_of_tasks(root: Path, tasks: Tasks) -> None:
     config = EnvironmentConfig(recycle_after_tasks=2)
-    slot = AppWorldSlot(config, sandbox_root, load_ground_truth=False, name="recycled")
+    slot = AppWorldSlot(config, root, load_ground_truth=False, name="recycled")
     seen = []
     for _ in range(5):
         await slot.open(tasks.next())
@@ -240,8 +251,8 @@ async def test_a_server_is_recycled_after_its_share_of_tasks(sandbox_root: Path,
     assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]
 
 
-async def test_a_server_is_recycled_when_it_has_grown(sandbox_root: Path, tasks: Tasks) -> None:
-    slot = AppWorldSlot(EnvironmentConfig(recycle_above_mib=800), sandbox_root, load_ground_truth=False, name="growing")
+async def test_a_server_is_recycled_when_it_has_grown(root: Path, tasks: Tasks) -> None:
+    slot = AppWorldSlot(EnvironmentConfig(recycle_above_mib=800), root, load_ground_truth=False, name="growing")
     await slot.open(tasks.next())
     first, usual = slot.pid, slot.memory_mib
     assert 50 < usual < 800
@@ -253,12 +264,8 @@ async def test_a_server_is_recycled_when_it_has_grown(sandbox_root: Path, tasks:
     await slot.stop()
 
 
-async def test_slots_share_what_is_loaded_and_nothing_else(
-    slot: AppWorldSlot, sandbox_root: Path, tasks: Tasks
-) -> None:
-    others = [
-        AppWorldSlot(EnvironmentConfig(), sandbox_root, load_ground_truth=sees, name="other") for sees in (True, False)
-    ]
+async def test_slots_share_what_is_loaded_and_nothing_else(slot: AppWorldSlot, root: Path, tasks: Tasks) -> None:
+    others = [AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=sees, name="other") for sees in (True, False)]
     await asyncio.gather(*(one.open(tasks.next()) for one in (slot, *others)))
     template = template_of(slot)
     assert [template_of(other) for other in others] == [template, template]
@@ -286,6 +293,7 @@ import asyncio
 from pathlib import Path
 import psutil
 from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.environments.appworld.environment import AppWorld
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from tests.support.worlds import PRELUDE, Tasks

@@ -47,8 +47,8 @@ class Tasks:
 
     def __init__(self, root: Path) -> None:
         entries = json.loads((root / "sandbox.json").read_text(encoding="utf-8"))["tasks"]
-        self._families = {task: entry["family"] for task, entry in entries.items() if entry["split"] == "train"}
-        self._turns = cycle(self._families)
+        self._families = {task: entry["family"] for task, entry in entries.items()}
+        self._turns = cycle([task for task, entry in entries.items() if entry["split"] == "train"])
 
     def next(self) -> str:
         """Another task than the last one."""
