@@ -14,20 +14,24 @@ import pytest
 from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
 from draco_ray.errors import WorldError
 from tests.conftest import REPOSITORY
-from tests.support.command import draco
+from tests.support.command import draco_here
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = REPOSITORY / "examples"
-HELD_OUT = """
+TASKSETS = """
 import json, sys
-from demonstrations import begun, tasks_of
-name = sys.argv[1]
-content = (lambda task: begun(task).state.game_state["target_word"]) if name == "hangman" else (
-    lambda task: [parcel.rsplit(" ", 1)[0] for parcel in task.data.parcels])
-print(json.dumps({split: [content(task) for task in tasks_of(name, split)] for split in ("train", "dev")}))
+from pathlib import Path
+from demonstrations import begun, main, tasks_of
+folder, told = Path(sys.argv[1]), {}
+for name in sys.argv[2:]:
+    main(name, folder / f"{name}.jsonl")
+    content = (lambda task: begun(task).state.game_state["target_word"]) if name == "hangman" else (
+        lambda task: [parcel.rsplit(" ", 1)[0] for parcel in task.data.parcels])
+    told[name] = {split: [content(task) for task in tasks_of(name, split)] for split in ("train", "dev")}
+print(json.dumps(told))
 """
-"""What each task of a taskset is about, by split."""
+"""Writes the demonstrations of tasksets and says what each of their tasks is about, by split."""
 
 
 def run(python: str, folder: Path, *command: str) -> str:
@@ -47,7 +51,7 @@ def some_policy(config: Path, file: Path, folder: Path) -> Path:
     """Of a few of the demonstrations."""
     few = folder / "few.jsonl"
     few.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(file)[:6]), encoding="utf-8")
-    done = draco("sft", str(config), str(few), "--new", "--epochs", "1", "--out", str(folder / "policy"), timeout=300)
+    done = draco_here("sft", str(config), str(few), "--new", "--epochs", "1", "--out", str(folder / "policy"))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "policy"
 
@@ -64,15 +68,24 @@ def test_the_desks_demonstrations_are_of_training_tasks_and_make_a_policy(tmp_pa
     assert (some_policy(desk / "desk_agent.yaml", file, tmp_path) / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["parcels", "hangman"])
-def test_a_tasksets_demonstrations_are_of_training_tasks_and_make_a_policy(name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tasksets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[Any]]]]:
+    """The folder with the demonstrations of both tasksets, and what their tasks are about."""
     try:
         python = verifiers_python(VerifiersOptions())
     except WorldError:
         pytest.skip("verifiers has no environment: make setup-verifiers")
-    folder, file = EXAMPLES / "parcels", tmp_path / "demonstrations.jsonl"
-    run(python, folder, "demonstrations.py", name, str(file))
-    about = json.loads(run(python, folder, "-c", HELD_OUT, name).splitlines()[-1])
+    folder = tmp_path_factory.mktemp("tasksets")
+    # verifiers is imported once for all of it; `main` is what the script calls with its arguments.
+    said = run(python, EXAMPLES / "parcels", "-c", TASKSETS, str(folder), "parcels", "hangman")
+    return folder, json.loads(said.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["parcels", "hangman"])
+def test_a_tasksets_demonstrations_are_of_training_tasks_and_make_a_policy(
+    name: str, tasksets: tuple[Path, dict[str, dict[str, list[Any]]]], tmp_path: Path
+) -> None:
+    file, about = tasksets[0] / f"{name}.jsonl", tasksets[1][name]
     assert len(about["dev"]) >= 20
     assert not [each for each in about["dev"] if each in about["train"]]
     told = lines_of(file)
@@ -80,4 +93,4 @@ def test_a_tasksets_demonstrations_are_of_training_tasks_and_make_a_policy(name:
     if name == "parcels":
         kinds = [[m["content"].rsplit(" a ", 1)[1].rsplit(" ", 1)[0] for m in line["messages"][::2]] for line in told]
         assert not [each for each in kinds if each in about["dev"]]
-    assert (some_policy(folder / f"{name}.yaml", file, tmp_path) / "model.safetensors").is_file()
+    assert (some_policy(EXAMPLES / "parcels" / f"{name}.yaml", file, tmp_path) / "model.safetensors").is_file()
