@@ -47,7 +47,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class ForkingProvider(FakeMultiNodeProvider):  # type: ignore[misc]  # Ray has no types for it.
+class ForkingProvider(FakeMultiNodeProvider):
     """Ray's stand-in for a provider, in the autoscaler's process; its nodes fork their workers."""
 
     def _create_node_with_resources_and_labels(self, *arguments: Any, **named: Any) -> None:

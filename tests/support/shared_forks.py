@@ -82,7 +82,7 @@ def _serve() -> None:
     once = fork_server.become
 
     def become(request: fork_server.Request) -> None:
-        from ray._raylet import Config
+        from ray._raylet import Config  # type: ignore[attr-defined]  # Not in its stubs.
 
         os.environ.clear()
         os.environ.update(request.environment)
