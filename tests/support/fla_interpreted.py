@@ -46,8 +46,8 @@ CONFIG = {
     "layer_types": ["full_attention", "linear_attention"],
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
     "tie_word_embeddings": False,
 }
