@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from draco_ray.training.session import task_prompts
 from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
 from tests.support.tool_templates import QWEN3, in_words
+from tests.support.verifiers_forks import forked_bridges
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -68,12 +69,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def asked_as_forks() -> Iterator[None]:
+    """What there is, bridges of later tests are asked as forks; those of `kinds` are as users have them."""
+    with forked_bridges():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, asked_as_forks: None) -> Path:
     """A folder of a model whose chat template is Qwen3's, as every fine-tune has it."""
     folder = tmp_path_factory.mktemp("tuned")
     # Of Qwen3's template, as the package renderers has them.
     told = "import json; from renderers import qwen3; print(json.dumps([qwen3._TOOLS_HEADER, qwen3._TOOLS_FOOTER]))"
-    words = json.loads(subprocess.check_output([verifiers_python(VerifiersOptions()), "-c", told], text=True))
+    words = json.loads(subprocess.run([verifiers_python(VerifiersOptions()), "-c", told]).stdout)
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = in_words(QWEN3, *words)
     tokenizer.save_pretrained(folder)
@@ -166,6 +174,7 @@ async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing
         assert "SECRET" not in agent_trajectory(each, "c0de")
 
 
+@pytest.mark.usefixtures("asked_as_forks")
 async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Path) -> None:
     async with player(model, truth=True, env={"player": {"harness": {"id": None}}}) as at:
         # verifiers' own harness, a program that is started for every turn, with the Python of its environment.
@@ -179,7 +188,10 @@ async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Pat
             await world.evaluate()
 
 
-async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_its_templates(tuned: Path) -> None:
+@pytest.mark.usefixtures("asked_as_forks")
+async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_its_templates(
+    tuned: Path, model: Path
+) -> None:
     async with player(tuned, **TOOLS, renderer=None) as at:
         call = '<tool_call>\n{"name": "shelf_look", "arguments": {"place": "shelf 3"}}\n</tool_call>'
         at.sampler.lines = lambda prompt: f"{'It is gone.' if 'Nothing is on shelf 3' in prompt else call}{END}"
@@ -188,13 +200,13 @@ async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_i
         assert [step.observation for step in played.steps] == ["Nothing is on shelf 3.", None]
         # The template itself says the same of the first turn.
         assert "# Tools" in TOKENIZER.decode(at.sampler.asked[0])
+        # Where there is none no other attempt mends it: the run ends with the first episode.
+        with pytest.raises(ConfigError, match=r"no renderer puts them into tokens .*renderer\.name to .*\(qwen3, "):
+            await playing(at.environment, model).play("find")
 
 
 @IN_ORDER
-async def test_what_no_other_attempt_mends_ends_the_run_with_the_first_episode(kinds: Any, model: Path) -> None:
-    async with player(model, **TOOLS, renderer=None) as at:
-        with pytest.raises(ConfigError, match=r"no renderer puts them into tokens .*renderer\.name to .*\(qwen3, "):
-            await at.play("find")
+async def test_what_an_episode_lacks_ends_the_run(kinds: Any, model: Path) -> None:
     with pytest.raises(ConfigError, match="requirements are missing: ModuleNotFoundError: No module named 'a_p"):
         await playing(kinds, model).play("lacks")
 
@@ -206,10 +218,6 @@ async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replace
     assert hung.ended is EpisodeEnd.CRASHED
     assert "did not end within its time" in str(hung.error)
     assert [step.text for step in hung.steps] == ["Done."]
-    died, _ = await at.play("die")
-    assert died.ended is EpisodeEnd.SERVER_ERROR
-    assert "died" in str(died.error)
-    assert (await at.play("talk"))[0].ended is EpisodeEnd.FINISHED
     ours = [each for each in psutil.Process().children(recursive=True) if _marked(each)]
     assert ours
     for each in ours:
@@ -219,10 +227,14 @@ async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replace
     for _ in range(2):
         again, _ = await at.play("talk")
     assert again.ended is EpisodeEnd.FINISHED
+    died, _ = await at.play("die")
+    assert died.ended is EpisodeEnd.SERVER_ERROR
+    assert "died" in str(died.error)
     await kinds.stop()
     assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
 
 
+@pytest.mark.usefixtures("asked_as_forks")
 def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tools_are_known_of(
     model: Path, tuned: Path
 ) -> None:
@@ -263,6 +275,7 @@ def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tool
         ({"wrong": 1}, "environment.options: wrong: Extra inputs are not permitted"),
     ],
 )
+@pytest.mark.usefixtures("asked_as_forks")
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     (tmp_path / "lacks.py").write_text("import a_package_that_nobody_has\n")
     (tmp_path / "plain.py").write_text(

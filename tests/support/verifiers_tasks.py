@@ -64,7 +64,8 @@ class KindsEnv(vf.Env[KindConfig]):
                 await asyncio.sleep(1000)
             if kind == "die":
                 os._exit(3)
-            await talk.turn("Go on.")
+            if kind != "unrewarded":
+                await talk.turn("Go on.")
         if kind == "twice":
             await agents.player.run(task)
 
