@@ -223,7 +223,7 @@ class PacedErrors:
 
 def _start(config: DracoConfig, *, judges: bool) -> None:
     """A Ray on this machine; where a busy one misses even the longer time, it is asked once more."""
-    with _patient_start(), _logs_left_alone(), _forked(config, judges=judges):
+    with _patient_start(), _fewer_daemons(config), _forked(config, judges=judges):
         _try_to_start(config)
 
 
@@ -269,18 +269,27 @@ def _patient_start(seconds: float = START_SECONDS, every: float = 0.5) -> Iterat
 
 
 @contextlib.contextmanager
-def _logs_left_alone() -> Iterator[None]:
-    """Start no process that sends the workers' logs to drivers.
+def _fewer_daemons(config: DracoConfig) -> Iterator[None]:
+    """Start no process of Ray's that nobody wants here.
 
-    None of them wants them (``log_to_driver``), the dashboard reads the files, and it took 4 % of a core.
+    One sends the workers' logs to drivers; none of them wants them (``log_to_driver``), the dashboard reads the files,
+    and it took 4 % of a core. Without a dashboard there would still be its process, which reports usage, and that of
+    the autoscaler, whose status the dashboard shows and which has no nodes to add.
     """
     node: Any = ray._private.node.Node
-    once = node.start_log_monitor
-    node.start_log_monitor = lambda self: None
+    names = ["start_log_monitor", *(() if config.ray.dashboard else ("start_monitor", "start_api_server"))]
+    once = {name: getattr(node, name) for name in names}
+    for name in names:
+        setattr(node, name, _nothing)
     try:
         yield
     finally:
-        node.start_log_monitor = once
+        for name, start in once.items():
+            setattr(node, name, start)
+
+
+def _nothing(node: Any, **named: Any) -> None:
+    """In place of a node's start of a process."""
 
 
 def _try_to_start(config: DracoConfig) -> None:
