@@ -12,25 +12,24 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import read_judged
 from draco_ray.runs.recorded import step_trajectories
 from tests.conftest import REPOSITORY
-from tests.support.command import draco
 from tests.support.desk_agent_policy import build_desk_agent_policy
+from tests.support.standing_ray import draco_forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
 TASKS = """\
 def rows():
     ask = {"split": "train", "instruction": "Please refund my lamp.", "state": "late", "expected": "refunded"}
-    held_out = [ask | {"id": f"dev{number}", "split": "dev"} for number in range(2)]
-    return [*(ask | {"id": number} for number in range(2)), *held_out]
+    return [ask | {"id": 0}, ask | {"id": "dev", "split": "dev"}]
 """
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """One step of two tasks."""
+    """One step of one task."""
     root = tmp_path_factory.mktemp("desk-agent")
     (root / "tasks.py").write_text(TASKS)
-    result = draco(
+    result = draco_forked(
         "train",
         str(REPOSITORY / "examples/desk_agent/desk_agent.yaml"),
         f"environment.options.tasks={root}/tasks.py:rows",
@@ -38,10 +37,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         f"run.root={root}",
         "run.name=desk",
         "train.steps=1",
-        "train.prompts_per_step=2",
+        # Each rollout is a program that imports OpenAI's SDK.
+        "train.prompts_per_step=1",
+        "algorithm.group_size=4",
         "environment.options.evaluator=''",
         "train.evaluate_before_after=true",
-        "learner.minibatch_prompts=2",
+        "learner.minibatch_prompts=1",
         "agent.max_prompt_length=1024",
         "ray.dashboard=false",
         timeout=500,
@@ -56,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_the_branches_of_every_rollout_are_recorded_with_their_tokens(run: RunDirectory) -> None:
     played = [trajectory for group in step_trajectories(run, 1).values() for trajectory in group]
-    assert len(played) == 2 * 6
+    assert len(played) == 4
     assert any(len(trajectory.branches) > 1 for trajectory in played)
     for trajectory in played:
         assert trajectory.turns[-1].role == "program"
@@ -87,12 +88,11 @@ def test_held_out_tasks_are_judged_by_the_same_criteria_before_and_after(run: Ru
     (before, after) = read_judged(run).items()
     assert (before[0], after[0]) == ((0, "dev"), (1, "dev"))
     for _, rollouts in (before, after):
-        assert {each.task_id for each in rollouts} == {"dev0", "dev1"}
+        assert [each.task_id for each in rollouts] == ["dev"]
         assert all(each.verdicts and len(each.again) == len(each.verdicts) for each in rollouts if each.error is None)
     assert any(each.error is None for each in (*before[1], *after[1]))
     rows = run.table("heldout_verdicts").to_pylist()
-    for task in ("dev0", "dev1"):
-        assert len({tuple(row["criteria"]) for row in rows if row["task_id"] == task}) == 1
+    assert len({tuple(row["criteria"]) for row in rows}) == 1
     # What was asked about them is none of a training step, and is paid for all the same.
     calls = run.table("heldout_calls").to_pylist()
     assert {call["phase"] for call in calls} == {"stage1", "score"}

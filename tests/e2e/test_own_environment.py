@@ -6,15 +6,17 @@ knows the folder's demonstrations, and the judge is canned.
 
 from __future__ import annotations
 
-import os
+import runpy
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import draco_here
+from tests.support.command import DRACO, draco_here
+from tests.support.standing_ray import draco_forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
@@ -26,18 +28,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = root / "shop"
     written = draco_here("new", "environment", str(folder))
     assert written.returncode == 0, written.stderr
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={root / 'temp'}", str(folder)],
-        cwd=root,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert tested.returncode == 0, tested.stdout + tested.stderr
-    # Beside each folder pytest has a link to the latest.
-    (directory,) = {path.resolve() for path in (root / "temp").glob("*/test")}
-    return RunDirectory.open(directory)
+    # Its commands are forked: what they import is seen elsewhere.
+    with patch.object(subprocess, "run", forked):
+        runpy.run_path(str(folder / "test_environment.py"))["test_one_training_step"](root)
+    return RunDirectory.open(root / "test")
+
+
+def forked(command: Sequence[str], *, check: bool) -> None:
+    """As `subprocess.run`, of `draco` alone."""
+    assert command[:3] == DRACO
+    assert check
+    done = draco_forked(*command[3:], timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_steps_are_turns_with_calls_whose_results_came_back(run: RunDirectory) -> None:

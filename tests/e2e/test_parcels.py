@@ -1,4 +1,4 @@
-"""A taskset of verifiers is trained one step, played by verifiers' own environment server.
+"""A taskset of verifiers is trained one step, played by verifiers' own environment server, on a static rubric.
 
 The policy is written by hand and the judge is a few rules behind a real HTTP server; the taskset is the example's, and
 verifiers, Ray, vLLM and the learner are those of every run.
@@ -6,48 +6,45 @@ verifiers, Ray, vLLM and the learner are those of every run.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from tokenizers import AddedToken
 
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import step_trajectories
 from tests.conftest import REPOSITORY
-from tests.support.command import draco
-from tests.support.scripted_policy import SURE, save_bigram_policy
+from tests.support.rewards import check_rubric_run
+from tests.support.scripted_policy import save_turns_policy
+from tests.support.standing_ray import draco_forked
 from tests.support.tiny_model import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("joined_ray")]
 
 SHELVES = (" A", " B", " C", " D")
-
-
-def _policy(directory: Path) -> Path:
-    """Draws a shelf in each turn."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken(shelf, special=False, normalized=False) for shelf in SHELVES])
-
-    def token(piece: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(piece))
-
-    line_break = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    follows = {line_break: {token(shelf): SURE for shelf in SHELVES}}
-    follows |= {token(shelf): {token("<|im_end|>"): SURE} for shelf in SHELVES}
-    letters = [tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "efgh"]
-    follows |= {letter: {token(shelf): SURE} for letter, shelf in zip(letters, SHELVES, strict=True)}
-    return save_bigram_policy(directory, tokenizer, follows)
+RUBRIC = """\
+- title: By weight
+  description: Where others go.
+  evaluator_instruction: "Other parcels: heavy on B, light on C."
+- title: A shelf
+  description: What an answer is.
+  evaluator_instruction: Every answer is a shelf of the house.
+"""
+"""Two of the example's own rules."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """One step of two tasks."""
+    """One step of two tasks, in the setting of a static rubric without credit."""
     root = tmp_path_factory.mktemp("parcels")
-    result = draco(
+    policy = save_turns_policy(root / "policy", tiny_tokenizer(), dict.fromkeys(SHELVES, 1.0))
+    rubric = root / "rubric.yaml"
+    rubric.write_text(RUBRIC, encoding="utf-8")
+    result = draco_forked(
         "train",
         str(REPOSITORY / "examples/parcels/parcels.yaml"),
-        f"model.path={_policy(root / 'policy')}",
+        "--setting",
+        "static",
+        f"algorithm.static_rubric={rubric}",
+        f"model.path={policy}",
         f"run.root={root}",
         "run.name=parcels",
         "train.steps=1",
@@ -79,8 +76,12 @@ def test_traces_are_rollouts_with_their_tokens_and_log_probs(run: RunDirectory) 
 
 def test_the_judge_reads_the_episode_and_the_policy_is_updated(run: RunDirectory) -> None:
     calls = run.table("judge_calls").to_pylist()
-    assert {call["phase"] for call in calls} == {"stage1", "stage2", "union", "score", "credit"}
+    assert {call["phase"] for call in calls} == {"score"}
     assert all("the letter of a shelf" in call["prompt"] for call in calls)
+    rewards = check_rubric_run(run, credit=False)
+    assert len(rewards) == 2
+    assert any(len(set(group)) > 1 for group in rewards.values())
+    assert {row["title"] for row in run.table("criteria").to_pylist()} == {"By weight", "A shelf"}
     (line,) = run.metrics()
     assert line["updates"] == 1
     assert line["grad_norm"] > 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken
-
-from tests.support.scripted_policy import SURE, save_bigram_policy
+from tests.support.scripted_policy import save_turns_policy
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tool_templates import QWEN25
 
@@ -23,15 +21,5 @@ def build_desk_agent_policy(directory: Path) -> Path:
     """Save the model and its tokenizer in ``directory``. Returns the directory."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN25
-    tokenizer.add_tokens([AddedToken(turn, special=False, normalized=False) for turn in TURNS])
-
-    def token(piece: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(piece))
-
-    line_break = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    follows = {line_break: {token(turn): SURE for turn in TURNS}}
-    follows |= {token(turn): {token("<|im_end|>"): SURE} for turn in TURNS}
-    # Rows of the head that are alike would leave training no direction in which one turn grows more likely.
-    letters = [tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abcde"]
-    follows |= {letter: {token(turn): SURE} for letter, turn in zip(letters, TURNS, strict=True)}
-    return save_bigram_policy(directory, tokenizer, follows)
+    # Half of the time it looks up first, which is what begins a branch.
+    return save_turns_policy(directory, tokenizer, {turn: 4.0 if turn == TURNS[0] else 1.0 for turn in TURNS})

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.scripted_policy import SURE, save_bigram_policy
+from tests.support.scripted_policy import save_turns_policy
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.tool_templates import QWEN25
 
@@ -47,18 +47,8 @@ def build_functions_policy(directory: Path, root: Path) -> Path:
         for app in ("supervisor", "simple_note")
         for entry in json.loads((root / f"data/api_docs/function_calling/{app}.json").read_text(encoding="utf-8"))
     ]
-    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in (*documents, *TURNS)])
-
-    def token(piece: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(piece))
-
-    line_break = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    follows = {line_break: {token(turn): SURE for turn in TURNS}}
-    follows |= {token(turn): {token("<|im_end|>"): SURE} for turn in TURNS}
-    # Rows of the head that are alike would leave training no direction in which one turn grows more likely.
-    letters = [tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abcd"]
-    follows |= {letter: {token(turn): SURE} for letter, turn in zip(letters, TURNS, strict=True)}
-    return save_bigram_policy(directory, tokenizer, follows)
+    tokenizer.add_tokens([AddedToken(document, special=False, normalized=False) for document in documents])
+    return save_turns_policy(directory, tokenizer, dict.fromkeys(TURNS, 1.0))
 
 
 def check_functions(run: RunDirectory) -> None:

@@ -1,4 +1,7 @@
-"""A policy for the order desk that was not trained: in each turn it draws one of a few commands, or ends."""
+"""A policy for the order desk that was not trained: in each turn it draws one of a few commands, or ends.
+
+And the words of a run there, which costs no world and no long episodes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from tests.support.scripted_policy import SURE, save_bigram_policy
+from tests.conftest import REPOSITORY
+from tests.support.scripted_policy import save_turns_policy
 from tests.support.tiny_model import tiny_tokenizer
 
 TURNS = (
@@ -15,21 +19,31 @@ TURNS = (
     "<code>\nreply It is on its way.\n</code>",
     "Done.",
 )
+EXAMPLE = REPOSITORY / "examples" / "order_desk"
+
+
+def arguments(model: Path, root: Path, name: str, *words: str) -> list[str]:
+    """Words of `draco` for a step of two tasks with that policy."""
+    return [
+        "train",
+        str(EXAMPLE / "order_desk.yaml"),
+        f"environment.use={EXAMPLE}/environment.py:OrderDesk",
+        f"judge.rule_judge.use={EXAMPLE}/judge.py:answer",
+        f"data.root={EXAMPLE}/tasks",
+        f"model.path={model}",
+        f"run.root={root}",
+        f"run.name={name}",
+        "train.steps=1",
+        "train.prompts_per_step=2",
+        "learner.minibatch_prompts=2",
+        "ray.dashboard=false",
+        *words,
+    ]
 
 
 def build_order_desk_policy(directory: Path) -> Path:
     """Save the model and its tokenizer in ``directory``. Returns the directory."""
     tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in (*TURNS, "\n\n")])
-
-    def token(piece: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(piece))
-
-    line_break = tokenizer.encode("\n", add_special_tokens=False)[-1]
     # The template ends a prompt with one line break, or with two behind an empty think block.
-    follows = {last: {token(turn): SURE for turn in TURNS} for last in (line_break, token("\n\n"))}
-    follows |= {token(turn): {token("<|im_end|>"): SURE} for turn in TURNS}
-    # Rows of the head that are alike would leave training no direction in which one turn grows more likely.
-    letters = [tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abcd"]
-    follows |= {letter: {token(turn): SURE} for letter, turn in zip(letters, TURNS, strict=True)}
-    return save_bigram_policy(directory, tokenizer, follows)
+    tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
+    return save_turns_policy(directory, tokenizer, dict.fromkeys(TURNS, 1.0), before=("\n", "\n\n"))

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.conftest import REPOSITORY
 from tests.support.tiny_model import tiny_tokenizer
 
 POSITIONS = 65536
+VOCABULARY = 2048
 HIDDEN = 128
 PASSES = 0.7
 """Chance of a score of 1, else -1, at the judge's temperature of 0.1."""
@@ -44,7 +46,9 @@ SURE = 10.0
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = tiny_tokenizer()
+    # It knows the words of the judge's prompts, which are three times as long with a token of almost every byte.
+    prompts = sorted((REPOSITORY / "prompts" / "judge").iterdir())
+    tokenizer = tiny_tokenizer([file.read_text(encoding="utf-8") for file in prompts], VOCABULARY)
     pieces = (OPENING, *EVIDENCE, SCORE, PASS, FAIL, "<think>", "</think>", "I see it.", "\n\n")
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
     return tokenizer
@@ -72,6 +76,32 @@ def build_scripted_policy(directory: Path) -> Path:
         token(PASS): {token("<|im_end|>"): SURE},
         token(FAIL): {token("<|im_end|>"): SURE},
     }
+    return save_bigram_policy(directory, tokenizer, follows)
+
+
+def save_turns_policy(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, turns: Mapping[str, float], *, before: Sequence[str] = ("\n",)
+) -> Path:
+    """Save a model that draws one of a few whole turns, each of which is a token.
+
+    Args:
+        directory: where it goes, its tokenizer beside it.
+        tokenizer: of its prompts; the turns are added to it.
+        turns: with the chances of each.
+        before: what a prompt may end with, each a token.
+    Returns: the directory.
+    """
+    tokenizer.add_tokens([AddedToken(turn, special=False, normalized=False) for turn in turns])
+
+    def token(piece: str) -> int:
+        return int(tokenizer.encode(piece, add_special_tokens=False)[-1])
+
+    most = max(turns.values())
+    draws = {token(turn): SURE + math.log(chance / most) / math.sqrt(HIDDEN) for turn, chance in turns.items()}
+    follows = {token(last): draws for last in before}
+    follows |= {turn: {token("<|im_end|>"): SURE} for turn in draws}
+    # Rows of the head that are alike would leave training no direction in which one turn grows more likely.
+    follows |= {token(letter): {turn: SURE} for letter, turn in zip("abcdefgh", draws, strict=False)}
     return save_bigram_policy(directory, tokenizer, follows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,18 +42,18 @@ CHAT_TEMPLATE = (
 """Qwen3's turns, and its empty think block where thinking is switched off."""
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `VOCABULARY` entries; the end of a turn is its end-of-sequence token."""
+def tiny_tokenizer(texts: Sequence[str] = TEXTS, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most ``vocabulary`` entries; the end of a turn is its end-of-sequence token."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[AddedToken(token, special=True) for token in SPECIAL],
     )
-    backend.train_from_iterator(TEXTS, trainer)
+    backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
