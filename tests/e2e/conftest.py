@@ -1,4 +1,4 @@
-"""One Ray for the runs that need not start their own; one of `test_training`, `test_faults` and others start theirs."""
+"""One Ray for the runs that need not start their own, as that of `test_faults` does."""
 
 from __future__ import annotations
 

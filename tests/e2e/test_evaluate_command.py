@@ -15,32 +15,38 @@ import numpy as np
 import pytest
 
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Usage
-from tests.support.command import draco, draco_here, start_draco
+from draco_ray.sandbox.world.scripts import families
+from tests.support.command import draco_here, start_draco
 from tests.support.lost import lost_rollout
+from tests.support.order_desk_policy import EXAMPLE, build_order_desk_policy
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
-from tests.support.worlds import Tasks
+from tests.support.scripted_policy import save_turns_policy
+from tests.support.standing_ray import draco_forked
+from tests.support.tiny_model import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
 
 TASKS, RUNS = 3, 2
 
 
-def arguments(world: Path, out: Path, *more: str) -> list[str]:
+DESK = str(EXAMPLE / "order_desk.yaml")
+IN_THE_ORDER_DESK = (f"environment.use={EXAMPLE}/environment.py:OrderDesk",)
+"""Words of an evaluation whose world costs nothing."""
+
+
+def arguments(data: Path, out: Path, *more: str) -> list[str]:
     """An evaluation small enough for a test."""
     return [
         "evaluate",
         *more,
         "--out",
         str(out),
-        f"data.root={world}",
+        f"data.root={data}",
         f"data.eval_tasks={TASKS}",
         "environment.slots=1",
         "environment.slots_per_worker=1",
@@ -64,14 +70,14 @@ def appworld_evaluate(root: Path, experiment: str) -> dict[str, object]:
     return found
 
 
-def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
-    sandbox_root: Path, starter_model: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(sandbox_root: Path, tmp_path: Path) -> None:
     out = tmp_path / "evaluation"
-    policy = ["--policy", str(starter_model), "--config", "sandbox", "--split", "dev", "--runs", str(RUNS)]
-    # Three at a time, as many of them sampled at once: the others are still to be played when the first has ended.
-    slots = ["environment.slots=3", "environment.slots_per_worker=3"]
-    command = [*arguments(sandbox_root, out, *policy), *slots]
+    solution = "\n".join(families()["approve_relation_requests"].script())
+    turns = {f"<code>\n{solution}\n</code>": 0.9, "Done.": 0.1}
+    solving = save_turns_policy(tmp_path / "policy", tiny_tokenizer(), turns)
+    policy = ["--policy", str(solving), "--config", "sandbox", "--split", "dev", "--runs", str(RUNS)]
+    # One at a time: the others are still to be played when the first has ended.
+    command = [*arguments(sandbox_root, out, *policy), "agent.max_turns=4"]
     process = start_draco(command)
     lines = out / "results" / "base.jsonl"
     while not lines.is_file() or b"\n" not in lines.read_bytes():
@@ -92,9 +98,9 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
     changed = draco_here(*command, "agent.max_turns=3")
     assert changed.returncode == 2
     assert changed.stderr.count("\n") == 1
-    assert "agent.max_turns was 12, this command says 3" in changed.stderr
+    assert "agent.max_turns was 4, this command says 3" in changed.stderr
 
-    resumed = draco(*command, timeout=500)
+    resumed = draco_forked(*command, timeout=500)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"{finished} of 6 rollouts are there already" in resumed.stdout
     assert lines.read_bytes().startswith(kept)
@@ -106,49 +112,27 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(
     rate = sum(result.evaluation.success for result in results) / len(results)
     assert summary["tgc"][0]["mean"] == pytest.approx(rate)
 
-    for run in range(RUNS):
-        theirs = appworld_evaluate(out / "appworld", f"base-run{run + 1}")
-        individual = theirs["individual"]
-        assert isinstance(individual, dict)
-        ours = {r.evaluation.task_id: r.evaluation for r in results if r.evaluation.run == run}
-        assert {task: verdict["success"] for task, verdict in individual.items()} == {
-            task: evaluation.success for task, evaluation in ours.items()
-        }
-        assert {task: verdict["difficulty"] for task, verdict in individual.items()} == directory.plan.tasks
+    # Of one run, in which a task that is solved is laid out as one that was lost.
+    ours = {r.evaluation.task_id: r.evaluation.success for r in results if r.evaluation.run == RUNS - 1}
+    solved = [task for task, success in ours.items() if success]
+    assert len(solved) > 1
+    AppWorldOutputs(out / "appworld", sandbox_root, ours).write("base", RUNS - 1, solved[0], {})
+    individual = appworld_evaluate(out / "appworld", f"base-run{RUNS}")["individual"]
+    assert isinstance(individual, dict)
+    assert {task: verdict["success"] for task, verdict in individual.items()} == ours | {solved[0]: False}
+    assert {task: verdict["difficulty"] for task, verdict in individual.items()} == directory.plan.tasks
 
     again = draco_here(*command)
     assert again.returncode == 0
     assert "6 of 6 rollouts are there already" in again.stdout
 
 
-async def test_solved_and_lost_rollouts_are_what_appworld_says_of_their_files(
-    sandbox_root: Path, tmp_path: Path
-) -> None:
-    tasks = Tasks(sandbox_root)
-    solved, lost = tasks.next(), tasks.next()
-    outputs = AppWorldOutputs(tmp_path, sandbox_root, [solved, lost])
-    slot = AppWorldSlot(EnvironmentConfig(), sandbox_root, load_ground_truth=True, name="test")
-    try:
-        await slot.open(solved)
-        for cell in tasks.solution(solved):
-            await slot.execute(cell)
-        verdict = await slot.evaluate()
-        assert verdict.success
-        outputs.write("step00001", 0, solved, verdict.saved)
-    finally:
-        await slot.stop()
-    outputs.write("step00001", 0, lost, {})
-    individual = appworld_evaluate(tmp_path, "step00001-run1")["individual"]
-    assert isinstance(individual, dict)
-    assert {task: verdict["success"] for task, verdict in individual.items()} == {solved: True, lost: False}
-
-
 def test_checkpoints_of_a_run_are_measured_with_their_adapters(
-    sandbox_root: Path, starter_model: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    prompts = len(load_split(sandbox_root, "train")) // 2
-    overrides = [f"data.root={sandbox_root}", f"model.path={starter_model}", f"train.prompts_per_step={prompts}"]
-    config = load_config("sandbox", overrides)
+    policy = build_order_desk_policy(tmp_path / "policy")
+    overrides = [*IN_THE_ORDER_DESK, f"data.root={EXAMPLE}/tasks", f"model.path={policy}", "train.prompts_per_step=6"]
+    config = load_config(DESK, overrides)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -159,9 +143,11 @@ def test_checkpoints_of_a_run_are_measured_with_their_adapters(
         for name, parameter in learner.policy.peft.named_parameters():
             if "lora_B" in name:
                 parameter.data += float(random.normal(0, 0.01))
-    curve = arguments(sandbox_root, tmp_path / "curve", "--run", str(run), "--train-curve", "--every", "3")
+    curve = arguments(
+        EXAMPLE / "tasks", tmp_path / "curve", "--run", str(run), "--train-curve", "--every", "3", "--trust"
+    )
     brief = ["--runs", "1", "data.eval_tasks=1", "agent.max_turns=2", "agent.max_turn_tokens=32"]
-    done = draco(*curve, *brief, timeout=500)
+    done = draco_forked(*curve, *brief, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     directory = EvaluationDirectory.open(tmp_path / "curve")
     assert directory.plan.split == "train"
@@ -171,12 +157,12 @@ def test_checkpoints_of_a_run_are_measured_with_their_adapters(
         assert [row["Step"] for row in csv.DictReader(file)] == ["0", "3", "4"]
 
 
-def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_root: Path, tmp_path: Path) -> None:
+def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path: Path) -> None:
     script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
     out = tmp_path / "out"
-    policy = ["--policy", "litellm:openai/scripted", "--runs", "1", "--split", "dev"]
+    policy = ["--policy", "litellm:openai/scripted", "--config", DESK, "--runs", "1", "--split", "dev"]
     with ScriptedJudgeServer(*script) as server:
-        command = [*arguments(sandbox_root, out, *policy), "--api-base", server.base, "data.eval_tasks=3"]
+        command = [*arguments(EXAMPLE / "tasks", out, *policy), *IN_THE_ORDER_DESK, "--api-base", server.base]
         command += ["judge.max_attempts=1", "environment.rollout_retries=0"]
         unpriced = draco_here(*command, "judge.limits.dollars=0.08")
         assert unpriced.returncode == 2
@@ -184,7 +170,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
 
         # A call may cost 64 tokens of reply and does cost 10: a cent.
         command += ["agent.max_turn_tokens=64", "judge.prices={scripted: {input: 0.0, output: 1000.0}}"]
-        stopped = draco(*command, "judge.limits.dollars=0.08", timeout=300)
+        stopped = draco_forked(*command, "judge.limits.dollars=0.08", timeout=300)
         assert stopped.returncode == 1, stopped.stdout + stopped.stderr
         assert stopped.stderr.count("\n") == 1
         assert "$0.0200 of judge.limits.dollars=0.08 is spent" in stopped.stderr
@@ -195,7 +181,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
         # The second task is not answered, and then the key is no longer known.
         answered = len(server.requests)
         server.script = [*[Reply()] * answered, Reply(status=500), Reply(status=401, text="who are you?")]
-        refused = draco(*command, timeout=300)
+        refused = draco_forked(*command, timeout=300)
         assert refused.returncode == 1, refused.stdout + refused.stderr
         [lost, ended] = refused.stderr.splitlines()
         assert "rollout 0 attempt 0: server_error: the model did not answer" in lost
@@ -212,7 +198,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
         assert json.loads((out / "summary.json").read_text())["terminations"]["server_error"] == pytest.approx(2 / 3)
 
         server.script = script
-        done = draco(*command, "--retry-errors", timeout=300)
+        done = draco_forked(*command, "--retry-errors", timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 lost rollouts are played again" in done.stdout
     assert (out / "results" / "openai_scripted.jsonl").read_bytes().startswith(kept)
@@ -224,17 +210,23 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(sandbox_
     assert json.loads((out / "spent.json").read_text()) == {"dollars": pytest.approx(0.04)}
 
 
-def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(sandbox_root: Path, tmp_path: Path) -> None:
+def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(tmp_path: Path) -> None:
     script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
     out = tmp_path / "set"
     with ScriptedJudgeServer(Reply(status=500)) as server:
         file = tmp_path / "set.yaml"
-        setting = {"policy": "litellm:openai/scripted", "api_base": server.base, "config": "sandbox"}
+        setting = {"policy": "litellm:openai/scripted", "api_base": server.base, "config": DESK}
         wanted = {"settings": {"Scripted": setting}, "splits": ["dev", "train"], "runs": 1, "max_lost_share": 0.4}
         file.write_text(json.dumps(wanted), encoding="utf-8")
-        command = ["eval-set", str(file), *arguments(sandbox_root, out)[1:], "data.eval_tasks=2"]
+        command = [
+            "eval-set",
+            str(file),
+            *arguments(EXAMPLE / "tasks", out)[1:],
+            *IN_THE_ORDER_DESK,
+            "data.eval_tasks=2",
+        ]
         command += ["judge.max_attempts=1", "environment.rollout_retries=0", "agent.max_turn_tokens=64"]
-        lost = draco(*command, timeout=300)
+        lost = draco_forked(*command, timeout=300)
         assert lost.returncode == 3, lost.stdout + lost.stderr
         # It stops at the first: one of two is more than two fifths.
         *_, line = lost.stderr.splitlines()
@@ -245,10 +237,10 @@ def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(sandbox_root
         assert len(server.requests) == asked
 
         server.script = script
-        done = draco(*command, "--retry-errors", timeout=500)
+        done = draco_forked(*command, "--retry-errors", timeout=500)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 of 2: Scripted on train" in done.stdout
-        assert "AppWorld dev (generated world" in done.stdout
+        assert "OrderDesk dev" in done.stdout
         asked = len(server.requests)
         again = draco_here(*command)
         assert again.returncode == 0, again.stdout + again.stderr

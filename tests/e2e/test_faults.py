@@ -1,4 +1,8 @@
-"""Processes killed with SIGKILL in the middle of a step: the run goes on, and its tables are whole."""
+"""Processes killed with SIGKILL in the middle of a step: the run goes on, and its tables are whole. SIGTERM ends it.
+
+It has started its own Ray, and is of the setting without credit. AppWorld is played by a program behind the endpoint,
+which makes the policy's calls over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,22 @@ import pytest
 
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
-from tests.support.command import start_draco
+from tests.e2e.test_training import open_to_others
+from tests.support.command import descendants, start_draco
+from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.jobs import load_job
+from tests.support.rewards import check_rubric_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PROMPTS, GROUP = 2, 2
+PROMPTS, GROUP = 2, 3
 STRIKES = {
-    1: ("rollout worker", "union and judge"),
-    2: ("AppWorld child", "advantage actor", "run store"),
-    3: ("engine core", "learner worker"),
+    2: ("rollout worker", "union and judge", "learner worker"),
+    3: ("AppWorld child", "advantage actor", "run store", "engine core"),
     4: ("engine actor", "judge server"),
 }
-"""Step -> what dies in it."""
+"""Step -> what dies in it; the first is left alone, and the driver is told to end in the last."""
+LAST = 5
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +49,21 @@ def judge() -> Iterator[JudgeServer]:
 
 @pytest.fixture(scope="module")
 def struck(
-    chaos: ModuleType,
-    judge: JudgeServer,
-    sandbox_root: Path,
-    starter_model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    chaos: ModuleType, judge: JudgeServer, sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RunDirectory, str]:
-    """A run in each step of which something died, and what it printed."""
+    """A run in which something died in most steps, and what it printed."""
     root = tmp_path_factory.mktemp("runs")
+    config = root / "endpoint.yaml"
+    config.write_text("extends: [sandbox, appworld-endpoint]\n")
     process = start_draco(
         [
             "train",
-            "sandbox",
+            str(config),
+            "--setting",
+            "no-credit",
             f"data.root={sandbox_root}",
-            f"model.path={starter_model}",
+            f"model.path={build_functions_policy(root / 'policy', sandbox_root)}",
+            *FUNCTIONS,
             f"run.root={root}",
             "run.name=struck",
             "judge.rule_judge.start=false",
@@ -63,22 +71,23 @@ def struck(
             f"judge.api_base={judge.base_url}",
             "judge.api_key_env=KEY_OF_NOBODY",
             f"train.prompts_per_step={PROMPTS}",
-            f"train.steps={len(STRIKES)}",
+            "train.steps=50",
             "train.evaluate_before_after=false",
             f"algorithm.group_size={GROUP}",
             "learner.minibatch_prompts=1",
-            "environment.slots=4",
-            "environment.slots_per_worker=4",
+            "environment.slots=6",
+            "environment.slots_per_worker=6",
             "ray.dashboard=false",
         ]
     )
     parts = root / "struck" / "tables" / "trajectories"
     with contextlib.ExitStack() as stack:
         stack.callback(process.kill)
-        for step, faults in STRIKES.items():
-            while not list(parts.glob(f"step{step:05d}/*.arrow")):
+        for step in range(1, LAST + 1):
+            while not [*parts.glob(f"step{step:05d}/*.arrow"), *parts.glob(f"step{step:05d}.parquet")]:
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
+            faults = STRIKES.get(step, ())
             for fault in faults:
                 victims = [judge.pid] if fault == chaos.JUDGE_SERVER else chaos.find(fault, process)
                 assert victims, (fault, process.poll())
@@ -88,18 +97,51 @@ def struck(
                 # Requests are repeated for longer than a restart takes.
                 port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
                 stack.enter_context(JudgeServer(latency=1.0, port=port))
+        # Nobody would read what a log monitor sends, nor look at a dashboard that is not there.
+        assert descendants(process.pid, "raylet")
+        assert not [*descendants(process.pid, "monitor.py"), *descendants(process.pid, "dashboard/dashboard.py")]
+        # It becomes an interrupt, so that both end alike.
+        process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate()
-    assert process.returncode == 0, stdout + stderr
+    assert process.returncode == 130, stdout + stderr
     return RunDirectory.open(root / "struck"), stdout + stderr
 
 
 def test_every_step_is_finished(struck: tuple[RunDirectory, str]) -> None:
     run, printed = struck
     assert "Traceback" not in printed
-    assert [line["step"] for line in run.metrics()] == list(STRIKES)
+    steps = finished(run)
+    assert steps == [*range(1, len(steps) + 1)]
+    # As far as it came before the signal reached it: the last step had begun.
+    assert LAST - 1 <= len(steps) < 50
     for line in run.metrics():
         assert line["engine_gap"] is None or line["engine_gap"] < 0.02
         assert line["canary_gap"] is None or line["canary_gap"] < 0.02
+
+
+def finished(run: RunDirectory) -> list[int]:
+    return [line["step"] for line in run.metrics()]
+
+
+def test_sigterm_keeps_what_was_finished(struck: tuple[RunDirectory, str]) -> None:
+    run, printed = struck
+    assert "stopping…" in printed
+    assert f"what was finished is in {run.path}" in printed
+    assert f"continue with: draco train --resume {run.path}" in printed
+    assert open_to_others(run) == []
+    assert run.table("trajectories").column("training_step").to_pylist().count(LAST) >= 1
+
+
+def test_rewards_are_those_of_the_recorded_verdicts_without_credit(struck: tuple[RunDirectory, str]) -> None:
+    run, _ = struck
+    rewards = check_rubric_run(run, credit=False)
+    assert len([step for step, _ in rewards if step == 1]) == PROMPTS
+    assert any(any(group) for group in rewards.values())
+    assert "credit" not in run.table("judge_calls").column("phase").to_pylist()
+
+
+def test_the_program_behind_the_endpoint_makes_the_policys_calls(struck: tuple[RunDirectory, str]) -> None:
+    check_functions(struck[0])
 
 
 def test_rollouts_are_there_or_counted_as_lost(struck: tuple[RunDirectory, str]) -> None:
@@ -114,8 +156,9 @@ def test_rollouts_are_there_or_counted_as_lost(struck: tuple[RunDirectory, str])
 
 def test_what_the_run_store_was_asked_to_write_is_there(struck: tuple[RunDirectory, str]) -> None:
     run, _ = struck
-    groups = run.table("groups").to_pylist()
-    assert sorted(row["training_step"] for row in groups) == sorted([*STRIKES] * PROMPTS)
+    steps = finished(run)
+    groups = [row for row in run.table("groups").to_pylist() if row["training_step"] in steps]
+    assert sorted(row["training_step"] for row in groups) == sorted(steps * PROMPTS)
     calls = run.table("judge_calls").to_pylist()
     ruled = {(row["training_step"], row["task_id"]) for row in run.table("criteria").to_pylist()}
     assert ruled
