@@ -22,6 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     words = arguments(build_order_desk_policy(root / "policy"), root, "desk", "data.eval_tasks=3")
     result = draco_forked(*words, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "the offline rule judge" in result.stdout
     assert "held-out TGC" in result.stdout
     tasks = len((EXAMPLE / "tasks" / "train.jsonl").read_text().splitlines())
     assert f"environment.py:OrderDesk, {tasks} training tasks" in result.stdout
