@@ -63,7 +63,7 @@ def test_outcome(sandbox_root: Path, tmp_path: Path) -> None:
     assert len(turns) > 1
     policy = save_turns_policy(tmp_path / "policy", tiny_tokenizer(), turns)
     words = on_appworld(sandbox_root, policy, tmp_path, "outcome")
-    run = trained(tmp_path, "outcome", *words, "agent.max_turns=1", "algorithm.group_size=6")
+    run = trained(tmp_path, "outcome", *words, "agent.max_turns=1", "algorithm.group_size=4")
     played = {tuple(row[key] for key in ROLLOUT): row["action"].strip() for row in run.table("steps").to_pylist()}
     rewards: dict[tuple[int, str], list[float]] = defaultdict(list)
     for (step, task, _), code in sorted(played.items()):
