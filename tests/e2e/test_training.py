@@ -89,15 +89,15 @@ def run(
         # under way then is not known: rollouts that are equal to the letter share one.
         wait_until(lambda: len([*tables.glob("judge_calls/step00002/*union*.arrow")]) == PROMPTS, process)
         wait_until(lambda: judge.held > 0, process)
+        workers = workers_on(one_ray)
+        assert workers
     finally:
         process.kill()
-        process.communicate(timeout=60)
-        # With all that it has on the Ray that stands, as where a machine goes down: nothing is told to end.
-        workers = workers_on(one_ray)
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.kill()
-    assert workers
+    # With all that it has on the Ray that stands, as where a machine goes down: nothing is told to end.
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+    process.communicate(timeout=60)
     # What these still had to ask would be answered as well, and then to nobody who keeps it.
     psutil.wait_procs(workers)
     judge.answers_before_holding = None

@@ -52,7 +52,9 @@ def draco_forked(
 
 def workers_on(address: str) -> list[psutil.Process]:
     """Of the Ray that stands there: actors of what has joined it, and idle ones."""
-    return [each for each in descendants(standing[address][0], "ray::") if "Agent" not in " ".join(each.cmdline())]
+    pid, _ = standing[address]
+    agents = {each.pid for each in descendants(pid, "Agent")}
+    return [each for each in descendants(pid, "ray::") if each.pid not in agents]
 
 
 @contextmanager
