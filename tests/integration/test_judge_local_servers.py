@@ -21,6 +21,7 @@ from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Outage
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.workers.forked import forked_workers
 from tests.support.chat_traces import chat_traces
 from tests.support.command import draco
 from tests.support.scripted_policy import build_scripted_policy
@@ -55,7 +56,8 @@ def judge(tmp_path: Path) -> Iterator[JudgeConfig]:
     model = build_tiny_model(tmp_path / "model")
     local = {"enabled": True, "max_replicas": 2, "calls_per_replica": 4, "stall_seconds": 5, "dtype": "float32"}
     on_cpu = {"gpus_per_replica": 0, "kv_cache_gib": 0.1, "arguments": ["--seed", "1"]}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    with forked_workers(["draco_ray.judging.local.actor"], {}):
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     try:
         yield JudgeConfig.model_validate(
             {"model": f"hosted_vllm/{model}", "max_tokens": 256, "temperature": 0.7, "local": {**local, **on_cpu}}
@@ -132,7 +134,7 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
     await until(lambda: not sockets.exists())
 
     # Replaced by itself; the other one hangs now.
-    await until(lambda: len(serving(judge)) == 2 and not ray.get(handle.pending.remote()))
+    await until(lambda: not ray.get(handle.pending.remote()) and len(serving(judge)) == 2)
     hung = next(each for each in serving(judge).values() if each in first.values())
     core = max(hung.children(recursive=True), key=lambda each: each.memory_info().rss)
     core.send_signal(signal.SIGSTOP)
@@ -147,7 +149,7 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
 
 def test_traces_are_judged_by_servers_that_are_there_for_as_long_as_that_takes(tmp_path: Path) -> None:
     model = build_scripted_policy(tmp_path / "model")
-    traces, out = chat_traces(tmp_path / "traces.jsonl", 4), tmp_path / "out"
+    traces, out = chat_traces(tmp_path / "traces.jsonl", 2), tmp_path / "out"
     keys = ["ray.dashboard=false", "ray.object_store_mib=100", "judge.workers=1", *SERVED, "judge.max_tokens=256"]
     # Room for all of them at the first server: that others come with the calls is seen above.
     keys.append("judge.local.calls_per_replica=16")
@@ -157,7 +159,7 @@ def test_traces_are_judged_by_servers_that_are_there_for_as_long_as_that_takes(t
     assert "is served on the cluster: 1 to 2 vLLM servers on CPUs" in done.stdout
     assert "__ray_terminate__" not in done.stdout + done.stderr
     lines = [json.loads(line) for line in (out / "judged.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["reward"] in (-1.0, 0.0, 1.0) for line in lines] == [True] * 8
+    assert [line["reward"] in (-1.0, 0.0, 1.0) for line in lines] == [True] * 4
     calls = RunDirectory.open(out).table("judge_calls").to_pylist()
     assert {call["model"] for call in calls} == {f"hosted_vllm/{model}"}
     assert sum(call["cached_tokens"] for call in calls) > 0
