@@ -2,8 +2,7 @@
 
 Where AppWorld does not matter it is trained in the order desk, whose tasks cost little. Of the other settings `draco`
 is trained in test_training.py, `no-credit` in test_faults.py, `static` in test_parcels.py and `static-credit` in
-tests/integration/test_wheel.py. `self-judge-plain` is `self-judge` with one vote and without a thought, which
-tests/unit/test_judging_self_judge.py shows.
+tests/integration/test_wheel.py.
 """
 
 from __future__ import annotations
@@ -92,11 +91,12 @@ def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
     assert run.table("judge_calls").num_rows == 0
 
 
-def test_self_judge(scripted_policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "votes"), [("self-judge", 3), ("self-judge-plain", 1)])
+def test_self_judge(scripted_policy: Path, tmp_path: Path, setting: str, votes: int) -> None:
     # Eight, so that all rewards of both groups are equal by chance in fewer than 4 runs of 1,000.
     short = ("agent.max_response_length=1024", "agent.max_turns=2")
     words = (*short, "algorithm.group_size=8", "judge.self_judge.context_tokens=null")
-    run = one_step(scripted_policy, tmp_path, "self-judge", *words)
+    run = one_step(scripted_policy, tmp_path, setting, *words)
     rewards = check_rubric_run(run, credit=True)
     assert len(rewards) == PROMPTS
     assert any(len(set(group)) > 1 for group in rewards.values())
@@ -106,13 +106,14 @@ def test_self_judge(scripted_policy: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(scripted_policy)
     thought = len(tokenizer.tokenize(THOUGHT))
     for call in calls:
-        assert call["output_tokens"] - len(tokenizer.tokenize(call["reply"])) >= thought
+        beyond = call["output_tokens"] - len(tokenizer.tokenize(call["reply"]))
+        assert (beyond >= thought) == (setting == "self-judge")
     # And the recorded verdicts are those of the policy's own replies.
     recorded = {
         (row["training_step"], row["task_id"], row["rollout"]): row["verdict"]
         for row in run.table("verdicts").to_pylist()
     }
-    assert recorded == voted(run, 3)
+    assert recorded == voted(run, votes)
 
 
 def test_a_judge_that_is_served_on_the_cluster(order_desk_policy: Path, scripted_policy: Path, tmp_path: Path) -> None:
