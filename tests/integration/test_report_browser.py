@@ -554,27 +554,45 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 1400), ("light", 400)])
-def test_axe_finds_nothing(browser: Browser, page: str, scheme: str, width: int) -> None:
+COLOURS = ["color-contrast", "link-in-text-block"]
+"""The rules of axe that look at colours: all that a dark scheme can change, and what a width does not."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width", "options"),
+    [
+        ("light", 1400, {}),
+        ("dark", 1400, {"runOnly": COLOURS}),
+        ("light", 400, {"rules": {rule: {"enabled": False} for rule in COLOURS}}),
+    ],
+)
+def test_axe_finds_nothing(browser: Browser, page: str, scheme: str, width: int, options: dict[str, object]) -> None:
+    told = json.dumps({**options, "resultTypes": ["violations"]})
     browser.look(scheme=scheme, width=width)
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     browser.run(f"{axe}; 0")
     for place in PLACES:
         browser.goto(page + place)
         at(browser, place)
-        violations = browser.run("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
-        told = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in violations]
-        assert told == [], (place, told)
+        violations = browser.run(f"axe.run(document, {told}).then(found => found.violations)")
+        found = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in violations]
+        assert found == [], (place, found)
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of groups of six."""
+    folder = tmp_path_factory.mktemp("six")
+    write_report(small_run(folder / "run", steps=1, size=6), folder / "report.html")
+    return folder / "report.html"
 
 
 @pytest.mark.parametrize(("width", "media"), [(400, "screen"), (800, "screen"), (718, "print")])
-def test_a_group_of_six_is_readable(started_browser: Browser, tmp_path: Path, width: int, media: str) -> None:
-    path = tmp_path / "report.html"
-    write_report(small_run(tmp_path / "run", steps=1, size=6), path)
+def test_a_group_of_six_is_readable(started_browser: Browser, six: Path, width: int, media: str) -> None:
     started_browser.look(width=width, media=media)
     for place in (*PLACES[:4], f"#rollout/1/{TASKS[0]}/5", f"#beside/1/{TASKS[0]}/0/1/{TASKS[0]}/5"):
         started_browser.goto("about:blank")
-        started_browser.goto(path.as_uri() + place)
+        started_browser.goto(six.as_uri() + place)
         at(started_browser, place)
         wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         assert started_browser.run(wide), place
@@ -678,7 +696,7 @@ def test_whatever_a_title_or_a_message_holds_is_shown_as_text(
     monkeypatch.setattr(small_run_module, "TASKS", (TASKS[0], "__proto__"))
     monkeypatch.setattr(small_run_module, "CODE", text)
     path = tmp_path / "report.html"
-    write_report(small_run(tmp_path / "run"), path)
+    write_report(small_run(tmp_path / "run", steps=1), path)
     started_browser.look()
     started_browser.console.clear()
     started_browser.goto("about:blank")

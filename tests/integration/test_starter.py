@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.environments.appworld.data_root import load_split
-from draco_ray.sandbox.starter import StarterSettings, build_starter
+from draco_ray.sandbox.starter import StarterSettings, build, build_starter, demonstrations
 from draco_ray.sandbox.starter.build import RECIPE
+from draco_ray.sandbox.starter.demonstrations import Demonstration
 from draco_ray.sandbox.world.scripts import Fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,8 +48,20 @@ def blind_world(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def tiny(blind_world: Path) -> Path:
-    return build_starter(blind_world.parent / "tiny", blind_world, seed=1, settings=TINY)
+def played() -> list[Demonstration]:
+    """What the first of the builds has executed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def tiny(blind_world: Path, played: list[Demonstration]) -> Path:
+    def execute(*given: Any) -> list[Demonstration]:
+        played.extend(demonstrations.execute(*given))
+        return played
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "demo", SimpleNamespace(**{**vars(demonstrations), "execute": execute}))
+        return build_starter(blind_world.parent / "tiny", blind_world, seed=1, settings=TINY)
 
 
 def test_it_is_a_complete_model_directory_and_the_world_is_untouched(tiny: Path, blind_world: Path) -> None:
@@ -63,9 +79,18 @@ def test_it_is_a_complete_model_directory_and_the_world_is_untouched(tiny: Path,
     assert tokenizer.decode(prompt["input_ids"]).endswith("<|im_start|>assistant\n")
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tiny: Path, blind_world: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(
+    tiny: Path, blind_world: Path, played: list[Demonstration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(drawn: list[Demonstration], *_: Any) -> list[Demonstration]:
+        """With one fault that is always there, any seed has the same scripts: AppWorld need not be loaded for them."""
+        assert drawn == [replace(each, outputs=()) for each in played]
+        return played
+
     # Into the same folder, as the recipe's change would have it.
-    other = build_starter(tiny.parent / "other", blind_world, seed=2, settings=TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "demo", SimpleNamespace(**{**vars(demonstrations), "execute": execute}))
+        other = build_starter(tiny.parent / "other", blind_world, seed=2, settings=TINY)
     different = files(other)
     again = files(build_starter(other, blind_world, seed=1, settings=TINY.model_copy(update={"processes": 1})))
     assert again == files(tiny)

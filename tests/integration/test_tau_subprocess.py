@@ -21,7 +21,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import read_split
-from tests.support.command import descendants, draco, draco_here, start_draco
+from tests.support.command import descendants, draco_here, start_draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
 
 pytestmark = pytest.mark.slow
@@ -286,7 +286,7 @@ def tau_run(machine: Path, config: DracoConfig) -> list[str]:
 def test_the_command_prints_its_tables(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(machine)
     words, command = overrides(config), tau_run(machine, config)
-    done = draco(*command, "--label", "GPT", "--format", "markdown")
+    done = draco_here(*command, "--label", "GPT", "--format", "markdown")
     assert done.returncode == 0, done.stderr
     assert "| GPT | 100.0 | 100.0 |" in done.stdout
     with monkeypatch.context() as patch:

@@ -98,10 +98,10 @@ async def test_a_command_is_started_anew_in_the_jail_for_every_rollout(folder: P
     desk = environment(folder, command(folder))
     assert not desk.evaluates
     assert "- Tool `note(text: string)`: Write a note." in desk.facts
-    for _ in range(2):
-        async with opened(desk) as world:
-            assert await call(world, "note", text="hello") == "1 notes"
     async with opened(desk) as world:
+        assert await call(world, "note", text="hello") == "1 notes"
+    async with opened(desk) as world:
+        assert await call(world, "note", text="hello") == "1 notes"
         assert await call(world, "leak") == "the key is [secret DESK_KEY]"
         assert "No such file" in await call(world, "reach", path="/etc/passwd")
         assert "No such file" in await call(world, "reach", path=str(folder / "tasks.jsonl"))
@@ -116,16 +116,19 @@ async def test_a_command_is_started_anew_in_the_jail_for_every_rollout(folder: P
 
 
 async def test_a_server_that_dies_or_hangs_costs_no_more_than_its_rollout(folder: Path) -> None:
-    desk = environment(folder, command(folder), seconds=1)
+    # One without a package: it starts in a tenth of the time.
+    desk = environment(folder, raw(folder), seconds=1)
     async with opened(desk) as world:
-        assert await call(world, "slow") == "error: slow: stopped after 1 s without an answer"
+        assert await call(world, "embedded") == "inside"
         with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost: .*Connection closed") as lost:
             await call(world, "end")
         assert not isinstance(lost.value, WorldBroken)
         with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
-            await call(world, "note", text="hello")
+            await call(world, "embedded")
     async with opened(desk) as world:
-        assert await call(world, "note", text="hello") == "1 notes"
+        assert await call(world, "slow") == "error: slow: stopped after 1 s without an answer"
+    async with opened(desk) as world:
+        assert await call(world, "embedded") == "inside"
     await desk.stop()
 
 
@@ -227,11 +230,11 @@ async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch
     absent = environment(folder, {"command": ["sh", "-c", "echo denied to $DESK_KEY >&2; exit 3"]})
     with pytest.raises(EnvironmentCrashed, match=f"it said: {said}"):
         await asyncio.to_thread(absent.task, "a")
-    desk = environment(folder, command(folder))
+    desk = environment(folder, raw(folder))
     async with opened(desk) as world:
         monkeypatch.setattr(McpSession, "call", lost)
         with pytest.raises(EnvironmentCrashed, match=said):
-            await call(world, "note", text="hello")
+            await call(world, "embedded")
     monkeypatch.setattr(McpSession, "start", lost)
     with pytest.raises(EnvironmentCrashed, match=said):
         await desk.open("a")

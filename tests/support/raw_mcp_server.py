@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -18,6 +19,8 @@ RESULTS: dict[str, Any] = {
     "misfitting": {"content": [{"type": "text", "text": "5"}], "structuredContent": {"orders": 5}},
     "unstructured": {"content": [{"type": "text", "text": "5"}]},
     "malformed": {"content": 5},
+    "slow": {},
+    "end": {},
 }
 OUTPUT = {"type": "object", "properties": {"orders": {"type": "array"}}}
 """What two of the tools say that they answer, and do not."""
@@ -32,7 +35,13 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     if method == "tools/list":
         promised = {name: {"outputSchema": OUTPUT} for name in ("misfitting", "unstructured")}
         return {"tools": [{"name": name, "inputSchema": SCHEMA, **promised.get(name, {})} for name in RESULTS]}
-    result: dict[str, Any] = RESULTS[params["name"]] if method == "tools/call" else {}
+    if method != "tools/call":
+        return {}
+    if params["name"] == "end":
+        os._exit(3)
+    if params["name"] == "slow":
+        time.sleep(600)
+    result: dict[str, Any] = RESULTS[params["name"]]
     return result
 
 
