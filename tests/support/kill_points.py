@@ -198,6 +198,8 @@ def main() -> None:
         RunDirectory.create(folder / name / "run", "")
         return folder / name
 
+    # What is worked out once a process need not be once a fork.
+    judge_all(begun("before"))
     side_by_side([begun(name) for name in ("one", "other", "later")])
     for point, (line, times) in enumerate(lines_of(begun("whole")).items()):
         tried = begun(str(point))
