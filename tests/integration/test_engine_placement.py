@@ -15,6 +15,7 @@ import ray
 
 from draco_ray.config.load import load_config
 from draco_ray.engine import actor
+from draco_ray.workers.forked import forked_workers
 
 pytestmark = pytest.mark.slow
 
@@ -28,14 +29,16 @@ CONFIG = load_config(
 
 @pytest.fixture
 def four_gpus() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=4,
-        object_store_memory=80 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
+    # A run with GPUs forks none; nothing here computes on one.
+    with forked_workers(["draco_ray.engine.actor"], {}):
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=4,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 

@@ -78,7 +78,7 @@ class Run:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[list[Run]]:
-    head = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 20}
+    head = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     both = [Run(cluster.address, tmp_path, name) for name in ("one", "other")]
     yield both
