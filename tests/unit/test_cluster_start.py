@@ -14,7 +14,7 @@ import ray._private.services
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.training.cluster import ERROR_SECONDS, _errors_in_turns, _patient_start, connect
+from draco_ray.training.cluster import ERROR_SECONDS, _errors_in_turns, _fewer_daemons, _patient_start, connect
 
 
 def test_a_node_that_comes_up_late_is_waited_for_and_one_that_never_does_is_not(
@@ -43,6 +43,21 @@ def test_ray_asks_through_the_name_that_is_replaced() -> None:
     """Ray's limit is in its code: where a new version asks in another way, the longer time has to be had in another."""
     assert "get_node" in ray._private.node.Node.__init__.__code__.co_names
     assert "RAY_DASHBOARD_STARTUP_TIMEOUT_S" in ray._private.services.start_api_server.__code__.co_names
+
+
+@pytest.mark.parametrize(
+    ("dashboard", "left_out"),
+    [("true", {"start_log_monitor"}), ("false", {"start_log_monitor", "start_monitor", "start_api_server"})],
+)
+def test_processes_that_nobody_wants_are_not_started(dashboard: str, left_out: set[str]) -> None:
+    node: Any = ray._private.node.Node
+    names = {"start_log_monitor", "start_monitor", "start_api_server"}
+    # Ray starts them by these names.
+    assert names <= {*node.start_head_processes.__code__.co_names, *node.start_ray_processes.__code__.co_names}
+    once = {name: getattr(node, name) for name in names}
+    with _fewer_daemons(load_config("sandbox", [f"ray.dashboard={dashboard}"])):
+        assert {name for name in names if getattr(node, name) is not once[name]} == left_out
+    assert {name: getattr(node, name) for name in names} == once
 
 
 def test_a_dashboard_that_comes_up_late_is_waited_for() -> None:
