@@ -21,7 +21,6 @@ import pytest
 
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.runs.directory import RunDirectory
-from tests.e2e.test_settings import SHORT
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
 from tests.support.command import draco_here
 from tests.support.forking_ray import EVERYTHING
@@ -31,6 +30,7 @@ from tests.support.rewards import check_rubric_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SHORT = ("agent.max_prompt_length=2048", "agent.max_response_length=1024", "agent.max_turns=2")
 TASKS, ROLLOUTS = 2, 2
 """Of the authored rubric."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -134,12 +134,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 def test_training(head: Head, sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
     """Every actor of a judged run is a new interpreter, as on a cluster that was started elsewhere."""
     words = arguments(sandbox_root, scripted_policy, tmp_path, "job")[1:]
-    less = ["train.steps=1", "train.evaluate_before_after=false", *SHORT]
+    less = ["train.steps=1", "data.eval_tasks=1", *SHORT]
     submitted = head.submit("train", *words, *less, forks=False)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "succeeded" in submitted.stdout + submitted.stderr
+    assert "held-out TGC" in submitted.stdout
     run = RunDirectory.open(tmp_path / "job")
     assert run.table("trajectories").num_rows == PROMPTS * GROUP
+    assert set(run.table("evaluations").column("training_step").to_pylist()) == {0, 1}
     # They know the run they log for.
     (line, *_) = (run.path / "logs" / "RolloutWorker-0.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["run"] == "job"

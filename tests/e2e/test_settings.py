@@ -33,7 +33,6 @@ PROMPTS = 2
 SEED = 3
 """Gives the two groups different noise."""
 ROLLOUT = ("training_step", "task_id", "rollout")
-SHORT = ("agent.max_prompt_length=2048", "agent.max_response_length=1024", "agent.max_turns=2")
 
 
 @pytest.fixture(scope="module")
