@@ -265,16 +265,16 @@ async def test_an_outage_pauses_everybody_and_drops_nothing(
     run: RunDirectory, trouble: Reply, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with ScriptedJudgeServer(*outage(trouble, before=5, times=80)) as server:
+    with ScriptedJudgeServer(*outage(trouble, before=5, times=34)) as server:
         # One failure of its own would end a call: none of these is.
         judge, _ = client(server.base, None, run, max_attempts=1)
         await asyncio.gather(*(judge(ask(number)) for number in range(5)))
-        answers = await asyncio.gather(*(judge(ask(number)) for number in range(100, 120)))
-        assert [answer.error for answer in answers] == [None] * 20
+        answers = await asyncio.gather(*(judge(ask(number)) for number in range(100, 108)))
+        assert [answer.error for answer in answers] == [None] * 8
         questions = [body for body in server.requests if "word OK" in body["messages"][0]["content"]]
     # What was under way is tried three times, and then there is one small question at a time.
-    assert len(questions) >= 20
-    assert len(server.requests) <= 5 + 81 + 20
+    assert len(questions) >= 10
+    assert len(server.requests) <= 5 + 35 + 8
     lines = [record.getMessage() for record in caplog.records]
     assert [("answers nobody" in line, "answers again" in line) for line in lines] == [(True, False), (False, True)]
 
