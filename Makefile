@@ -22,7 +22,7 @@ export DRACO_VERIFIERS_PYTHON := $(CURDIR)/$(VERIFIERS_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-all test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -277,8 +277,12 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# Every test, those that start real processes included, two files at a time (three need more than 24 GiB), end to end first.
+# The tests, real processes included, but for those of deployments; two files at a time (three need more than 24 GiB), end to end first.
 test: setup
+	$(VENV)/bin/python -m pytest -m "not deployment" -n 2 --dist loadfile --no-loadscope-reorder
+
+# Every test, those of deployments included (several nodes, submitted jobs, the wheel, GPUs' builds and kernels): what CI runs.
+test-all: setup
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Build the documentation as a site, below site/; a link that leads nowhere fails it.

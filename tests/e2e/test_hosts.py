@@ -19,6 +19,7 @@ from tests.support.hosts import FOLDER, HOME, Host
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.deployment,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
 ]

@@ -12,7 +12,7 @@ from tests.support.forking_ray import EVERYTHING
 from tests.support.jobs import load_job
 from tests.support.standing_ray import joining
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
 
 
 def test_a_run_outlives_the_node_it_ran_on(

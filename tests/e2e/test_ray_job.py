@@ -27,7 +27,7 @@ from tests.support.forking_ray import EVERYTHING
 from tests.support.rewards import check_rubric_run
 
 # The first test's time includes the start of the head.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHORT = ("agent.max_prompt_length=2048", "agent.max_response_length=1024", "agent.max_turns=2")

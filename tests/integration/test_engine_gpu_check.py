@@ -160,6 +160,7 @@ def figures(found: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.deployment
 @pytest.mark.timeout(900)
 def test_the_learner_is_measured_in_a_process_of_its_own(
     gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +179,7 @@ def test_the_learner_is_measured_in_a_process_of_its_own(
 
 
 @pytest.mark.slow
+@pytest.mark.deployment
 @pytest.mark.timeout(900)
 def test_fused_passes_are_held_against_plain_ones(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
@@ -200,6 +202,7 @@ def test_fused_passes_are_held_against_plain_ones(gpu_check: ModuleType, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.deployment
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("cores_forked")
 def test_engine_and_learner_agree_at_toy_size(gpu_check: ModuleType) -> None:

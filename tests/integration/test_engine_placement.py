@@ -17,7 +17,7 @@ from draco_ray.config.load import load_config
 from draco_ray.engine import actor
 from draco_ray.workers.forked import forked_workers
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 CONFIG = load_config(
     overrides=[

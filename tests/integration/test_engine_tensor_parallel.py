@@ -17,7 +17,7 @@ from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.probes import probe_of
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 PROMPT = list(range(20, 120))
 

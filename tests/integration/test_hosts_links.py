@@ -14,6 +14,7 @@ from tests.support.hosts import OUTSIDE, Host, Network, network
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.deployment,
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
 ]
 

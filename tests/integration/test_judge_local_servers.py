@@ -28,7 +28,7 @@ from tests.support.scripted_policy import build_scripted_policy
 from tests.support.tiny_model import build_tiny_model
 
 # Two servers load, and each is loaded once more.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
 
 SCHEMA = {
     "type": "object",

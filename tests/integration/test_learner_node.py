@@ -26,7 +26,7 @@ from tests.integration.test_learner_ray import (
 )
 from tests.support.shared_forks import forking_from, shared_fork_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
 __all__ = ["model"]
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20}

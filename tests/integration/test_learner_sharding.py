@@ -27,7 +27,7 @@ from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
 from tests.support import double_learner
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 WORDS, WORKERS, SHARING = 300, 2, 4
 COMMON = {

@@ -24,7 +24,7 @@ from draco_ray.training.cluster import connect
 from draco_ray.training.memory import NodeMemory
 from draco_ray.training.room import wait_for_room
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 HEAD = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 20, "include_dashboard": False}

@@ -12,7 +12,7 @@ from tests.support.rollout_autoscaling import ROLLOUTS, SLOTS
 
 MODULES = [*ACTORS, "tests.support.rollout_autoscaling"]
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
 
 
 def test_slots_and_their_nodes_come_with_the_rollouts_and_go(tmp_path: Path) -> None:

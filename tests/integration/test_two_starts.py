@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 RUN = """
 import sys
