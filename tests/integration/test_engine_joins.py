@@ -17,11 +17,8 @@ from draco_ray.config.schema import EngineConfig, LearnerConfig, ModelConfig
 from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.canary import CanaryReading, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
-from draco_ray.engine.vllm_engine import vllm_environment
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.training.cluster import ACTORS, OF_ENGINES
 from tests.support.probes import probe_of
-from tests.support.shared_forks import forking_from, shared_fork_server
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
@@ -35,14 +32,12 @@ LORA = LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16, gradient_che
 
 @pytest.fixture
 def nodes() -> Iterator[Cluster]:
-    """A cluster whose head, where the driver is, has no room for an engine; workers of all nodes are forked."""
+    """A cluster whose head, where the driver is, has no room for an engine."""
     head = NODE | {"num_cpus": 0, "include_dashboard": False}
-    environment = vllm_environment(EngineConfig(gpus_per_engine=0), ModelConfig(dtype="float32"))
-    with shared_fork_server([*ACTORS, *OF_ENGINES], environment) as at, forking_from(at):
-        cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
-        yield cluster
-        ray.shutdown()
-        cluster.shutdown()
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
 
 
 async def test_an_engine_joins_with_the_current_adapter_and_takes_over_what_another_loses(

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,8 @@ SERVE = "serve"
 
 
 @contextlib.contextmanager
-def shared_fork_server(modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The path of the socket of one that imports these; when the block is left it ends, and workers that are left.
-
-    Args:
-        modules: what it imports for all workers.
-        environment: variables that these read when they are imported.
-    """
+def shared_fork_server(modules: Sequence[str]) -> Iterator[str]:
+    """The path of the socket of one that imports these; when the block is left it ends, and workers that are left."""
     here = [sys.executable, "-m", "tests.support.shared_forks", SERVE]
     # The path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="forks") as folder, socket.socket(socket.AF_UNIX) as listener:
@@ -44,7 +39,6 @@ def shared_fork_server(modules: Sequence[str], environment: Mapping[str, str] | 
                 [*here, str(listener.fileno()), str(imported.fileno()), *modules],
                 env={
                     **os.environ,
-                    **(environment or {}),
                     "PYTHONPATH": os.pathsep.join(path for path in sys.path if Path(path).exists()),
                     "RAY_RAYLET_PID": str(holder.pid),
                     "RAY_JOB_ID": NIL_JOB,
