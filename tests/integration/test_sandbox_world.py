@@ -144,8 +144,8 @@ class Family:
     reference: Played
     untouched: dict[str, Any]
     """The evaluation before anything was done."""
-    after: bool
-    """Whether the task is still done after a cell too many."""
+    after: bool | None
+    """Whether the task is still done after a cell too many; None where there was none."""
     faulty: dict[Fault, Played]
     extra: list[Played]
 
@@ -171,7 +171,8 @@ JUDGED = {
         "hard": lambda name: "train" in families()[name].splits,
     }.items()
 }
-"""By variety: families whose rollouts the rule judge is asked about; these also have one that prints a password."""
+"""By variety: families whose rollouts the rule judge is asked about; a cell too many and a printed password go with
+these."""
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +216,11 @@ def _scripts(name: str, *, judged: bool) -> list[tuple[Any, list[str], list[int]
     too_much = [((name, extra), [*cells, extra, completion]) for extra in EXTRA.get(name, {})]
     return [
         # The report is what a run that is never completed ends with: it changes nothing.
-        ("reference", [*cells, report, completion, after], [0, count + 1, count + 2, count + 3]),
+        (
+            "reference",
+            [*cells, report, completion, *([after] if judged else [])],
+            [0, count + 1, count + 2, *([count + 3] if judged else [])],
+        ),
         *((what, script, [len(script)]) for what, script in (*faulty, *too_much)),
     ]
 
@@ -225,8 +230,8 @@ def _family(root: Path, task_id: str, plays: dict[Any, tuple[list[str], Any]]) -
         return Played(list(cells), list(outputs), state["success"], state["broken"])
 
     cells, result = plays.pop("reference")
-    outputs, (untouched, reported, completed, after) = result["outputs"], result["states"].values()
-    *work, report, completion, _ = range(len(cells))
+    outputs, (untouched, reported, completed, *after) = result["outputs"], result["states"].values()
+    *work, report, completion = range(len(cells) - len(after))
     faulty = {
         what: of(script, each["outputs"], *each["states"].values())
         for what, (script, each) in plays.items()
@@ -238,7 +243,7 @@ def _family(root: Path, task_id: str, plays: dict[Any, tuple[list[str], Any]]) -
         json.loads((root / "data" / "tasks" / task_id / "specs.json").read_text())["instruction"],
         of([cells[at] for at in whole], [outputs[at] for at in whole], completed),
         untouched,
-        after["success"],
+        after[0]["success"] if after else None,
         faulty,
         [
             of(script, each["outputs"], *each["states"].values())
@@ -260,7 +265,7 @@ def test_every_family_is_done_by_its_reference_and_by_no_fatal_fault(
         assert [each for each in family.reference.outputs if "Execution failed" in each] == [], name
         assert family.reference.broken == [], name
         assert family.reference.success, name
-        assert family.after, name
+        assert family.after is (True if name in JUDGED[variety] else None), name
         expected = dict.fromkeys(families()[name].fatal, False)
         expected |= {Fault.PRINT_SECRET: True} if name in JUDGED[variety] else {}
         assert {fault: each.success for fault, each in family.faulty.items()} == expected, name
