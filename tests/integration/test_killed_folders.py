@@ -108,7 +108,7 @@ def killed_with_all(process: subprocess.Popen[str]) -> None:
 def environment(kind: str, folder: Path, request: pytest.FixtureRequest) -> tuple[dict[str, Any], str, str]:
     (folder / "tasks.jsonl").write_text('{"id": "a", "instruction": "Write a note."}')
     (folder / "tools.py").write_text(TOOLS)
-    server = str(REPOSITORY / "tests/support/desk_mcp_server.py")
+    server = str(REPOSITORY / "tests/support/raw_mcp_server.py")
     if kind == "rlimits":
         root = request.getfixturevalue("sandbox_root")
         return {"isolation": kind, "start_timeout_seconds": 600}, str(root), Tasks(root).next()
