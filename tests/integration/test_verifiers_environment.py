@@ -230,6 +230,7 @@ async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replace
     died, _ = await at.play("die")
     assert died.ended is EpisodeEnd.SERVER_ERROR
     assert "died" in str(died.error)
+    assert (await at.play("talk"))[0].ended is EpisodeEnd.FINISHED
     await kinds.stop()
     assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
 
