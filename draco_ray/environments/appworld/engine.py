@@ -84,7 +84,7 @@ def cut_with_mark(text: str, limit: int) -> str:
 def prepare(output_bytes: int) -> None:
     """Import what a task needs and bound what it can print, so that forks share it."""
     gc.disable()  # all of it stays, and looking for what does not is a fifth of the time
-    _ask_models_by_inheritance()
+    ask_models_by_inheritance()
     import uvicorn.lifespan.off
     import uvicorn.loops.asyncio
     import uvicorn.protocols.http.h11_impl  # noqa: F401
@@ -146,7 +146,7 @@ def prepare(output_bytes: int) -> None:
     gc.enable()
 
 
-def _ask_models_by_inheritance() -> None:
+def ask_models_by_inheritance() -> None:
     """Let pydantic's models answer `issubclass` as classes do.
 
     They are abstract base classes, and to learn that something is none of them Python asks every one of a thousand: a
