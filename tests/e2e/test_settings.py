@@ -115,6 +115,7 @@ def test_self_judge(scripted_policy: Path, tmp_path: Path, setting: str, votes: 
     assert recorded == voted(run, votes)
 
 
+@pytest.mark.deployment
 def test_a_judge_that_is_served_on_the_cluster(order_desk_policy: Path, scripted_policy: Path, tmp_path: Path) -> None:
     served = ("judge.rule_judge.start=false", f"judge.model=hosted_vllm/{scripted_policy}", "judge.local.enabled=true")
     # One server: that they come with the calls is seen in tests/integration.
