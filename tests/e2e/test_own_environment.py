@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import DRACO, draco_here
+from tests.support.command import DRACO, draco, draco_here
 from tests.support.standing_ray import draco_forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
@@ -28,17 +29,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = root / "shop"
     written = draco_here("new", "environment", str(folder))
     assert written.returncode == 0, written.stderr
-    # Its commands are forked: what they import is seen elsewhere.
-    with patch.object(subprocess, "run", forked):
+    # As users start it pytest finds the test, and has what it asks for.
+    plan = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--setup-plan", str(folder)]
+    planned = subprocess.run(plan, cwd=root, capture_output=True, text=True)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert "test_one_training_step (fixtures used: " in planned.stdout
+    # It is played here: what `draco train` imports is seen elsewhere.
+    with patch.object(subprocess, "run", played):
         runpy.run_path(str(folder / "test_environment.py"))["test_one_training_step"](root)
     return RunDirectory.open(root / "test")
 
 
-def forked(command: Sequence[str], *, check: bool) -> None:
-    """As `subprocess.run`, of `draco` alone."""
+def played(command: Sequence[str], *, check: bool) -> None:
+    """As `subprocess.run`, of `draco` alone: `draco sft` as a process of its own, the training forked."""
     assert command[:3] == DRACO
     assert check
-    done = draco_forked(*command[3:], timeout=550)
+    words = command[3:]
+    done = draco(*words, timeout=550) if words[0] == "sft" else draco_forked(*words, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
