@@ -112,14 +112,16 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(sandbox_root: Pat
     rate = sum(result.evaluation.success for result in results) / len(results)
     assert summary["tgc"][0]["mean"] == pytest.approx(rate)
 
-    # Of one run, in which a task that is solved is laid out as one that was lost.
-    ours = {r.evaluation.task_id: r.evaluation.success for r in results if r.evaluation.run == RUNS - 1}
+    # Of the first run, which was interrupted; in it a task that is solved is laid out as one that was lost.
+    ours = {r.evaluation.task_id: r.evaluation.success for r in results if r.evaluation.run == 0}
     solved = [task for task, success in ours.items() if success]
     assert len(solved) > 1
-    AppWorldOutputs(out / "appworld", sandbox_root, ours).write("base", RUNS - 1, solved[0], {})
-    individual = appworld_evaluate(out / "appworld", f"base-run{RUNS}")["individual"]
+    told = (out / "appworld" / "data" / "datasets" / f"{DATASET}.txt").read_text(encoding="utf-8")
+    assert told.split() == [*directory.plan.tasks]
+    AppWorldOutputs(out / "appworld", sandbox_root, told.split()).write("base", 0, solved[-1], {})
+    individual = appworld_evaluate(out / "appworld", "base-run1")["individual"]
     assert isinstance(individual, dict)
-    assert {task: verdict["success"] for task, verdict in individual.items()} == ours | {solved[0]: False}
+    assert {task: verdict["success"] for task, verdict in individual.items()} == ours | {solved[-1]: False}
     assert {task: verdict["difficulty"] for task, verdict in individual.items()} == directory.plan.tasks
 
     again = draco_here(*command)
