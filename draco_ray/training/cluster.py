@@ -274,7 +274,7 @@ def _fewer_daemons(config: DracoConfig) -> Iterator[None]:
 
     One sends the workers' logs to drivers; none of them wants them (``log_to_driver``), the dashboard reads the files,
     and it took 4 % of a core. Without a dashboard there would still be its process, which reports usage, and that of
-    the autoscaler, whose status the dashboard shows and which has no nodes to add.
+    the autoscaler, whose status the dashboard and `ray status` show and which has no nodes to add.
     """
     node: Any = ray._private.node.Node
     names = ["start_log_monitor", *(() if config.ray.dashboard else ("start_monitor", "start_api_server"))]
