@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixture
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A step in the order desk, with an evaluation before and after."""
+    """Two steps in the order desk, with an evaluation before and after: a run that begins and ends by itself."""
     root = tmp_path_factory.mktemp("order-desk")
-    words = arguments(build_order_desk_policy(root / "policy"), root, "desk", "data.eval_tasks=3")
+    words = arguments(build_order_desk_policy(root / "policy"), root, "desk", "data.eval_tasks=3", "train.steps=2")
     result = draco_forked(*words, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the offline rule judge" in result.stdout
@@ -35,7 +35,7 @@ def test_rollouts_are_of_this_environment(run: RunDirectory) -> None:
     assert any("A0" in text for text in seen)
     assert any(text == "sent" for text in seen)
     rows = run.table("trajectories").to_pylist()
-    assert len(rows) == 2 * 6
+    assert len(rows) == 2 * 2 * 6
     assert {row["termination"] for row in rows} <= {"submitted", "no_action", "turn_limit", "response_limit"}
     assert any("order desk of a shop" in message["content"] for message in rows[0]["prompt"])
 
@@ -50,11 +50,10 @@ def test_the_judge_is_told_of_this_environment_alone(run: RunDirectory) -> None:
 
 
 def test_the_policy_is_updated_and_evaluated(run: RunDirectory) -> None:
-    (line,) = run.metrics()
-    assert line["updates"] == 1
-    assert line["grad_norm"] > 0
+    assert [line["updates"] for line in run.metrics()] == [1, 1]
+    assert all(line["grad_norm"] > 0 for line in run.metrics())
     evaluations = run.table("evaluations").to_pylist()
-    assert {row["training_step"] for row in evaluations} == {0, 1}
+    assert {row["training_step"] for row in evaluations} == {0, 2}
     assert {row["scenario"] for row in evaluations} == {"refund", "early", "ship"}
     # An evaluated rollout leaves its trajectory as a trained one does.
     kept = run.table("evaluation_trajectories").to_pylist()
