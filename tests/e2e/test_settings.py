@@ -1,8 +1,7 @@
 """A step of training with other rewards and judges: its rewards are what its verdicts, AppWorld's tests or noise say.
 
 Where AppWorld does not matter it is trained in the order desk, whose tasks cost little. Of the other settings `draco`
-is trained in test_training.py, `no-credit` in test_faults.py, `static` in test_parcels.py and `static-credit` in
-tests/integration/test_wheel.py.
+is trained in test_training.py, `no-credit` in test_faults.py and `static-credit` in tests/integration/test_wheel.py.
 """
 
 from __future__ import annotations
@@ -33,6 +32,15 @@ PROMPTS = 2
 SEED = 3
 """Gives the two groups different noise."""
 ROLLOUT = ("training_step", "task_id", "rollout")
+RUBRIC = """\
+- title: Looks first
+  description: What comes first.
+  evaluator_instruction: The first step lists or shows orders.
+- title: Replies
+  description: What the customer hears.
+  evaluator_instruction: A reply is sent.
+"""
+"""Two of the order desk's own rules."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +83,17 @@ def test_outcome(sandbox_root: Path, tmp_path: Path) -> None:
     assert given == {rollout: float(row["success"]) for rollout, row in verdicts.items()}
     assert all((row["passed_tests"] == row["total_tests"] > 0) == row["success"] for row in verdicts.values())
     assert run.table("judge_calls").num_rows == 0
+
+
+def test_static_rubric_without_credit(order_desk_policy: Path, tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.yaml"
+    rubric.write_text(RUBRIC, encoding="utf-8")
+    run = one_step(order_desk_policy, tmp_path, "static", f"algorithm.static_rubric={rubric}")
+    rewards = check_rubric_run(run, credit=False)
+    assert len(rewards) == PROMPTS
+    assert any(len(set(group)) > 1 for group in rewards.values())
+    assert {row["title"] for row in run.table("criteria").to_pylist()} == {"Looks first", "Replies"}
+    assert {call["phase"] for call in run.table("judge_calls").to_pylist()} == {"score"}
 
 
 def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
