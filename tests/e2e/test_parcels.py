@@ -1,4 +1,4 @@
-"""A taskset of verifiers is trained one step, played by verifiers' own environment server, on a static rubric.
+"""A taskset of verifiers is trained one step, played by verifiers' own environment server.
 
 The policy is written by hand and the judge is a few rules behind a real HTTP server; the taskset is the example's, and
 verifiers, Ray, vLLM and the learner are those of every run.
@@ -20,30 +20,16 @@ from tests.support.tiny_model import tiny_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("joined_ray")]
 
 SHELVES = (" A", " B", " C", " D")
-RUBRIC = """\
-- title: By weight
-  description: Where others go.
-  evaluator_instruction: "Other parcels: heavy on B, light on C."
-- title: A shelf
-  description: What an answer is.
-  evaluator_instruction: Every answer is a shelf of the house.
-"""
-"""Two of the example's own rules."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """One step of two tasks, in the setting of a static rubric without credit."""
+    """One step of two tasks."""
     root = tmp_path_factory.mktemp("parcels")
     policy = save_turns_policy(root / "policy", tiny_tokenizer(), dict.fromkeys(SHELVES, 1.0))
-    rubric = root / "rubric.yaml"
-    rubric.write_text(RUBRIC, encoding="utf-8")
     result = draco_forked(
         "train",
         str(REPOSITORY / "examples/parcels/parcels.yaml"),
-        "--setting",
-        "static",
-        f"algorithm.static_rubric={rubric}",
         f"model.path={policy}",
         f"run.root={root}",
         "run.name=parcels",
@@ -76,12 +62,11 @@ def test_traces_are_rollouts_with_their_tokens_and_log_probs(run: RunDirectory) 
 
 def test_the_judge_reads_the_episode_and_the_policy_is_updated(run: RunDirectory) -> None:
     calls = run.table("judge_calls").to_pylist()
-    assert {call["phase"] for call in calls} == {"score"}
+    assert {call["phase"] for call in calls} == {"stage1", "stage2", "union", "score", "credit"}
     assert all("the letter of a shelf" in call["prompt"] for call in calls)
-    rewards = check_rubric_run(run, credit=False)
+    rewards = check_rubric_run(run, credit=True)
     assert len(rewards) == 2
     assert any(len(set(group)) > 1 for group in rewards.values())
-    assert {row["title"] for row in run.table("criteria").to_pylist()} == {"By weight", "A shelf"}
     (line,) = run.metrics()
     assert line["updates"] == 1
     assert line["grad_norm"] > 0
