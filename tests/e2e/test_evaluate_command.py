@@ -21,7 +21,7 @@ from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Usage
 from draco_ray.sandbox.world.scripts import families
-from tests.support.command import draco_here, start_draco
+from tests.support.command import draco, draco_here, start_draco
 from tests.support.lost import lost_rollout
 from tests.support.order_desk_policy import EXAMPLE, build_order_desk_policy
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
@@ -172,7 +172,8 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
 
         # A call may cost 64 tokens of reply and does cost 10: a cent.
         command += ["agent.max_turn_tokens=64", "judge.prices={scripted: {input: 0.0, output: 1000.0}}"]
-        stopped = draco_forked(*command, "judge.limits.dollars=0.08", timeout=300)
+        # What LiteLLM is imported for is seen where nothing has imported it before.
+        stopped = draco(*command, "judge.limits.dollars=0.08", timeout=300)
         assert stopped.returncode == 1, stopped.stdout + stopped.stderr
         assert stopped.stderr.count("\n") == 1
         assert "$0.0200 of judge.limits.dollars=0.08 is spent" in stopped.stderr

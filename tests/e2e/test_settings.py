@@ -20,6 +20,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.scripts import families
 from tests.e2e.test_training import arguments as on_appworld
 from tests.integration.test_judge_local_servers import SERVED
+from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.order_desk_policy import arguments, build_order_desk_policy
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, save_turns_policy
@@ -135,12 +136,17 @@ def test_self_judge(scripted_policy: Path, tmp_path: Path, setting: str, votes: 
 
 
 @pytest.mark.deployment
-def test_a_judge_that_is_served_on_the_cluster(order_desk_policy: Path, scripted_policy: Path, tmp_path: Path) -> None:
+def test_a_judge_that_is_served_on_the_cluster(sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
+    """The policy here calls AppWorld's APIs as functions."""
+    config = tmp_path / "functions.yaml"
+    config.write_text("extends: [sandbox, appworld-functions]\n")
+    policy = build_functions_policy(tmp_path / "policy", sandbox_root)
     served = ("judge.rule_judge.start=false", f"judge.model=hosted_vllm/{scripted_policy}", "judge.local.enabled=true")
     # One server: that they come with the calls is seen in tests/integration.
     alone = [*(key for key in SERVED if "max_replicas" not in key), "judge.local.max_replicas=1"]
-    words = (*served, *alone, "judge.max_tokens=256", "algorithm.group_size=4")
-    run = one_step(order_desk_policy, tmp_path, "draco", *words)
+    words = (*FUNCTIONS, *served, *alone, "judge.max_tokens=256", "algorithm.group_size=4")
+    run = trained(tmp_path, "draco", *on_appworld(sandbox_root, policy, tmp_path, "draco", str(config)), *words)
+    check_functions(run)
     assert len(check_rubric_run(run, credit=True)) == PROMPTS
     calls = run.table("judge_calls").to_pylist()
     assert {call["model"] for call in calls} == {f"hosted_vllm/{scripted_policy}"}

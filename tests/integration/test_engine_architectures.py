@@ -61,7 +61,9 @@ DELTA = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
+    # Three to one, as theirs: the KV cache has groups of layers of two sizes.
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 256}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -73,7 +75,7 @@ def qwen2() -> PreTrainedModel:
 
 
 def qwen3_5() -> PreTrainedModel:
-    """Qwen3.6-27B's family: gated delta-net layers and attention, wrapped with a vision tower."""
+    """Qwen3.6-27B's family: three gated delta-net layers to one of attention, wrapped with a vision tower."""
     return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=DELTA, vision_config=VISION))
 
 

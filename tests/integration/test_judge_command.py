@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,11 @@ def stats(server: JudgeServer) -> dict[str, Any]:
     return found
 
 
-def wait_for_requests(server: JudgeServer, count: int, process: subprocess.Popen[Any] | None = None) -> None:
+def wait_for_requests(server: JudgeServer, count: int, process: subprocess.Popen[Any]) -> None:
     """Until the server was asked so often, or the process is not there any more to ask it."""
     # By one connection: a client of its own for every look takes a core.
     with httpx.Client(base_url=server.base_url.removesuffix("/v1")) as client:
-        while client.get("/stats").json()["requests"] < count and (process is None or process.poll() is None):
+        while client.get("/stats").json()["requests"] < count and process.poll() is None:
             time.sleep(0.02)
 
 
@@ -82,24 +81,19 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
 
 def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
     traces, out = chat_traces(tmp_path / "traces.jsonl", 2), tmp_path / "out"
-    given = threading.Event()
-    given.set()
-    # The third request is one of the first phase, and four more phases of as many seconds would follow.
-    with JudgeServer(latency=3.0) as server:
-
-        def stop() -> None:
-            wait_for_requests(server, 3)
-            if given.is_set():
-                os.kill(os.getpid(), signal.SIGINT)
-
-        by_hand = threading.Thread(target=stop)
-        by_hand.start()
-        stopped = draco_here(*command(traces, out, server.base_url))
-        given.clear()
-        by_hand.join()
-    assert stopped.returncode == 130, stopped.stderr
-    assert f"stopped; what is judged is in {out}, the same command goes on there" in stopped.stdout
-    assert "Traceback" not in stopped.stderr
+    with JudgeServer(latency=1.0) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "draco_ray.cli", *command(traces, out, server.base_url)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        wait_for_requests(server, 3, process)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert f"stopped; what is judged is in {out}, the same command goes on there" in said
+    assert "Traceback" not in errors
 
 
 def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:

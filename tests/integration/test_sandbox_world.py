@@ -75,6 +75,10 @@ def test_a_world_in_place_of_another_is_to_the_byte_what_the_same_seed_gives(
     same = [path for path in before if parts & set(path.parts)]
     assert {path.parts[1] for path in same} == parts
     assert [path for path in same if made.get(path) != before[path]] == []
+    splits = [path for path in before if "datasets" in path.parts]
+    assert splits
+    for path in splits:
+        assert set(before[path].split()) <= set(made[path].split()), path
     assert [path.name for path in roots["standard"].parent.iterdir()] == ["world"]
 
 
@@ -325,6 +329,12 @@ def test_verify_has_one_line_for_each_failing_task_and_one_for_each_family(sandb
     assert row == ["count_contacts_born", "phone", "1", "3", "0", "0", "0", "17", "2"]
     assert lines[-1] == "verify: 2 failing tasks"
     assert files(broken) == before
+
+    entries["tasks"] = {fine: entries["tasks"][fine]}
+    (broken / "sandbox.json").write_text(json.dumps(entries))
+    verified = sandbox("verify", "--root", str(broken), "--jobs", "1")
+    assert verified.returncode == 0
+    assert verified.stdout.splitlines()[-1] == "verify: all tasks are as they should be"
 
 
 def test_a_folder_that_is_no_sandbox_gives_one_line_and_status_2(tmp_path: Path) -> None:
