@@ -291,7 +291,7 @@ docs: .venv-docs/.ready
 
 # The tests that start no process (some six minutes on one core).
 test-fast: setup
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -m "not slow and not deployment"
 
 # Judge replies at random, a hundred times as many as in the tests (minutes), e.g. make fuzz-replies REPLIES=60000.
 REPLIES ?= 600000

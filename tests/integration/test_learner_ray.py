@@ -26,7 +26,7 @@ from draco_ray.workers.forked import forked_workers
 from tests.support.autoscaling import until
 from tests.support.command import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 WORDS = 300
 CONFIG = LearnerConfig(

@@ -30,6 +30,9 @@ from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.packing import Packable, lay_out
 from draco_ray.records import TrainingSample
 
+# They are of what a learner takes on GPUs, and real updates of many models.
+pytestmark = pytest.mark.deployment
+
 TOKENS = 256
 PROMPT = 64
 WORDS = 320
