@@ -281,7 +281,7 @@ format: setup
 test: setup
 	$(VENV)/bin/python -m pytest -m "not deployment" -n 2 --dist loadfile --no-loadscope-reorder
 
-# Every test, those of deployments included (several nodes, submitted jobs, the wheel, GPUs' builds and kernels): what CI runs.
+# Every test, those of deployments included (several nodes or ranks, submitted jobs, the wheel, GPUs' builds, kernels and memory): what CI runs.
 test-all: setup
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
