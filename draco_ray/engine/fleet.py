@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from draco_ray.config.schema import EngineConfig
 from draco_ray.engine.actor import MAX_CALLS, EngineProcess, first_line
@@ -22,6 +22,7 @@ from draco_ray.engine.canary import Scorer
 from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.errors import EngineAway, EngineError
 from draco_ray.workers.elastic import ElasticWorkers, Place
+from draco_ray.workers.remote import comes_back
 from draco_ray.workers.silence import Away, Gone, WatchedWorkers
 
 log = logging.getLogger(__name__)
@@ -215,9 +216,9 @@ class EngineFleet:
         """
         try:
             await self._bring_up_unless_away(index)
-        except (ActorUnavailableError, EngineAway) as error:
-            raise Away(first_line(error)) from error
         except Exception as error:
+            if isinstance(error, EngineAway) or (isinstance(error, RayActorError) and comes_back(error)):
+                raise Away(first_line(error)) from error
             self._fail(self._plain(error))
             raise Gone from error
 

@@ -13,15 +13,22 @@ from draco_ray.workers.silence import Away, Gone
 AnswerT = TypeVar("AnswerT")
 
 
+def comes_back(error: RayActorError) -> bool:
+    """Whether an actor that Ray restarts without end is only away.
+
+    Once its node was asked to go, Ray says "died" instead of "unavailable" of a call that is cut off: on spot nodes,
+    and where the autoscaler has asked a node that was no longer idle, which refused and stays.
+    """
+    return isinstance(error, ActorUnavailableError) or error.preempted
+
+
 async def up(worker: Any) -> None:
     """Return once an actor answers. Raises: `Away`, `Gone`."""
     try:
         await worker.up.remote()
-    except ActorUnavailableError as error:
-        raise Away(str(error)) from error
-    except RayActorError as error:
-        raise Gone from error
     except RayError as error:
+        if isinstance(error, RayActorError) and not comes_back(error):
+            raise Gone from error
         raise Away(str(error)) from error
 
 

@@ -29,6 +29,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
     FAKE_HEAD_NODE_TYPE,
     FakeMultiNodeProvider,
 )
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # Not in its stubs.
 
 from tests.support.shared_forks import forking_from, shared_fork_server
 
@@ -201,6 +202,14 @@ async def until(true: Callable[[], bool]) -> None:
 def added_nodes() -> set[str]:
     """Nodes that are up beside the head."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {FAKE_HEAD_NODE_ID}
+
+
+def ask_to_go(node: str) -> None:
+    """Tell Ray that a node is about to be taken back, as providers of spot nodes do."""
+    gcs = ray._raylet.GcsClient(address=os.environ["RAY_ADDRESS"])  # type: ignore[attr-defined]  # Not in its stubs.
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why_not = gcs.drain_node(node, reason, "as spot nodes are", 0)
+    assert accepted, why_not
 
 
 def lose_node(process: int) -> None:

@@ -19,7 +19,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.sampler import Sample
 from draco_ray.records import Adapter
 from draco_ray.training.cluster import connect
-from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, lose_node, until
+from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, ask_to_go, lose_node, until
 
 RUN = "spot"
 LONG = 1_000_000
@@ -86,6 +86,8 @@ async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str,
     seen["processes"] = len(set(processes))
     held = [asyncio.create_task(clients[0].sample([1], max_tokens=length)) for length in (LONG, LONG)]
     await asyncio.sleep(1)
+    # From then on Ray says of its actor that it died, not that it is unavailable.
+    ask_to_go(fleet._processes[0].node)
     lose_node(processes[0])
     # What they had asked is asked of the other, which holds them, too; a new request of the lost one is answered.
     elsewhere = await clients[0].sample([1], max_tokens=1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import EngineConfig
@@ -19,8 +19,7 @@ from draco_ray.engine import actor
 from draco_ray.engine.actor import EngineClient, EngineProcess
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import CanaryFailed, ConfigError, EngineAway, EngineError
-
-WAY_OFF = ActorUnavailableError("its node does not answer", b"0" * 16)
+from tests.support.away import ASKED_TO_GO, OUT_OF_REACH
 
 
 class Method:
@@ -58,9 +57,9 @@ class Engine:
         self.held[name] = asyncio.Event()
         return self.held[name]
 
-    def lose(self) -> None:
+    def lose(self, said: RayActorError = OUT_OF_REACH) -> None:
         """Its process is gone, and there is no room for another."""
-        self.error, self.started, self.serves, self.weights = WAY_OFF, False, False, None
+        self.error, self.started, self.serves, self.weights = said, False, False, None
 
     def come_back(self, node: str = "node-a") -> None:
         self.process += 1
@@ -166,14 +165,15 @@ async def test_without_fewer_all_engines_are_waited_for() -> None:
         await starting
 
 
-async def test_no_sync_waits_for_a_lost_engine_and_another_process_serves_only_with_the_weights_of_that_moment() -> (
-    None
-):
+@pytest.mark.parametrize("said", [OUT_OF_REACH, ASKED_TO_GO])
+async def test_no_sync_waits_for_a_lost_engine_and_another_process_serves_only_with_the_weights_of_that_moment(
+    said: RayActorError,
+) -> None:
     first, second = Engine(), Engine()
     async with fleet_of(first, second, fewest=1) as fleet:
         await fleet.start()
         await fleet.load("weights 1")  # type: ignore[arg-type]
-        second.lose()
+        second.lose(said)
         await until(lambda: fleet.workers.up == 1)
         await fleet.load("weights 2")  # type: ignore[arg-type]
         assert loaded(first, "weights 2")
@@ -224,7 +224,7 @@ async def test_an_engine_out_of_reach_for_a_moment_is_brought_what_it_missed() -
     first, second = Engine(), Engine()
     async with fleet_of(first, second, fewest=1) as fleet:
         await fleet.start()
-        second.error = WAY_OFF
+        second.error = OUT_OF_REACH
         await until(lambda: fleet.workers.up == 1)
         await fleet.load("weights 1")  # type: ignore[arg-type]
         second.events.clear()
@@ -283,7 +283,7 @@ async def test_an_engine_lost_under_the_canary_is_left_out() -> None:
     async with fleet_of(first, second, fewest=1) as fleet:
         await fleet.start()
         await fleet.load("weights 1")  # type: ignore[arg-type]
-        second.raises["logprobs"] = WAY_OFF
+        second.raises["logprobs"] = OUT_OF_REACH
 
         async def canary(scorer: Any) -> str:
             await scorer.logprobs([1, 2], adapter=True)
@@ -405,7 +405,7 @@ async def test_a_request_under_way_is_asked_again_where_its_engine_is_lost(monke
     held = own.hold("sample")
     asking = asyncio.create_task(client.sample([1], max_tokens=1))
     await until(lambda: own.events == ["sample"])
-    own.raises["sample"] = WAY_OFF
+    own.raises["sample"] = OUT_OF_REACH
     own.lose()
     held.set()
     assert await asking == "other"

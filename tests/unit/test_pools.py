@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Termination
@@ -17,6 +17,7 @@ from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.summaries import RolloutSummary
 from draco_ray.workers.elastic import REST_SECONDS, standing
+from tests.support.away import ASKED_TO_GO, OUT_OF_REACH
 
 
 class Up:
@@ -236,16 +237,17 @@ async def test_the_names_of_calls_do_not_grow_with_the_run() -> None:
     assert len(worker.names) <= 1
 
 
-async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers() -> None:
+@pytest.mark.parametrize("said", [OUT_OF_REACH, ASKED_TO_GO])
+async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers(said: RayActorError) -> None:
     away, there = Worker(), Worker()
     crew = Crew([away, there], slots=4, each=2)
     pool = crew.pool(retries=1)
     playing = [play(pool, rollout) for rollout in range(6)]
     await until(lambda: len(away.ends) + len(there.ends) == 4)
-    away.answers = ActorUnavailableError("its node does not answer", b"0" * 16)
+    away.answers = said
     # A call fails, and the other is given up with it: both are played where there is room.
     lost = list(away.ends)
-    away.ends[lost[0]].set_exception(away.answers)
+    away.ends[lost[0]].set_exception(said)
     for _ in range(6):
         await until(lambda: any(not end.done() for end in there.ends.values()))
         there.finish(next(rollout for rollout, end in there.ends.items() if not end.done()))
