@@ -28,3 +28,8 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Every text that is printed, also in a table's cell."""
         return super().render_str(plain(text), **options)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 group``, ``2 groups``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -20,6 +20,7 @@ from draco_ray.lab.analysis.judges import RULES, RuleComplete
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import prices, read_calls
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
+from draco_ray.terminal import counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
@@ -112,7 +113,7 @@ def run(wanted: Wanted, console: Console) -> int:
 def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console: Console) -> Totals:
     done = len(settled_before := [*kept.results()])
     if done:
-        console.print(f"{done} groups are judged already, going on with {len(kept.pending())}")
+        console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
     del settled_before
     meter = Meter(RuleComplete()) if wanted.judge == RULES else open_judge(settled)
     began = time.monotonic()
@@ -170,7 +171,8 @@ def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
     failed = f", {meter.failed} failed" if meter.failed else ""
     kept = f" ({meter.replayed} kept from before)" if meter.replayed else ""
     return (
-        f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {groups} groups in {_duration(seconds)}, "
+        f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {counted(groups, 'group')} in "
+        f"{_duration(seconds)}, "
         f"${meter.dollars:.4f} so far{waiting}{failed}{pace}{f'; {meter.waits_for}' if meter.waits_for else ''}"
     )
 
@@ -182,8 +184,8 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
     sizes = Counter(len(group) for group in groups if len(group) > 1)
     steps = sum(each.steps for each in summaries)
     lines = [
-        f"{len(summaries)} traces ({', '.join(f'{name} {count}' for name, count in formats.items())}), {steps} steps, "
-        f"in {len(groups)} groups"
+        f"{counted(len(summaries), 'trace')} ({', '.join(f'{name} {count}' for name, count in formats.items())}), "
+        f"{counted(steps, 'step')}, in {counted(len(groups), 'group')}"
     ]
     if sizes:
         lines.append(
@@ -191,14 +193,14 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
         )
     if single:
         lines.append(
-            f"  {single} single traces: rubric, verdicts and step qualities, but no dropout and no advantage; "
-            "--group-by says which belong to one task"
+            f"  {counted(single, 'single trace')}: rubric, verdicts and step qualities, but no dropout and no "
+            "advantage; --group-by says which belong to one task"
         )
     long = [each for each in summaries if each.characters + each.prompt_characters > settled.room.alone]
     if long:
         lines.append(
-            f"  {len(long)} traces are longer than the {settled.room.alone:,} characters that fit beside the rest of a "
-            "prompt: first outputs, then turns, then the prompt are cut to one length, no step is left out"
+            f"  {counted(len(long), 'trace')} longer than the {settled.room.alone:,} characters that fit beside the "
+            "rest of a prompt: first outputs, then turns, then the prompt are cut to one length, no step is left out"
         )
     if not settled.context_known and settled.config.judge.model != RULES:
         lines.append(
@@ -251,7 +253,8 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else math.nan
     failed = f", {totals.failed} without a reward" if totals.failed else ""
     console.print(
-        f"{totals.traces} traces in {totals.judged} groups judged, mean reward {mean:+.3f}{failed}: "
+        f"{counted(totals.traces, 'trace')} in {counted(totals.judged, 'group')} judged, "
+        f"mean reward {mean:+.3f}{failed}: "
         f"{kept.path / LINES}, {page}",
     )
 

@@ -311,8 +311,8 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     if file is None:
         if path not in PUBLIC_CONFIGS:
             raise ConfigError(
-                f"model {path}: neither a directory here nor one of {', '.join(PUBLIC_CONFIGS)}; give its config.json "
-                "with --model-config FILE"
+                f"model {path}: neither a directory here (`draco starter build` makes the sandbox's) nor one of "
+                f"{', '.join(PUBLIC_CONFIGS)}; give its config.json with --model-config FILE"
             )
         return read_shape(PUBLIC_CONFIGS[path], path)
     try:

@@ -76,7 +76,7 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
     # Every call is in the archive, and what it cost is booked once.
     calls = RunDirectory.open(out).table("judge_calls", columns=["call_id", "requests"]).to_pylist()
     assert len({call["call_id"] for call in calls}) == len(calls)
-    assert "4 groups are judged already, going on with 0" in again.stdout
+    assert "4 groups judged already, going on with 0" in again.stdout
 
 
 def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_dry_run_asks_nothing_and_writes_nothing(tmp_path: Path) -> None:
     shown = draco_here("judge", str(FILES / "openai_chat.jsonl"), "--dry-run", "--out", str(tmp_path / "out"))
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "out").exists()
-    assert "2 traces (openai-chat 2), 4 steps, in 1 groups" in shown.stdout
+    assert "2 traces (openai-chat 2), 4 steps, in 1 group\n" in shown.stdout
     assert "about 8 calls (stage1 1, stage2 2, union 1, score 2, credit 2)" in shown.stdout
     assert "about $0." in shown.stdout
     assert "(step 2)\nbook(" in shown.stdout
