@@ -54,6 +54,14 @@ def written(path: Path, *records: Any) -> Path:
     return path
 
 
+def test_the_examples_traces_are_four_of_one_task() -> None:
+    groups = load_traces(REPOSITORY / "examples/traces")
+    assert groups.problems == ()
+    (group,) = groups
+    steps = {each.trace_id: each.steps for each in group.summaries}
+    assert steps == {"careful": 3, "tries first": 3, "does not look": 1, "mends it": 4}
+
+
 @pytest.mark.parametrize("name", sorted(BY_FORMAT))
 def test_each_format_is_recognised_and_named(name: str) -> None:
     assert set(BY_FORMAT) == set(FORMATS)
