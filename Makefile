@@ -20,7 +20,7 @@ DRACO := $(VENV)/bin/draco
 export DRACO_APPWORLD_PYTHON := $(CURDIR)/$(APPWORLD_VENV)/bin/python
 export DRACO_VERIFIERS_PYTHON := $(CURDIR)/$(VERIFIERS_VENV)/bin/python
 export LITELLM_LOCAL_MODEL_COST_MAP := True
-# Images of containers often set it; here thousands of processes would each compile what they import.
+# Images of containers often set it; pytest would rewrite every test file in each of its processes, and commands compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
