@@ -493,7 +493,6 @@ class VllmEngine:
             if config.tensor_parallel == 1
             else AttachedMultiprocExecutor,
             "logprobs_mode": "raw_logprobs",
-            "skip_tokenizer_init": True,
             "language_model_only": True,
             "use_tqdm_on_load": False,
             "disable_log_stats": True,

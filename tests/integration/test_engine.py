@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import multiprocessing
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -101,6 +102,24 @@ async def test_untrained_policy_samples_tokens_with_their_logprobs(engine: VllmE
     assert sample.policy_version == engine.policy_version == 0
     learned = learner.token_logprobs(PROMPT + sample.token_ids, adapter=False)[len(PROMPT) :]
     assert gap(sample.logprobs, learned) < 1e-3
+
+
+async def test_a_sample_keeps_to_a_json_schema(engine: VllmEngine, model: ModelConfig) -> None:
+    """What a self-judge is held to, on a model that would never write JSON by itself."""
+    number = {"type": "integer", "minimum": 0, "maximum": 3}
+    entry = {"type": "object", "properties": {"score": number}, "required": ["score"], "additionalProperties": False}
+    entries = {"type": "array", "items": entry, "minItems": 2, "maxItems": 2}
+    schema = {
+        "type": "object",
+        "properties": {"entries": entries},
+        "required": ["entries"],
+        "additionalProperties": False,
+    }
+    sample = await engine.sample(PROMPT, max_tokens=400, seed=1, schema=schema)
+    text = AutoTokenizer.from_pretrained(model.path).decode(sample.token_ids, skip_special_tokens=True)
+    assert sample.finish_reason == "stop"
+    assert [0 <= each["score"] <= 3 for each in json.loads(text)["entries"]] == [True, True]
+    assert len(sample.logprobs) == len(sample.token_ids)
 
 
 async def test_a_seed_repeats_the_draw_and_another_changes_it(engine: VllmEngine) -> None:

@@ -166,7 +166,7 @@ def test_rate_limit_says_how_long_to_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"), [({"malformed": 1.0}, "no complete JSON array"), ({"truncated": 1.0}, "cut off")]
+    ("behaviour", "words"), [({"malformed": 1.0}, "JSON that does not parse"), ({"truncated": 1.0}, "cut off")]
 )
 async def test_unusable_replies_fail_the_call_after_a_second_question(behaviour: dict[str, Any], words: str) -> None:
     with JudgeServer(**behaviour) as server:

@@ -342,7 +342,7 @@ async def test_check_passes_on_any_answer_and_fails_on_refused_parameters() -> N
         await client.check()
         with pytest.raises(JudgeUnavailable, match="unknown parameter"):
             await client.check()
-    assert server.requests[0]["max_tokens"] == 16
+    assert server.requests[0]["max_tokens"] == 32
 
 
 async def test_no_more_calls_are_in_flight_than_allowed() -> None:
@@ -535,38 +535,39 @@ async def test_a_local_server_is_asked_for_a_schema_and_may_ignore_it(reply: str
     assert body["response_format"]["type"] == "json_schema"
     assert body["response_format"]["json_schema"]["strict"] is True
     entry = body["response_format"]["json_schema"]["schema"]["properties"]["entries"]["items"]
-    assert entry["required"] == ["title", "description", "evaluator_instruction", "grounding_references"]
+    assert entry["required"] == ["grounding_references", "title", "description", "evaluator_instruction"]
 
 
 @pytest.mark.parametrize("status", [400, 422, 501])
-async def test_a_server_that_refuses_a_schema_is_asked_without_from_then_on(status: int, tmp_path: Path) -> None:
-    refusal = Reply("response_format: extra inputs are not permitted", status)
-    with ScriptedJudgeServer(refusal, Reply(CRITERION)) as server:
+async def test_a_server_that_refuses_schemas_is_asked_without_from_then_on(status: int, tmp_path: Path) -> None:
+    refusals = [Reply(f"{name}: extra inputs are not permitted", status) for name in ("response_format", "tools")]
+    with ScriptedJudgeServer(*refusals, Reply(CRITERION)) as server:
         judge = build_judge(config(server.base, cache=tmp_path))
         assert (await judge.ask(Stage1(PROMPT), WHERE)).ok
         assert (await judge.ask(Stage1((*PROMPT, Message(role="user", content="again"))), WHERE)).ok
-        assert ["response_format" in body for body in server.requests] == [True, False, False]
+        assert ["response_format" in body for body in server.requests] == [True, False, False, False]
+        assert ["tools" in body for body in server.requests] == [False, True, False, False]
         # What was answered without a schema is found by whoever would ask with one.
         assert (await build_judge(config(server.base, cache=tmp_path)).ask(Stage1(PROMPT), WHERE)).ok
-        assert len(server.requests) == 3
+        assert len(server.requests) == 4
 
 
 async def test_a_prompt_that_is_refused_either_way_does_not_speak_against_schemas() -> None:
     refusal = Reply("this prompt is no good", 400)
-    with ScriptedJudgeServer(refusal, refusal, Reply(CRITERION)) as server:
+    with ScriptedJudgeServer(refusal, refusal, refusal, Reply(CRITERION)) as server:
         judge = build_judge(config(server.base))
         judged = await judge.ask(Stage1(PROMPT), WHERE)
         assert judged.error is not None
         assert "this prompt is no good" in judged.error
         assert (await judge.ask(Stage1(PROMPT), WHERE)).ok
-    assert ["response_format" in body for body in server.requests] == [True, False, True]
+    assert ["response_format" in body for body in server.requests] == [True, False, False, True]
 
 
-async def test_schemas_can_be_turned_off_and_a_second_question_goes_without() -> None:
+async def test_schemas_can_be_turned_off_and_a_second_question_keeps_them() -> None:
     with ScriptedJudgeServer(Reply("{}"), Reply(CRITERION)) as server:
         assert (await build_judge(config(server.base)).ask(Stage1(PROMPT), WHERE)).ok
         assert (await build_judge(config(server.base, structured_output=False)).ask(Stage1(PROMPT), WHERE)).ok
-    assert ["response_format" in body for body in server.requests] == [True, False, False]
+    assert ["response_format" in body for body in server.requests] == [True, True, False]
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
