@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import logging
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.extras import uncollected
 from tests.support import skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -60,15 +58,6 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def pytest_configure(config: pytest.Config) -> None:
     """Make skips count where CI is set."""
     skips.register(config)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What test files import stays: the garbage collector looks through it neither meanwhile nor in any test."""
-    with uncollected():
-        found = yield
-    gc.freeze()
-    return found
 
 
 @pytest.hookimpl(optionalhook=True)
