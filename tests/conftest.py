@@ -15,6 +15,9 @@ import pytest
 from hypothesis import Phase, settings
 
 from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.environments.jail import confine
+from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
+from draco_ray.errors import WorldError
 from tests.support import skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -76,6 +79,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return EndToEndTogether(config, log)
 
 
+NEEDS_BUBBLEWRAP = [pytest.mark.packages, pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap on PATH")]
+LEVELS = [pytest.param(level, marks=NEEDS_BUBBLEWRAP if level == "bubblewrap" else ()) for level in confine.LEVELS]
+"""Levels of isolation, for tests that have one as a parameter."""
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
 HARD_WORLD = ("--seed", "7", "--scenarios", "9", "--users", "20", "--variety", "hard")
 
@@ -110,6 +116,15 @@ def _world(root: Path, words: tuple[str, ...], seeded_from: Path | None = None) 
         )
     assert done.returncode == 0, done.stderr
     return root
+
+
+@pytest.fixture(scope="session")
+def verifiers() -> str:
+    """Path of the Python in .venv-verifiers; a test is skipped where there is none."""
+    try:
+        return verifiers_python(VerifiersOptions())
+    except WorldError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

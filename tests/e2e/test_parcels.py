@@ -17,7 +17,7 @@ from tests.support.scripted_policy import save_turns_policy
 from tests.support.standing_ray import draco_forked
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("joined_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("verifiers", "joined_ray")]
 
 SHELVES = (" A", " B", " C", " D")
 

@@ -19,8 +19,9 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import LEVELS, environment
+from draco_ray.environments.jail.confine import environment
 from draco_ray.errors import EnvironmentCrashed
+from tests.conftest import LEVELS
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
-from draco_ray.errors import WorldError
 from tests.conftest import REPOSITORY
 from tests.support.command import draco_here
 
@@ -69,15 +67,11 @@ def test_the_desks_demonstrations_are_of_training_tasks_and_make_a_policy(tmp_pa
 
 
 @pytest.fixture(scope="module")
-def tasksets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[Any]]]]:
+def tasksets(verifiers: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[Any]]]]:
     """The folder with the demonstrations of both tasksets, and what their tasks are about."""
-    try:
-        python = verifiers_python(VerifiersOptions())
-    except WorldError:
-        pytest.skip("verifiers has no environment: make setup-verifiers")
     folder = tmp_path_factory.mktemp("tasksets")
     # verifiers is imported once for all of it; `main` is what the script calls with its arguments.
-    said = run(python, EXAMPLES / "parcels", "-c", TASKSETS, str(folder), "parcels", "hangman")
+    said = run(verifiers, EXAMPLES / "parcels", "-c", TASKSETS, str(folder), "parcels", "hangman")
     return folder, json.loads(said.splitlines()[-1])
 
 

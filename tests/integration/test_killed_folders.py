@@ -17,8 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
-from draco_ray.errors import WorldError
 from tests.conftest import REPOSITORY
 from tests.support.worlds import Tasks
 
@@ -132,11 +130,8 @@ def test_what_a_world_leaves_goes_with_the_next_start(
     check(WORLD, environment(kind, tmp_path, request), tmp_path / "temporary")
 
 
+@pytest.mark.usefixtures("verifiers")
 def test_what_verifiers_server_leaves_goes_with_the_next_start(tmp_path_factory: pytest.TempPathFactory) -> None:
-    try:
-        verifiers_python(VerifiersOptions())
-    except WorldError:
-        pytest.skip("verifiers has no environment: make setup-verifiers")
     options = {
         "taskset": {"id": str(REPOSITORY / "tests/support/verifiers_tasks.py")},
         "path": [str(REPOSITORY / "examples/parcels")],

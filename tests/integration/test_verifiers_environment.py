@@ -37,7 +37,7 @@ from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
 from tests.support.tool_templates import QWEN3, in_words
 from tests.support.verifiers_forks import forked_bridges
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("verifiers")]
 
 IN_ORDER = pytest.mark.asyncio(loop_scope="module")
 TASKS = REPOSITORY / "tests/support/verifiers_tasks.py"
@@ -47,17 +47,6 @@ TOOLS: dict[str, Any] = {
     "splits": {"train": {}},
 }
 TALK = REPOSITORY / "examples/parcels"
-
-
-def _python() -> str | None:
-    try:
-        return verifiers_python(VerifiersOptions())
-    except WorldError:
-        return None
-
-
-if _python() is None:
-    pytest.skip("verifiers has no environment: make setup-verifiers", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

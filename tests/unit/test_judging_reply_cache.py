@@ -128,7 +128,7 @@ def test_processes_write_side_by_side(tmp_path: Path) -> None:
     assert asyncio.run(cache.get("c-39")) == {"text": "c" * 500}
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: install one, as .ci/packages does")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: install one")
 def test_a_writer_that_is_killed_at_any_write_keeps_what_it_was_told_and_a_reply_with_its_cost(tmp_path: Path) -> None:
     """Every write, sync, cut and removal of SQLite's is a place to die at: before it, and with half of the bytes."""
     preloaded = tmp_path / "killed_writes.so"
