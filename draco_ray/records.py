@@ -425,7 +425,7 @@ class Evaluation:
     turns: int
     ended: EpisodeEnd
     termination: Termination | None = None
-    """None where it was not told: by other benchmarks, and by evaluations that predate it."""
+    """None where the benchmark does not tell."""
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
     scenario: str = ""
