@@ -830,9 +830,6 @@ class RayConfig(Tree):
     """Object store of a Ray started here."""
     dashboard: bool = True
     """Start the dashboard of a Ray started here; without it `ray status` says nothing of that Ray."""
-    fork_workers: bool = True
-    """Fork the workers of a Ray started here from one process that has imported what they need, where nothing has a
-    GPU; false: each is a new interpreter, which starts later and takes more memory."""
 
 
 class DracoConfig(Tree):

@@ -20,11 +20,11 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.scripts import families
 from tests.e2e.test_training import arguments as on_appworld
 from tests.integration.test_judge_local_servers import SERVED
+from tests.support.command import draco
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.order_desk_policy import arguments, build_order_desk_policy
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, save_turns_policy
-from tests.support.standing_ray import draco_forked
 from tests.support.tiny_model import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
@@ -55,7 +55,7 @@ def one_step(model: Path, root: Path, setting: str, *words: str) -> RunDirectory
 
 def trained(root: Path, setting: str, *words: str) -> RunDirectory:
     fixed = ("--setting", setting, "train.steps=1", "train.evaluate_before_after=false", f"seed={SEED}")
-    result = draco_forked(*words, *fixed, timeout=500)
+    result = draco(*words, *fixed, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDirectory.open(root / setting)
 
