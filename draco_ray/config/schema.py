@@ -829,7 +829,7 @@ class RayConfig(Tree):
     object_store_mib: int | None = Field(None, ge=80)
     """Object store of a Ray started here."""
     dashboard: bool = True
-    """Start the dashboard of a Ray started here; without it `ray status` says nothing of that Ray."""
+    """Start the dashboard of a Ray started here."""
 
 
 class DracoConfig(Tree):
