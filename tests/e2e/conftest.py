@@ -1,10 +1,9 @@
-"""A Ray head that the runs of a file join, and a policy."""
+"""A Ray head for files with several runs, and a policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,18 +12,11 @@ from tests.support.scripted_policy import build_scripted_policy
 
 
 @pytest.fixture(scope="module")
-def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`jobs.chaos.Head`: started by ``ray start``, without a dashboard."""
-    with load_job("chaos").ray_head(tmp_path_factory.mktemp("ray")) as head:
-        yield head
-
-
-@pytest.fixture(scope="module")
-def joined_ray(ray_head: Any) -> Iterator[None]:
-    """Commands of this file join it."""
-    with pytest.MonkeyPatch.context() as patch:
+def joined_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A head started by ``ray start``, which commands of the file join."""
+    with load_job("chaos").ray_head(tmp_path_factory.mktemp("ray")) as head, pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-            patch.setenv(name, ray_head.environment[name])
+            patch.setenv(name, head.environment[name])
         yield
 
 
