@@ -198,11 +198,6 @@ bench: world
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
-# What a short run costs with forked workers and with a new interpreter for each, in turn (six minutes).
-.PHONY: bench-start
-bench-start: world
-	$(VENV)/bin/python jobs/bench_start.py $(ARGS)
-
 # What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
 .PHONY: bench-store
 bench-store: setup
@@ -256,7 +251,7 @@ mutate-method: setup
 
 # Change the method's code in thousands of places and print what no test noticed (docs/testing.md; an hour or two).
 mutate: .venv-mutate/.ready
-	$(MUTATE_VENV)/bin/python jobs/mutmut_forks.py run --max-children 2 $(ARGS)
+	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
 	$(VENV)/bin/python jobs/mutate.py report
 
 # The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).

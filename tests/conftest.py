@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """A file is one process's; all end-to-end tests are the same one's, which share a Ray that stands.
+    """Give each file to one process, and all end-to-end tests to the same one: two runs at a time need too much memory.
 
     Marks of `xdist_group` would say the same, but say nothing with pytest 9.2 (pytest-xdist #1386).
     """

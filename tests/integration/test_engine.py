@@ -30,7 +30,7 @@ from tests.support.tiny_model import build_tiny_model
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("cores_forked")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MAX_LENGTH = 1024
 PROMPT = list(range(20, 120))

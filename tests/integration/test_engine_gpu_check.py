@@ -204,7 +204,6 @@ def test_fused_passes_are_held_against_plain_ones(gpu_check: ModuleType, monkeyp
 @pytest.mark.slow
 @pytest.mark.deployment
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("cores_forked")
 def test_engine_and_learner_agree_at_toy_size(gpu_check: ModuleType) -> None:
     torch.set_num_threads(1)
     found = figures(gpu_check.run_part("engine", "qwen2.5-32b", 2, device="cpu", tiny=True))

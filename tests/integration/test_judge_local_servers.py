@@ -21,7 +21,6 @@ from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Outage
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.workers.forked import forked_workers
 from tests.support.chat_traces import chat_traces
 from tests.support.command import draco
 from tests.support.scripted_policy import build_scripted_policy
@@ -56,8 +55,7 @@ def judge(tmp_path: Path) -> Iterator[JudgeConfig]:
     model = build_tiny_model(tmp_path / "model")
     local = {"enabled": True, "max_replicas": 2, "calls_per_replica": 4, "stall_seconds": 5, "dtype": "float32"}
     on_cpu = {"gpus_per_replica": 0, "kv_cache_gib": 0.1, "arguments": ["--seed", "1"]}
-    with forked_workers(["draco_ray.judging.local.actor"], {}):
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     try:
         yield JudgeConfig.model_validate(
             {"model": f"hosted_vllm/{model}", "max_tokens": 256, "temperature": 0.7, "local": {**local, **on_cpu}}
