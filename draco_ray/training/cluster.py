@@ -25,6 +25,8 @@ LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
 START_ATTEMPTS = 3
 """Ray gives a node 30 s to start, which a busy machine may exceed."""
+GCS_SECONDS = "180"
+"""For Ray's head service to listen, where Ray's default is 30."""
 LATE = "timed out during startup"
 """What Ray's error says of a node that did not start in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
@@ -68,7 +70,13 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-                _start(config)
+                store = config.ray.object_store_mib
+                start_ray(
+                    num_cpus=max(os.cpu_count() or 1, 2),
+                    resources={"judge": LOCAL_JUDGE_SLOTS},
+                    object_store_memory=None if store is None else store << 20,
+                    include_dashboard=config.ray.dashboard,
+                )
     except ConnectionError as error:
         # To one that wants a token nobody is there: Ray's own words do not say which it was.
         token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
@@ -97,20 +105,13 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     return resources
 
 
-def _start(config: DracoConfig) -> None:
-    """Start Ray on this machine, again where a busy one has missed Ray's time limit."""
+def start_ray(**options: Any) -> None:
+    """Start Ray on this machine with ``options`` of `ray.init`; retry where a busy machine misses Ray's time limit."""
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", GCS_SECONDS)
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(
-                # Without it Ray joins whatever cluster was started last on this machine.
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, 2),
-                resources={"judge": LOCAL_JUDGE_SLOTS},
-                object_store_memory=None if config.ray.object_store_mib is None else config.ray.object_store_mib << 20,
-                include_dashboard=config.ray.dashboard,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            # "local", since otherwise Ray joins the cluster that was started last on this machine.
+            ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
             return
         except Exception as error:
             # Ray raises bare Exception where a node does not come up in time.

@@ -24,7 +24,7 @@ from tests.support.functions_policy import FUNCTIONS, build_functions_policy, ch
 from tests.support.jobs import load_job
 from tests.support.rewards import check_rubric_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 PROMPTS, GROUP = 2, 3
 STRIKES = {

@@ -25,7 +25,7 @@ def test_the_results_are_the_same(tmp_path: Path) -> None:
         command = ["judge", str(traces), "--judge", f"openai/{MODEL_NAME}", "--api-base", server.base_url, "--out"]
         local = draco_here(*command, str(tmp_path / "a"))
         assert local.returncode == 0, local.stderr
-        pooled = draco(*command, str(tmp_path / "b"), "--ray", "--set", "judge.workers=1", timeout=250)
+        pooled = draco(*command, str(tmp_path / "b"), "--ray", "--set", "judge.workers=1")
         assert pooled.returncode == 0, pooled.stdout + pooled.stderr
     assert [(x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "a")] == [
         (x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "b")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.jobs import load_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def test_a_run_outlives_the_node_it_ran_on(

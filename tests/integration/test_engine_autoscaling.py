@@ -12,7 +12,7 @@ import pytest
 from tests.support.autoscaling import autoscaling_cluster, drive
 
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def test_an_engine_that_goes_with_its_node_is_replaced_on_another(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.support import judge_autoscaling
 from tests.support.autoscaling import autoscaling_cluster, drive
 
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def test_judge_nodes_come_with_the_calls_and_go(tmp_path: Path) -> None:

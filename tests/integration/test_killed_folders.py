@@ -20,7 +20,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.support.worlds import Tasks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 
 WORLD = """\
 import asyncio, json, sys
@@ -103,7 +103,7 @@ def killed_with_all(process: subprocess.Popen[str]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.send_signal(signals)
     process.wait()
-    assert psutil.wait_procs(every, timeout=60)[1] == []
+    assert psutil.wait_procs(every, timeout=600)[1] == []
 
 
 def environment(kind: str, folder: Path, request: pytest.FixtureRequest) -> tuple[dict[str, Any], str, str]:

@@ -24,7 +24,7 @@ from tests.integration.test_learner_ray import (
     train_alone,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 __all__ = ["model"]
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20}

@@ -10,7 +10,7 @@ from tests.support.autoscaling import autoscaling_cluster, drive
 from tests.support.rollout_autoscaling import ROLLOUTS, SLOTS
 
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def test_slots_and_their_nodes_come_with_the_rollouts_and_go(tmp_path: Path) -> None:

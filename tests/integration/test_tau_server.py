@@ -41,7 +41,6 @@ def processes_serving(folder: Path) -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
 
 
-@pytest.mark.timeout(600)
 def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "model")
     learner = LoraLearner(

@@ -16,7 +16,7 @@ from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
 from tests.conftest import LEVELS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 SECRET = 's3cr"t key'
 TOOLS = '''

@@ -36,7 +36,7 @@ from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
 from tests.support.tool_templates import QWEN3, in_words
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("verifiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verifiers")]
 
 IN_ORDER = pytest.mark.asyncio(loop_scope="module")
 TASKS = REPOSITORY / "tests/support/verifiers_tasks.py"

@@ -155,7 +155,6 @@ def drive(module: str, environment: Mapping[str, str], *words: str) -> dict[str,
         env=dict(environment),
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,7 +162,7 @@ def drive(module: str, environment: Mapping[str, str], *words: str) -> dict[str,
     return seen
 
 
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 """What everything that a driver waits for may take on a busy machine."""
 
 

@@ -20,18 +20,12 @@ from draco_ray.cli import main
 DRACO = [sys.executable, "-m", "draco_ray.cli"]
 
 
-def draco(
-    *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 300.0
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end.
-
-    Raises:
-        subprocess.TimeoutExpired: after ``timeout`` seconds; the command and its children are ended.
-    """
+def draco(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. It is killed with its children where the test's time is over."""
     process = start_draco(arguments, environment=environment)
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+        stdout, stderr = process.communicate()
+    except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

@@ -13,7 +13,7 @@ import ray
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.training.cluster import START_ATTEMPTS, _start, connect
+from draco_ray.training.cluster import START_ATTEMPTS, connect, start_ray
 
 
 def test_a_node_that_starts_late_is_started_again_and_one_that_never_starts_is_not_waited_for_for_ever(
@@ -28,7 +28,7 @@ def test_a_node_that_starts_late_is_started_again_and_one_that_never_starts_is_n
             raise Exception("The current node timed out during startup. This could happen because")
 
     monkeypatch.setattr(ray, "init", init)
-    _start(load_config("sandbox"))
+    start_ray()
     assert len(started) == START_ATTEMPTS
     failures = START_ATTEMPTS
     started.clear()

@@ -445,7 +445,7 @@ async def test_whoever_has_the_same_question_waits_however_long_the_answer_takes
         await claim(key, by)
 
     async def slow(*_: Any) -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await renewed.wait()
         return said()
 
@@ -461,7 +461,7 @@ async def test_other_questions_do_not_wait_for_each_other(monkeypatch: pytest.Mo
     both = asyncio.Barrier(2)
 
     async def complete(*_: Any) -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await both.wait()
         return said()
 
