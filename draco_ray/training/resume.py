@@ -142,10 +142,11 @@ def adopt_tasks(
 
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
-    numbers = dict(written)
-    if (order := numbers.pop("order")) not in get_args(Order):
+    read = dict(written)
+    if (order := read.pop("order")) not in get_args(Order):
         raise ValueError(f"order {order!r}")
-    return OrderRules(**{name: None if value is None else int(value) for name, value in numbers.items()}, order=order)
+    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
+    return OrderRules(**numbers, order=order)
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
