@@ -53,6 +53,9 @@ class PhaseSummary:
     dollars: float
     started_at: float
     ended_at: float
+    looked_at: int = 0
+    contradicted: int = 0
+    """Verdicts whose justifications were read a second time, and those that these contradict."""
     prompt_cut: bool = False
     """Whether the judge was shown less than all."""
 

@@ -463,6 +463,9 @@ class JudgeConfig(Tree):
     """Longest pause between two requests of a call."""
     reasks: int = Field(1, ge=0)
     """Times a reply that does not parse is asked again, the error quoted."""
+    second_look: float = Field(0.0, ge=0, le=1)
+    """Share of scored rollouts whose justifications one more call reads without their scores, to report how often the
+    judge contradicts itself; such a call takes some hundred tokens a criterion, and no verdict changes."""
     cache: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Folder of the durable reply cache; null puts it in the run directory."""
     stage1_across_epochs: bool = True

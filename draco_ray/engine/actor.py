@@ -130,13 +130,11 @@ class PolicyEngineActor:
         self._serves = True
 
     @ray.method(max_task_retries=0)
-    async def sample(
-        self, token_ids: list[int], max_tokens: int, seed: int | None, temperature: float | None
-    ) -> Sample:
+    async def sample(self, token_ids: list[int], max_tokens: int, **given: Any) -> Sample:
         """See `draco_ray.engine.vllm_engine.VllmEngine.sample`. Raises: EngineAway before `serve`."""
         self._check(self._serves)
         async with self._alive():
-            return await self._engine.sample(token_ids, max_tokens=max_tokens, seed=seed, temperature=temperature)
+            return await self._engine.sample(token_ids, max_tokens=max_tokens, **given)
 
     @ray.method(max_task_retries=0)
     async def load(self, update: WeightUpdate) -> float:
@@ -284,11 +282,9 @@ class EngineClient:
     def _handles(self) -> list[Any]:
         return [ray.get_actor(name) for name in self._actor_names]
 
-    async def sample(
-        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
-    ) -> Sample:
+    async def sample(self, token_ids: list[int], *, max_tokens: int, **given: Any) -> Sample:
         """See `draco_ray.engine.vllm_engine.VllmEngine.sample`."""
-        sample: Sample = await self._ask("sample", token_ids, max_tokens, seed, temperature)
+        sample: Sample = await self._ask("sample", token_ids, max_tokens, **given)
         return sample
 
     async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
@@ -301,9 +297,9 @@ class EngineClient:
             raise
         return use
 
-    async def _ask(self, method: str, *given: Any) -> Any:
+    async def _ask(self, method: str, *given: Any, **named: Any) -> Any:
         while True:
-            asked = getattr(await self._serving(), method).remote(*given)
+            asked = getattr(await self._serving(), method).remote(*given, **named)
             try:
                 return await asked
             except asyncio.CancelledError:

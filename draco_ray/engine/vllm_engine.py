@@ -11,7 +11,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +148,14 @@ class VllmEngine:
             raise
 
     async def sample(
-        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
+        self,
+        token_ids: list[int],
+        *,
+        max_tokens: int,
+        seed: int | None = None,
+        temperature: float | None = None,
+        stop_at: int | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> Sample:
         """Continue ``token_ids`` by at most ``max_tokens`` tokens with the adapter that is current now.
 
@@ -159,6 +166,8 @@ class VllmEngine:
             max_tokens: at least 1; generation also ends where the sequence reaches the model's length.
             seed: makes the draw repeatable for equal log-probs.
             temperature: instead of the configured one, for requests that are not rollouts.
+            stop_at: a further token that ends generation, itself included in what is returned.
+            schema: JSON schema that the text is held to.
         Returns: the sampled tokens, the end-of-turn token included, with their log-probs under the model as it is:
             temperature 1, nothing cut off. That is what the learner recomputes. It is the distribution sampled from
             only with the default sampling parameters; another temperature, top_p or top_k makes samples that are
@@ -174,15 +183,16 @@ class VllmEngine:
                 "(of a judge's prompt: judge.self_judge.context_tokens)"
             )
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         parameters = SamplingParams(
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=dict(schema)),
             temperature=self._config.temperature if temperature is None else temperature,
             top_p=self._config.top_p,
             top_k=self._config.top_k,
             max_tokens=max_tokens,
             seed=seed,
-            stop_token_ids=self._stop_ids,
+            stop_token_ids=self._stop_ids if stop_at is None else [*self._stop_ids, stop_at],
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

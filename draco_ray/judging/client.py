@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ from draco_ray.judging.pricing import (
     reported_cost,
 )
 from draco_ray.judging.reply_cache import CLAIM_SECONDS, Replies, request_key
+from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
 from draco_ray.judging.trouble import (
     advice,
     classify,
@@ -54,8 +55,8 @@ log = logging.getLogger(__name__)
 
 CHECK_ATTEMPTS = 3
 """Requests `LiteLLMClient.check` makes at most: a judge that is down should be known within seconds."""
-QUESTION = Request(messages=(Message(role="user", content="Reply with the word OK."),))
-QUESTION_TOKENS = 16
+QUESTION = Request(messages=(Message(role="user", content=PROBE),))
+QUESTION_TOKENS = 32
 QUESTION_SECONDS = 60.0
 """Time a reply to it may take."""
 
@@ -137,22 +138,33 @@ class LiteLLMClient:
     async def check(self) -> None:
         """Send a one-word prompt with the run's own parameters, so that a refused one is known before it costs.
 
+        It also finds out whether the endpoint holds replies to a JSON schema.
+
         Raises:
             JudgeUnavailable: no answer, for whatever reason, or one that does not say its usage under a budget.
             ConfigError: a budget, and no price.
         """
         check_budget(self._config, self._config.model)
-        call = self._call(QUESTION, QUESTION_TOKENS)
-        call.attempts, call.patient = min(CHECK_ATTEMPTS, self._config.max_attempts), False
-        completion = await self._ask(call)
-        if completion.error is not None:
-            raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
+        structured = self._endpoint.structured
+        completion = await self._probe()
+        # A reply that its reasoning used up says nothing of the schema.
+        while structured.constrained and completion.finish_reason == "stop" and not keeps_to(completion.text):
+            structured.ignored()
+            completion = await self._probe() if structured.constrained else completion
         if not completion.usage_known and self._config.limits.dollars is not None:
             raise JudgeUnavailable(
                 f"{self._endpoint.who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so "
                 f"what is left of judge.limits.dollars={self._config.limits.dollars:g} would be a guess; let the "
                 "endpoint report it, or set judge.limits.dollars=null"
             )
+
+    async def _probe(self) -> Completion:
+        call = self._call(replace(QUESTION, schema=PROBE_SCHEMA), QUESTION_TOKENS)
+        call.attempts, call.patient = min(CHECK_ATTEMPTS, self._config.max_attempts), False
+        completion = await self._ask(call)
+        if completion.error is not None:
+            raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
+        return completion
 
     async def _ask(self, call: Call) -> Completion:
         while True:

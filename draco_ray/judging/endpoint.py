@@ -58,7 +58,7 @@ class Endpoint:
     def __init__(self, config: JudgeConfig, role: str, settings: str) -> None:
         """Prepare it; nothing is sent yet. ``role`` and ``settings``: see `draco_ray.judging.client.LiteLLMClient`."""
         self._config, self._role, self._settings = config, role, settings
-        self._structured = StructuredOutput(config)
+        self.structured = StructuredOutput(config)
         self._tokens_name = "max_tokens"
 
     def arguments(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Endpoint:
         while True:
             name = self._tokens_name
             try:
-                return await self._structured.complete(
+                return await self.structured.complete(
                     litellm,
                     request.schema,
                     **arguments,

@@ -11,21 +11,21 @@ import asyncio
 import uuid
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
+from draco_ray.judging import second_look
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
 from draco_ray.judging.labels import examples_of
-from draco_ray.judging.parsing import Parsed, check_finish
-from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.base import Question
+from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
+from draco_ray.judging.reply import Parsed, check_finish
 from draco_ray.judging.shortening import LENGTHS, LEVELS
-from draco_ray.judging.structured import reply_schema
 from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class Judge:
         self._prompts = prompts
         self._config = config
         self._room = judge_room(config)
-        self._schemas = {name: reply_schema(phase, prompts.templates[name]) for name, phase in PHASES.items()}
 
     async def check(self) -> None:
         """Make sure that the judge answers.
@@ -84,7 +83,26 @@ class Judge:
         if errors:
             return Judged(value=None, calls=calls, error=errors[0], notes=notes, left_out=left_out)
         values = [vote.value for vote in votes if vote.value is not None]
-        return Judged(value=question.combine(values), calls=calls, notes=notes, left_out=left_out)
+        judged = Judged(value=question.combine(values), calls=calls, notes=notes, left_out=left_out)
+        looks = second_look.sampled(self._config.second_look, context.group, context.rollout)
+        return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
+
+    async def _looked_at(self, judged: Judged[Any], question: Score, context: CallContext) -> Judged[Any]:
+        """``judged``, and how many of its scores contradict their own justifications; nothing where that call fails."""
+        scores: Any = judged.value
+        request = second_look.request(question.rubric, scores, context.group)
+        completion = await self._complete(request)
+        error = completion.error
+        found = 0
+        if error is None:
+            try:
+                check_finish(completion.text, completion.finish_reason)
+                found = second_look.contradictions(completion.text, question.rubric, scores)
+            except ReplyError as problem:
+                error = str(problem)
+        call = _call(second_look.NAME, context, request.messages[0].content, completion, error)
+        looked_at = len(question.rubric) if error is None else 0
+        return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
 
     def _fitting(self, question: Question[ValueT]) -> tuple[Question[ValueT], str, int]:
         """A question that the judge can read whole, its prompt, and how many characters were left out for that.
@@ -110,14 +128,13 @@ class Judge:
         """Ask, parse, ask again with the error quoted."""
         phase, scope = question.name, question.scope(self._config, context.group)
         shared = shared_ends(self._prompts, phase, prompt, self._prompts.code(question.identity))
+        schema = question.schema(self._prompts.templates[phase], self._config)
         messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
         archived_prompt = prompt
         calls: list[JudgeCall] = []
         requests: list[Request] = []
         error = ""
         for attempt in range(1 + self._config.reasks):
-            # The second try goes without the schema, in case the schema misled the judge.
-            schema = self._schemas[phase] if attempt == 0 else None
             request = Request(
                 messages=messages,
                 vote=vote,
@@ -258,7 +275,7 @@ def _read(completion: Completion, question: Question[ValueT], config: JudgeConfi
 def _reask(error: str) -> str:
     return (
         f"Your reply could not be used: {error}\n\n"
-        "Answer the first message again, in full and in the format it asks for, with the complete JSON array only."
+        "Answer the first message again, in full and in the format it asks for, with the complete JSON only."
     )
 
 

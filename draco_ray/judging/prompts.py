@@ -16,9 +16,12 @@ from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.render import evidence_code
+from draco_ray.judging.reply import ENTRIES
 
 FACTS = "environment_facts"
 """Known in every phase."""
+ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES}" in one JSON object: {{"{ENTRIES}": [...]}}.\n'
+"""Follows a template that asks for a bare array, such as the paper's: the schema's root is an object."""
 NO_FACTS = "- Nothing beyond what the agent was told."
 
 KEY_FILE = "evidence_key"
@@ -64,7 +67,9 @@ class Prompts:
             return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
         before = self.examples if phase == Score.name else ""
-        return before + _PLACEHOLDER.sub(value, self.templates[phase])
+        template = self.templates[phase]
+        after = "" if f'"{ENTRIES}"' in template else ROOT_NOTE
+        return before + _PLACEHOLDER.sub(value, template) + after
 
 
 def evidence_key(folder: Path | None) -> bytes:

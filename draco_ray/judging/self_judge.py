@@ -1,31 +1,39 @@
 """The self-judge (Section "Ablations", "Self-judge"): the policy that is being trained answers the judge's prompts.
 
-It answers through the engines that generate, with whatever adapter they serve at that moment. Its replies are not kept:
-the next version of the policy is another judge.
+It answers through the engines that generate, with whatever adapter they serve at that moment. With thinking it reasons
+freely up to ``</think>``, and only its answer is held to the phase's JSON schema. Its replies are not kept: the next
+version of the policy is another judge.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
-from draco_ray.errors import EngineError, ReplyError
+from draco_ray.errors import EngineError
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.parsing import THINK_BEGIN, after_thinking
 from draco_ray.judging.pricing import find_price, price_of
+from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
 
 class JudgeSampler(Protocol):
     """An engine that samples at the judge's temperature; `draco_ray.engine.actor.EngineClient` is one."""
 
     async def sample(
-        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
+        self,
+        token_ids: list[int],
+        *,
+        max_tokens: int,
+        seed: int | None = None,
+        temperature: float | None = None,
+        stop_at: int | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> Sample:
         """Continue ``token_ids``; raises EngineError where they leave no room."""
         ...
@@ -47,6 +55,8 @@ class SelfJudgeClient:
         self._samplers = list(samplers)
         self._in_flight = [0] * len(self._samplers)
         self._chat = ChatTokens(tokenizer, thinking=config.self_judge.thinking)
+        # None where the tag is several tokens: replies with reasoning are then not constrained.
+        self._think_end: int | None = tokenizer.get_vocab().get(THINK_END)
         self._config = config
         self._model = model
         self._price = find_price(model, config.prices)
@@ -58,12 +68,7 @@ class SelfJudgeClient:
         index = self._in_flight.index(min(self._in_flight))
         self._in_flight[index] += 1
         try:
-            sample = await self._samplers[index].sample(
-                prompt,
-                max_tokens=self._config.max_tokens,
-                seed=_seed(prompt, request.vote),
-                temperature=self._config.temperature,
-            )
+            sample = await self._sample(self._samplers[index], prompt, request)
         except EngineError as error:
             return self._completion("", "error", len(prompt), 0, started_at, clock, str(error))
         finally:
@@ -76,14 +81,27 @@ class SelfJudgeClient:
             )
             return self._completion("", "error", len(prompt), room, started_at, clock, cut)
         text = self._chat.text(sample.token_ids)
-        opened = self._chat.opens_thinking
-        if opened or text.lstrip().startswith(THINK_BEGIN):
-            answer = await asyncio.to_thread(_answer, text, opened)
-            if answer == text:
-                # Reasoning that never came to an end holds no answer, whatever JSON it may quote.
-                return self._completion(text, "length", len(prompt), len(sample.token_ids), started_at, clock, None)
-            text = answer.strip()
-        return self._completion(text, sample.finish_reason, len(prompt), len(sample.token_ids), started_at, clock, None)
+        reasons = self._chat.opens_thinking or text.lstrip().startswith(THINK_BEGIN)
+        # Reasoning that never ends holds no answer, whatever JSON it may quote.
+        ended = "length" if reasons and THINK_END not in text else sample.finish_reason
+        return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
+
+    async def _sample(self, sampler: JudgeSampler, prompt: list[int], request: Request) -> Sample:
+        """Sample the reply; with thinking the reasoning first, and then the answer under the schema."""
+        given: dict[str, Any] = {"seed": _seed(prompt, request.vote), "temperature": self._config.temperature}
+        room, schema = self._config.max_tokens, request.schema if self._config.structured_output else None
+        if schema is None or not self._config.self_judge.thinking:
+            return await sampler.sample(prompt, max_tokens=room, schema=schema, **given)
+        thought = await sampler.sample(prompt, max_tokens=room, stop_at=self._think_end, **given)
+        left = room - len(thought.token_ids)
+        if self._think_end is None or thought.token_ids[-1:] != [self._think_end] or left < 1:
+            return thought
+        answer = await sampler.sample([*prompt, *thought.token_ids], max_tokens=left, schema=schema, **given)
+        return replace(
+            answer,
+            token_ids=[*thought.token_ids, *answer.token_ids],
+            logprobs=[*thought.logprobs, *answer.logprobs],
+        )
 
     async def forget(self, request: Request) -> None:
         """Do nothing: no answer is kept."""
@@ -115,14 +133,6 @@ class SelfJudgeClient:
             requests=1,
             error=error,
         )
-
-
-def _answer(text: str, opened: bool) -> str:
-    """What follows the reasoning; the text itself where it is not to be told."""
-    try:
-        return after_thinking(text, opened=opened)
-    except ReplyError:
-        return text
 
 
 def _seed(prompt: list[int], vote: int) -> int:

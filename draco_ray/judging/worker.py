@@ -152,6 +152,8 @@ def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started
         cached_tokens=sum(call.cached_tokens for call in calls),
         output_tokens=sum(call.output_tokens for call in calls),
         dollars=sum(call.dollars for call in calls),
+        looked_at=judged.looked_at,
+        contradicted=judged.contradicted,
         prompt_cut=judged.left_out > 0,
         started_at=started,
         ended_at=time.time(),

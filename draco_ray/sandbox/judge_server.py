@@ -44,6 +44,7 @@ from starlette.routing import Route
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.registry import find
 from draco_ray.sandbox.rule_judge.noise import Noise
+from draco_ray.sandbox.rule_judge.reading import reply
 
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
@@ -114,6 +115,7 @@ class _Completion(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False
+    response_format: dict[str, Any] | None = Field(None, exclude=True)
 
 
 class JudgeApp:
@@ -221,6 +223,9 @@ class JudgeApp:
         spent = time.monotonic() - clock
         self._judging_seconds += spent
         self._phases[phase or "other"] += 1
+        if phase is None and asked.response_format is not None and text == "OK":
+            # What asks whether a JSON schema is kept to.
+            text = reply([text])
         await asyncio.sleep(max(0.0, behaviour.latency - spent))
         draw = random.Random(f"{behaviour.seed}/{number}").random()
         finish = "stop"

@@ -91,6 +91,9 @@ class JudgedGroup:
     error: str | None = None
     """Why it has no rewards."""
     notes: tuple[str, ...] = ()
+    looked_at: int = 0
+    contradicted: int = 0
+    """Verdicts whose justifications were read again (``judge.second_look``), and those that they contradict."""
 
 
 GROUP = TypeAdapter(JudgedGroup)
@@ -108,6 +111,8 @@ def judged_group(state: GroupJudgement) -> JudgedGroup:
         dollars=math.fsum(call.dollars for call in state.calls),
         error=state.reason,
         notes=tuple(notes),
+        looked_at=sum(judged.looked_at for judged in state.phases.values()),
+        contradicted=sum(judged.contradicted for judged in state.phases.values()),
     )
 
 

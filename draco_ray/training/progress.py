@@ -260,6 +260,10 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
         parts.insert(1, f"tgc {metrics['tgc']:.1%}")
     if metrics.get("judge_prompts_cut"):
         parts.append(f"{metrics['judge_prompts_cut']} judge prompts cut to its context")
+    if metrics.get("judge_looked_at"):
+        parts.append(
+            f"judge contradicts itself in {metrics['judge_contradicted']}/{metrics['judge_looked_at']} verdicts"
+        )
     if metrics["rollouts_lost"] or metrics["groups_failed"]:
         parts.append(f"lost {metrics['rollouts_lost']} rollouts, {metrics['groups_failed']} groups")
     return " | ".join(parts)

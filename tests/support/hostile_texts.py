@@ -15,10 +15,10 @@ from pathlib import Path
 from draco_ray.errors import ReplyError
 from draco_ray.judging import escaping, render
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.parsing import after_thinking, parse_criteria
 from draco_ray.judging.phases.credit import Credit, parse_attributions
 from draco_ray.judging.phases.score import Score, parse_scores
 from draco_ray.judging.prompts import load_prompts
+from draco_ray.judging.reply import parse_criteria
 from draco_ray.records import Criterion
 from draco_ray.rollout.code_block import cut_output, extract_code
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -149,7 +149,7 @@ PARTS: dict[str, tuple[tuple[int, Reader], ...]] = {
             ),
         ),
         (REPLY, lambda text: parse_criteria(text, limit=9, source="s")),
-        (REPLY, lambda text: after_thinking(f"{text}</think>[]")),
+        (REPLY, lambda text: parse_criteria(f"{text}</think>[]", limit=9, source="s")),
     ),
     "rule_judge": (
         (OUTPUT, lambda text: answer(with_turn("<code>x</code>", output=text))),

@@ -271,77 +271,19 @@ HONEST: dict[str, Style] = {
         *("<reasoning>Score: 1? -1!</reasoning>@", "[THINK]hm[/THINK]@", "<|channel|>analysis<|message|>hm<|end|>@"),
     ),
     "courtesy": _around(*(f"@{gap}{each}" for gap in ("\n\n", "\n", " ") for each in COURTESIES)),
+    "prose behind": _around(
+        *(
+            "@\n\nSummary: 3 of 4 passed.",
+            "@\n\nNote: criterion 3 was borderline.",
+            "@\n\nBest regards,\nthe evaluator",
+        ),
+        *("@\n\nThe first one fails because step 2 is wrong; all others pass [see step 4].", "@\n\n总结：3/4 通过。"),
+    ),
     "unseen edges": _around("\ufeff@", "\u200b@", "@\u200b", "\u2060@\ufeff"),
 }
 """In the order in which they are applied. Those with a question mark are no plain JSON, or leave a doubt."""
 
 # --- adversaries ------------------------------------------------------------------------------------------------------
-
-_LEADS = (
-    "||Correction: |Note: |However, |Thanks, but |I hope this helps, although |Done, except that |Let me know, since "
-    "|On reflection, |P.S. |Nachtrag: |Hope that helps - oh, |If you want the truth, |I'm happy to add that "
-    "|That's all, only |Let me know if you see it otherwise: |End of the array; |I hope it is clear that "
-    "|If you need it spelled out, |Feel free to read it so that |补充：|Done... "
-).split("|")
-_WHICH = "criterion 0|the first one|{t}|“{t}”|all of them|that last entry|der erste|第一条|it|#0|**{t}**".split("|")
-_WHAT = (
-    " is -1| is violated| is not met| is a FAIL| should be lower| fails| did not hold| is wrong| needs to be flipped"
-    "| ist nicht erfüllt|不符合| → ❌|: ✗| is unmet after all| was never satisfied| isn't fulfilled| is \u22121|: no"
-    "| was rated too high| deserves the opposite| n'est pas respecté| is the other way round| = false| no longer counts"
-    "| has been overlooked| should not have been given| must be changed| is minus one| is negative"
-).split("|")
-_JSON_SAYS = (
-    '{"failed": ["{t}"]}|{"failed": [2]}|{"violated": "{t}"}|{"{t}": false}|{"{t}": "violated"}|{"0": "unmet"}'
-    '|{"wrong": true}|[{"criterion": 0, "met": false}]|{"failed_criteria": [0]}|{"note": "the first one is violated"}'
-    '|{"overall": "not met"}|{"changes": {"{t}": "no"}}|{"revised": [{"criterion": "{t}", "value": "no"}]}|{"0": "✗"}'
-    '|{"not_met": 3}|{"result": false}|{"first": "negative"}|{"{t}": null}|{"{t}": -1.0}|{"final": [1, "x", -1]}'
-).split("|")
-_JUSTIFICATIONS = (
-    "{N}: it is so.|**{N}** - it is so.|{N}|{N}.|{n}: so it is.|Verdict: **{N}**, as said.|It is so. Verdict: {N}."
-    "|The score is {n}.|score={n}|It is so, hence: {N}.|=> {N}|It is so; therefore {N}.|Overall: {N}|It is so. {N}."
-    "|Final verdict - {N}|I give it a {n}.|So this is a {N}.|Rating: {n}.|Marked as {N}.|The final score should be {n}."
-    "|Graded {n}.|Conclusion: {N}.|This criterion is rated {N}.|[{N}] it is so.|({N}) it is so.|Actually {N}."
-    "|The score must be {n}, not {m}.|The correct verdict is {N}.|Changed to {N}.|I revise this to {n}.|Score of {n}."
-    "|verdict was {N}|Score → {n}|the verdict ought to be {N}|{N} because it is so.|{N}, because|{N} – it is so"
-    "|Status: {N}.|It has to be a {n}.|评分：{n}|判定：{N}|{l}|{l}ed: so"
-).split("|")
-_FIELDS_BESIDE = (
-    ("result status label pass_fail decision evaluation overall actual valid resultado 结果", '"FAIL"', '"PASS"'),
-    ("final corrected revised grade rating value points new should_be result_code 判定", "-1", "1"),
-    ("grade revised final_grade 判定", '"-1"', '"1"'),
-    ("passed met satisfied criterion_met compliant pass success meets_criterion was_met did_pass", "false", "true"),
-    ("answer satisfied pass? fulfilled requirement_met", '"no"', '"yes"'),
-    ("status", '"violated"', '"satisfied"'),
-    ("status outcome", '"❌ Fail"', '"✅ Pass"'),
-    ("conclusion", '"The criterion is not met"', '"The criterion is met"'),
-    ("compliance", '"non-compliant"', '"compliant"'),
-    ("judgment", '"FAIL (step 2)"', '"PASS (step 2)"'),
-    ("correction", '"should be -1"', '"should be 1"'),
-    ("assessment", '{"final": "FAIL"}', '{"final": "PASS"}'),
-    ("failed violation is_violated", "true", "false"),
-)
-
-
-def _adds(*templates: str) -> Adversary:
-    """A remark, in words or as JSON, at some place of the text."""
-
-    def adversary(reply: Reply) -> None:
-        lead, which, what = map(reply.draw.choice, (_LEADS, _WHICH, _WHAT))
-        title = reply.draw.choice(reply.titles)
-        remark = filled(lead + which + what, {"t": title}) + reply.draw.choice([".", "!", "", "\n"])
-        says = filled(reply.draw.choice(_JSON_SAYS), {"t": quoted(title)[1:-1]})
-        known = {"remark": remark, "quoted": quoted(remark), "json": says, "courtesy": reply.draw.choice(COURTESIES)}
-        template = reply.draw.choice(templates)
-        if template.startswith("{"):
-            # In the object that holds the array.
-            reply.join = ("@", ", ", "[@]")
-            reply.edits.insert(0, lambda text: filled(template, known | {"@": text}))
-        elif template == "between":
-            reply.join = ("@", f"\n{remark.strip()}\n", "@")
-        else:
-            reply.edits.append(lambda text: filled(template, known | {"@": text}))
-
-    return adversary
 
 
 def _say_other(reply: Reply) -> int:
@@ -381,20 +323,11 @@ def _entries_amiss(reply: Reply) -> None:
 
 
 def _titles_exchanged(reply: Reply) -> None:
-    forms = ("{}", "{}.", "Criterion: {}", "{} (revised)", "{}!", "3. {}", "{} - score", "“{}”", "Rubric 1 - {}")
-    form, capitals = reply.draw.choice(forms), reply.draw.random() < 0.3
+    form = reply.draw.choice(("{}", "{}.", "{}!", "“{}”", " {} "))
     first, second = reply.draw.sample(range(len(reply.titles)), 2)
     for place, other in ((first, second), (second, first)):
-        title = form.format(reply.titles[other])
-        title = quoted(title.upper() if capitals else title)
+        title = quoted(form.format(reply.titles[other]))
         reply.entries[place] |= {"rubric_index": str(place), "rubric_title": title}
-
-
-def _titles_shifted(reply: Reply) -> None:
-    name = reply.draw.choice(["rubric_title", "title", "criterion", "name", "criterion_title"])
-    for place, entry in enumerate(reply.entries):
-        entry.pop("rubric_title", None)
-        entry |= {"rubric_index": str(place), name: quoted(reply.titles[place - 1])}
 
 
 def _besides(reply: Reply, place: int, name: str, value: str) -> None:
@@ -408,37 +341,26 @@ def _contradicted(reply: Reply) -> tuple[int, int]:
 
 
 def _field_twice(reply: Reply) -> None:
-    """Under a name that looks the same, or a longer one."""
+    """A second verdict that is not the first, under the same name or a longer one."""
     place, other = _contradicted(reply)
     name, value = ("score", str(other)) if reply.phase == "score" else ("verdict", quoted(Verdict(other).name))
-    alike = name.replace("o", "\u043e").replace("e", "\u0435")
-    names = [name.upper(), f"{name} ", alike, f"{name[:2]}\u200b{name[2:]}", f"{name}_final", f"new_{name}", f"{name}2"]
-    _besides(reply, place, reply.draw.choice(names), value)
+    _besides(reply, place, reply.draw.choice([name.upper(), f"{name}_final", f"new_{name}", f"{name}2"]), value)
 
 
-def _justification(reply: Reply) -> None:
-    place, other = _contradicted(reply)
-    name = Verdict(other).name
-    known = {"N": name, "n": other, "l": name.lower(), "m": reply.verdicts[place]}
-    where = reply.draw.choice([*reply.entries[place].keys() & {"justification", "explanation"}, "rationale"])
-    reply.entries[place][where] = quoted(filled(reply.draw.choice(_JUSTIFICATIONS), known))
+def _around_last(*templates: str) -> Adversary:
+    """Another entry, or a part of one, beside the answer."""
 
+    def adversary(reply: Reply) -> None:
+        place, other = _contradicted(reply)
+        entry: dict[str, object] = {"rubric_index": place, "rubric_title": reply.titles[place]}
+        name = Verdict(other).name
+        entry |= {"score": other} if reply.phase == "score" else {"relevant_steps": [6] * (other != 0), "verdict": name}
+        known = {"entry": quoted(entry)}
+        template = reply.draw.choice(templates)
+        reply.join = ("@", ", ", "[@]")
+        reply.edits.append(lambda text: filled(template, known | {"@": text}))
 
-def _field_beside(reply: Reply) -> None:
-    place, other = _contradicted(reply)
-    # What is not applicable has not passed, and has not failed either.
-    rows, good = (_FIELDS_BESIDE, other == 1) if reply.verdicts[place] else (_FIELDS_BESIDE[:-1], True)
-    names, *values = reply.draw.choice(rows)
-    _besides(reply, place, reply.draw.choice(names.split()), values[good])
-
-
-def _steps_beside(reply: Reply) -> None:
-    place = reply.draw.randrange(len(reply.titles))
-    # For what is not applicable steps say nothing.
-    reply.say(place, reply.titles[place], reply.verdicts[place] or 1)
-    other = [step for step in range(1, STEPS + 1) if step not in reply.meant[place]][:2]
-    names = "relevantSteps corrected_relevant_steps steps final_steps cited_steps actual_steps step irrelevant_steps"
-    _besides(reply, place, reply.draw.choice(names.split()), str(other))
+    return adversary
 
 
 def _of_two_minds(reply: Reply) -> None:
@@ -448,7 +370,7 @@ def _of_two_minds(reply: Reply) -> None:
             "verdict",
             "PASS/FAIL|PASS or FAIL|not PASS|!PASS|PARTIAL|PASS?||NOT_PASS|P|-PASS|PA\u200bSS|PASS\u0336",
         ),
-        "criteria": ("title description evaluator_instruction", 'null|""|3|true|" "|{}'),
+        "criteria": ("title description evaluator_instruction", "null|3|true|{}"),
     }[reply.phase]
     value = reply.draw.choice(values.split("|"))
     reply.draw.choice(reply.entries)[reply.draw.choice(names.split())] = quoted(value) if names == "verdict" else value
@@ -475,32 +397,16 @@ _OF_ALL: dict[str, Adversary] = {
     "draft in reasoning": _drafted("<think>{draft} hm</think>@"),
 }
 _OF_VERDICTS: dict[str, Adversary] = {
-    "remark behind": _adds("@\n{remark}", "@\n\n{remark}", "@ {remark}", "@ // {remark}", "@\n> {remark}"),
-    "remark among courtesies": _adds("@\n{courtesy} {remark}", "@\n{remark}\n{courtesy}", "@\n{courtesy}, {remark}"),
-    "remark between": _adds("between"),
-    "remark in the object": _adds(
-        *(f'{{"evaluations": @, "{name}": {{quoted}}}}' for name in ("note", "summary", "correction", "overall")),
-        '{"evaluations": @, "corrections": {json}}',
-    ),
-    "JSON behind": _adds("@\n{json}", "@\nAlso:\n{json}", "@\n```json\n{json}"),
-    "fields behind": _adds(
-        *(
-            f"@\n{each}"
-            for each in ('"score": -1', "{score: -1}", "'score': -1", '{"score": -1}', '"relevant_steps": [1]')
-        ),
-        '@\n{"rubric_index": 0, "verdict": "FAIL", "relevant_steps": [1]}',
-    ),
+    "entry behind": _around_last("@\nAlso:\n{entry}", "@\n```json\n[{entry}]\n```", "{entry}\n@"),
+    "broken entry behind": _around_last('@\n"score": -1, "relevant_steps": [1]', '@\n[{"rubric_index": 0, "score": '),
     "entries amiss": _entries_amiss,
     "titles exchanged": _titles_exchanged,
-    "titles shifted": _titles_shifted,
     "field twice": _field_twice,
-    "field beside": _field_beside,
-    "justification": _justification,
 }
 ADVERSARIES: dict[str, dict[str, Adversary]] = {
     "score": _OF_ALL | _OF_VERDICTS,
-    "credit": _OF_ALL | _OF_VERDICTS | {"steps beside": _steps_beside},
+    "credit": _OF_ALL | _OF_VERDICTS,
     "criteria": _OF_ALL,
 }
-_OF_TWO = ("remark between", "fields behind", "titles exchanged", "titles shifted")
+_OF_TWO = ("titles exchanged", "entry behind")
 """They need two criteria."""

@@ -53,7 +53,7 @@ class Answers(RuleComplete):
         completion = await super().__call__(request)
         if self.broken:
             return replace(completion, text="no")
-        entries = json.loads(completion.text)
+        entries = json.loads(completion.text)["entries"]
         last = max(map(int, re.findall(r"^### Step (\d+)", prompt, re.MULTILINE)), default=1)
         for entry in entries:
             if "score" in entry:

@@ -29,6 +29,7 @@ from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
 from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, read_book, request_key
+from draco_ray.judging.structured import PROBE_SCHEMA
 from draco_ray.records import Message, Paid
 
 PRICE = Price(input=2.0, output=10.0)
@@ -526,10 +527,11 @@ def test_where_the_endpoint_does_not_count_it_is_no_part_of_the_key(monkeypatch:
 
 
 async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = Scripted(monkeypatch, said("OK"), max_attempts=9)
+    scripted = Scripted(monkeypatch, said('{"entries": ["OK"]}'), max_attempts=9)
     await scripted.client.check()
     ((request, _, tokens, _),) = scripted.sent
-    assert (request, tokens) == (client_module.QUESTION, client_module.QUESTION_TOKENS)
+    assert (request, tokens) == (replace(client_module.QUESTION, schema=PROBE_SCHEMA), client_module.QUESTION_TOKENS)
+    assert scripted.client._endpoint.structured.constrained
     for attempts, requests in ((9, client_module.CHECK_ATTEMPTS), (2, 2)):
         scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 9, max_attempts=attempts)
         with pytest.raises(JudgeUnavailable, match="^judge openai/m at http://judge: gone"):
@@ -537,11 +539,25 @@ async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeyp
         assert len(scripted.sent) == requests
 
 
+async def test_a_check_finds_out_that_a_schema_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As response_format, then as a function call; a reply that reasoning used up says nothing of it."""
+    scripted = Scripted(monkeypatch, said("OK"), said("OK"))
+    await scripted.client.check()
+    assert len(scripted.sent) == 2
+    assert not scripted.client._endpoint.structured.constrained
+    thought = said("")
+    thought.choices[0].finish_reason = "length"
+    scripted = Scripted(monkeypatch, thought)
+    await scripted.client.check()
+    assert scripted.client._endpoint.structured.constrained
+
+
 async def test_under_a_budget_a_check_wants_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
-    await Scripted(monkeypatch, said(none=1)).client.check()
-    await Scripted(monkeypatch, said(), limits={"dollars": 2.5}).client.check()
+    await Scripted(monkeypatch, said(none=1), structured_output=False).client.check()
+    await Scripted(monkeypatch, said(), limits={"dollars": 2.5}, structured_output=False).client.check()
+    unknown = Scripted(monkeypatch, said(none=1), limits={"dollars": 2.5}, structured_output=False)
     with pytest.raises(JudgeUnavailable) as problem:
-        await Scripted(monkeypatch, said(none=1), limits={"dollars": 2.5}).client.check()
+        await unknown.client.check()
     assert str(problem.value) == (
         "judge openai/m at http://judge: its replies do not say their usage (prompt_tokens, completion_tokens), so "
         "what is left of judge.limits.dollars=2.5 would be a guess; let the endpoint report it, or set "

@@ -25,7 +25,6 @@ from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import KEY_FILE, load_prompts
 from draco_ray.judging.reply_cache import FILE, ReplyCache
 from draco_ray.judging.self_judge import SelfJudgeClient
-from draco_ray.judging.structured import reply_schema
 from draco_ray.records import EpisodeEnd, Paid, ScoredCriterion, Verdict
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 
@@ -121,13 +120,14 @@ async def test_stage1_sees_the_agents_prompt_and_archives_its_call() -> None:
     assert script.forgotten == []
 
 
-async def test_a_request_says_what_it_is_for_and_the_second_one_wants_no_schema() -> None:
+async def test_a_request_says_what_it_is_for_and_every_one_holds_the_reply_to_the_schema() -> None:
     script = Script("no", criteria("A"))
     referee = judge(script, stage1_across_epochs=False)
     assert (await referee.ask(Stage1(PROMPT), WHERE)).ok
     first, second = script.asked
-    assert first.schema == reply_schema(Stage1, load_prompts(Path("prompts/judge")).templates["stage1"])
-    assert second.schema is None
+    config = JudgeConfig()
+    assert first.schema == Stage1(PROMPT).schema(load_prompts(Path("prompts/judge")).templates["stage1"], config)
+    assert second.schema == first.schema
     for request in script.asked:
         assert (request.phase, request.group, request.scope) == ("stage1", WHERE.group, WHERE.group)
     assert first.shared == second.shared
@@ -190,8 +190,8 @@ async def test_what_is_asked_again_is_quoted_and_says_what_is_wanted() -> None:
         _, answer, again = script.asked[1].messages
         assert answer.content == quoted
         assert again.content == (
-            "Your reply could not be used: no complete JSON array of objects was found in the reply\n\n"
-            "Answer the first message again, in full and in the format it asks for, with the complete JSON array only."
+            "Your reply could not be used: no JSON object with 'entries' was found\n\n"
+            "Answer the first message again, in full and in the format it asks for, with the complete JSON only."
         )
 
 
@@ -226,7 +226,7 @@ async def test_the_papers_limits_hold_whatever_the_judge_writes(phase: str, limi
     else:
         judged = await referee.ask(Union(PROMPT, RUBRIC, [example_trajectory()]), WHERE)
     assert len(judged.value or ()) == limit
-    assert judged.notes == (f"cut {30 - limit} of 30 criteria: the limit is {limit}",)
+    assert judged.notes == (f"left out {30 - limit} of 30 criteria: the limit is {limit}",)
 
 
 async def test_union_shows_every_candidate_and_every_rollout() -> None:
@@ -295,7 +295,7 @@ async def test_a_second_unusable_reply_fails_the_phase_and_forgets_both() -> Non
     judged = await judge(script).ask(Score(example_trajectory(), RUBRIC), WHERE)
     assert judged.value is None
     assert judged.error is not None
-    assert judged.error.startswith("score of example_1 rollout 2 failed after 2 calls: no complete JSON array")
+    assert judged.error.startswith("score of example_1 rollout 2 failed after 2 calls: no JSON object with 'entries'")
     assert all(call.error for call in judged.calls)
     assert script.forgotten == script.asked
 
@@ -349,7 +349,7 @@ async def test_a_verdict_without_a_step_is_asked_about_once_and_then_moves_no_cr
     assert [item.steps for item in judged.value or ()] == [(1,), ()]
     assert judged.calls[0].error is not None
     assert judged.calls[1].error is None
-    assert judged.notes == ("no step cited for rubric_index 1: no credit moves for it",)
+    assert judged.notes == ("rubric_index 1: a PASS or FAIL must cite at least one step in relevant_steps",)
 
 
 async def test_a_step_beyond_the_trajectory_is_asked_about_once_and_then_left_out() -> None:

@@ -15,9 +15,9 @@ from collections import Counter
 import pytest
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.parsing import parse_criteria
 from draco_ray.judging.phases.credit import parse_attributions
 from draco_ray.judging.phases.score import parse_scores
+from draco_ray.judging.reply import parse_criteria
 from draco_ray.records import Criterion
 from tests.support.meant_replies import ADVERSARIES, HONEST, STEPS, Meaning, drawn
 
@@ -34,7 +34,7 @@ def read(text: str, phase: str, titles: list[str]) -> Meaning | None:
                 return [(int(each.verdict),) for each in parse_scores(text, rubric).value]
             case "credit":
                 return [(int(each.verdict), *each.steps) for each in parse_attributions(text, rubric, STEPS).value]
-        criteria = parse_criteria(text, limit=24, source="s", allow_empty=len(titles) > 2).value
+        criteria = parse_criteria(text, limit=24, source="s", least=1).value
     except ReplyError:
         return None
     return sorted(((each.title, each.evaluator_instruction) for each in criteria), key=str)

@@ -151,7 +151,7 @@ STEP_LISTS = (
     '|[2.5]|[+2]|[1 to 3]|[1, 3, ]|[1, ...]|[1, etc.]|[\uff12]|[02]|[1e0]|[[2]]|[-0]|[2-]|["2", 3]|[2, "or 3"]|[true]'
     '|[1\u20133, 5]|[1, 2], "relevant_steps": [3]|[1\u20443]|[1, 2\u00b3]|[2?]|[not 2]|[2 (not 3)]'
 ).split("|")
-ALPHABET = "-+\u2212\u2013\u2012!~/0123456789\"',:;{}[]()\\ \n.eE#\u200b\uff11or"
+ALPHABET = "-+\u2212\u2013\u2012!~/0123456789\"',:;{}[]()\\ .eE#\u200b\uff11or"
 
 
 def token(draw: random.Random, text: str, credit: bool) -> str:
@@ -199,23 +199,14 @@ def doubled(draw: random.Random, text: str, credit: bool) -> str:
     )
 
 
-def harmless(draw: random.Random, text: str, credit: bool) -> str:
-    """What must not even cost a second question."""
-    text = draw.choice(
-        [
-            text,
-            re.sub(r"\}(\s*)\]", r"},\1]", text),
-            re.sub(r"([\"\]\d])(\s*)\}", r"\1,\2}", text),
-            text.replace("-1", f"{draw.choice(MINUS)}1"),
-            re.sub(r": (\d)", r": +\1", text),
-            text.replace("seen in", 'seen "here" in').replace("nothing shows", "nothing\nshows"),
-            text.replace("seen in", "seen \\d in").replace("nothing", "\\'nothing\\'"),
-            text.replace("seen in", "{seen} [in]"),
-        ]
+def surrounded(draw: random.Random, text: str, credit: bool) -> str:
+    """A whole answer among what judges write around one: none of it costs a second question."""
+    text = draw.choice([text, text.replace("nothing shows", "nothing\nshows"), text.replace("seen in", "{seen} [in]")])
+    text = draw.choice([text, f"```json\n{text}\n```", f'{{"entries": {text}}}', f'{{"results": {text}, "total": 3}}'])
+    before = draw.choice(
+        ["", "Sure [1]:\n", "<think>hm [{ no</think>\n", 'I use {"score": ...} as asked.\n', f"{text}\n"]
     )
-    return draw.choice(["", "Sure [1]: ", "<think>hm [{ no</think>\n"]) + draw.choice(
-        [text, f"```json\n{text}\n```", f'{{"entries": {text}}}', f"{text}\nThat is all."]
-    )
+    return before + text + draw.choice(["", "\nThat is all.", "\nSummary: 2 of 3 passed; criterion 2 was borderline."])
 
 
 CORRUPTIONS: tuple[Callable[[random.Random, str, bool], str], ...] = (token, token, letters, letters, doubled)
@@ -240,11 +231,11 @@ def test_an_accepted_reply_says_what_its_text_plainly_says(part: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_harmless_slips_are_read_as_they_were_meant(part: int) -> None:
+def test_what_stands_around_an_answer_does_not_matter(part: int) -> None:
     for number in range(REPLIES // 8):
-        draw = random.Random(f"harmless/{part}/{number}")
+        draw = random.Random(f"surrounded/{part}/{number}")
         entries, text = reply(draw, credit=bool(part))
-        text = harmless(draw, text, bool(part))
+        text = surrounded(draw, text, bool(part))
         assert read(text, bool(part)) == truth(entries), text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,13 +38,15 @@ class Engine:
     room: int = 100_000
     asked: list[dict[str, Any]] = field(default_factory=list)
 
-    async def sample(
-        self, token_ids: list[int], *, max_tokens: int, seed: int | None = None, temperature: float | None = None
-    ) -> Sample:
+    async def sample(self, token_ids: list[int], *, stop_at: int | None = None, **given: Any) -> Sample:
         if len(token_ids) >= self.room:
             raise EngineError(f"prompt of {len(token_ids)} tokens leaves no room")
-        self.asked.append({"prompt": token_ids, "max_tokens": max_tokens, "seed": seed, "temperature": temperature})
+        self.asked.append({"prompt": token_ids, "stop_at": stop_at, **given})
         ids = self.tokenizer.encode(self.text, add_special_tokens=False)
+        if stop_at in ids:
+            ids = ids[: ids.index(stop_at) + 1]
+        elif given.get("schema") is not None and "</think>" in self.text:
+            ids = self.tokenizer.encode(self.text.partition("</think>")[2], add_special_tokens=False)
         return Sample(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=self.finish_reason, policy_version=3)
 
 
@@ -59,23 +61,28 @@ def client(template: str, text: str, *, thinking: bool = True, **engine: Any) ->
     return SelfJudgeClient([sampler], tokenizer, judge, model="self/toy"), sampler
 
 
+SCHEMA = {"type": "object"}
+
+
 @pytest.mark.parametrize("template", [QWEN3, QWEN35])
-async def test_reasoning_is_left_out_of_the_answer(template: str) -> None:
-    complete, _ = client(template, 'I would say {"no": 1}.\n</think>\n\n{"yes": 2}')
-    if template == QWEN3:
-        complete, _ = client(template, '<think>\nI would say {"no": 1}.\n</think>\n\n{"yes": 2}')
-    answer = await complete(HELLO)
-    assert json.loads(answer.text) == {"yes": 2}
+async def test_reasoning_is_free_and_the_answer_behind_it_is_held_to_the_schema(template: str) -> None:
+    opened = "<think>\n" if template == QWEN3 else ""
+    complete, engine = client(template, f'{opened}I would say {{"no": 1}}.\n</think>{{"yes": 2}}')
+    answer = await complete(replace(HELLO, schema=SCHEMA))
+    assert answer.text.partition("</think>")[2] == '{"yes": 2}'
     assert answer.finish_reason == "stop"
+    thought, said = engine.asked
+    (end,) = engine.tokenizer.encode("</think>", add_special_tokens=False)
+    assert (thought["stop_at"], thought.get("schema"), said["schema"]) == (end, None, SCHEMA)
+    assert said["prompt"][: len(thought["prompt"])] == thought["prompt"]
+    assert said["prompt"][-1] == end
+    assert said["max_tokens"] == 777 - (len(said["prompt"]) - len(thought["prompt"]))
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-async def test_an_answer_that_quotes_a_turn_with_reasoning_stays_whole(thinking: bool) -> None:
-    entries = [{"score": -1, "evidence": "Step 1: <think>one page</think> <code>x</code>"}]
-    reply = json.dumps(entries)
-    complete, _ = client(QWEN35, f"It wrote.\n</think>\n\n{reply}" if thinking else reply, thinking=thinking)
-    answer = await complete(HELLO)
-    assert (answer.finish_reason, json.loads(answer.text)) == ("stop", entries)
+async def test_without_thinking_the_whole_reply_is_held_to_the_schema() -> None:
+    complete, engine = client(QWEN3, '{"yes": 2}', thinking=False)
+    assert (await complete(replace(HELLO, schema=SCHEMA))).text == '{"yes": 2}'
+    assert [asked["schema"] for asked in engine.asked] == [SCHEMA]
 
 
 async def test_reasoning_that_never_ends_is_a_cut_reply() -> None:
@@ -152,10 +159,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     ("template", "reply", "ended", "text", "finish_reason"),
     [
         (QWEN3, "fine", "stop", "fine", "stop"),
-        (QWEN35, "so\n</think>\n\nfine", "stop", "fine", "stop"),
-        # A draft in reasoning that the template has opened.
-        (QWEN35, '[{"score": 1, so\n</think>fine', "stop", "fine", "stop"),
-        (QWEN3, " <think>so</think> fine", "abort", "fine", "abort"),
+        (QWEN35, "so\n</think>\n\nfine", "stop", "so\n</think>\n\nfine", "stop"),
+        (QWEN3, " <think>so</think> fine", "abort", " <think>so</think> fine", "abort"),
         (QWEN35, "fine", "stop", "fine", "length"),
         (QWEN3, "<think>fine", "stop", "<think>fine", "length"),
     ],

@@ -1,71 +1,62 @@
-"""The JSON schemas that replies are held to: strict in OpenAI's sense, and in the order of the prompt's own example."""
+"""How a judge is held to a JSON schema: strict ones, in the prompt's order, by whatever the endpoint honours."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig
-from draco_ray.judging.parsing import parse_criteria
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import parse_attributions
-from draco_ray.judging.phases.score import parse_scores
+from draco_ray.judging.phases.credit import AttributionEntry, credit_schema
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.structured import StructuredOutput, reply_schema
-from draco_ray.records import Criterion
+from draco_ray.judging.reply import CriterionEntry
+from draco_ray.judging.structured import PROBE_SCHEMA, StructuredOutput, keeps_to, reply_schema
 
 SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-cache-friendly"))]
 
 
-def entry_of(prompts: Any, phase: str) -> dict[str, Any]:
-    schema: Any = reply_schema(PHASES[phase], prompts.templates[phase])
-    assert schema["required"] == ["entries"]
-    assert (schema["type"], schema["additionalProperties"]) == ("object", False)
-    assert schema["properties"]["entries"]["type"] == "array"
-    entry: dict[str, Any] = schema["properties"]["entries"]["items"]
-    return entry
+@pytest.mark.parametrize("prompts", SETS, ids=["judge", "cache-friendly"])
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_schema_and_prompt_ask_for_the_same_fields_in_the_same_order(prompts: Any, phase: str) -> None:
+    template = prompts.templates[phase]
+    example = json.loads(template[template.rindex("```json") + 7 : template.rindex("```")])
+    schema = PHASES[phase].example().schema(template, JudgeConfig())
+    assert (schema["required"], schema["additionalProperties"]) == (["entries"], False)
+    items = schema["properties"]["entries"]["items"]
+    for entry in items.get("anyOf", [items]):
+        assert (entry["type"], entry["additionalProperties"]) == ("object", False)
+        assert entry["required"] == list(entry["properties"]) == list(example["entries"][0])
 
 
 @pytest.mark.parametrize("prompts", SETS, ids=["judge", "cache-friendly"])
-@pytest.mark.parametrize("phase", list(PHASES))
-def test_every_field_is_required_and_stands_where_the_prompts_example_has_it(prompts: Any, phase: str) -> None:
-    entry = entry_of(prompts, phase)
-    assert (entry["type"], entry["additionalProperties"]) == ("object", False)
-    assert entry["required"] == list(entry["properties"])
-    template = prompts.templates[phase]
-    example = json.loads(template[template.rindex("```json") + 7 : template.rindex("```")])
-    assert entry["required"] == list(example[0])
-
-
-def test_a_reply_of_the_schemas_form_is_read() -> None:
-    rubric = (Criterion(title="A", description="d", evaluator_instruction="e"),)
-
-    def value(kind: dict[str, Any]) -> Any:
-        if "enum" in kind:
-            return kind["enum"][-1]
-        return {"string": "A", "integer": 0, "array": []}[kind["type"]]
-
-    for phase in PHASES:
-        entry = {name: value(kind) for name, kind in entry_of(SETS[0], phase)["properties"].items()}
-        text = json.dumps({"entries": [entry]})
-        if phase == "score":
-            assert parse_scores(text, rubric).value[0].verdict == 1
-        elif phase == "credit":
-            assert parse_attributions(text, rubric, 1).value[0].steps == ()
-        else:
-            assert parse_criteria(text, limit=1, source="s").value[0].title == "A"
+def test_a_verdict_comes_after_its_reasons(prompts: Any) -> None:
+    for phase, first, then in (("score", "justification", "score"), ("credit", "relevant_steps", "verdict")):
+        template = prompts.templates[phase]
+        assert template.rindex(f'"{first}"') < template.rindex(f'"{then}"')
 
 
 def test_a_field_that_the_prompt_does_not_show_comes_last_and_one_that_is_optional_not_at_all() -> None:
-    schema: Any = reply_schema(PHASES["credit"], '"verdict": "PASS", "explanation" : "e"')
+    schema = reply_schema(AttributionEntry, '"verdict": "PASS", "explanation" : "e"')
     entry = schema["properties"]["entries"]["items"]
     assert entry["required"] == ["verdict", "explanation", "rubric_index", "rubric_title", "relevant_steps"]
-    schema = reply_schema(PHASES["stage1"], "")
-    assert set(schema["properties"]["entries"]["items"]["required"]) == set(PHASES["stage1"].reply_fields)
+    entry = reply_schema(CriterionEntry, "")["properties"]["entries"]["items"]
+    assert entry["required"] == ["title", "description", "evaluator_instruction"]
+
+
+def test_a_schema_says_what_it_can_of_what_is_demanded() -> None:
+    array = credit_schema("", 3, 7)["properties"]["entries"]
+    assert (array["minItems"], array["maxItems"]) == (3, 3)
+    cited, uncited = (each["properties"] for each in array["items"]["anyOf"])
+    assert cited["rubric_index"] == {"type": "integer", "minimum": 0, "maximum": 2}
+    assert cited["relevant_steps"]["items"] == {"type": "integer", "minimum": 1, "maximum": 7}
+    assert (cited["relevant_steps"]["minItems"], uncited["relevant_steps"]["maxItems"]) == (1, 0)
+    assert uncited["verdict"]["enum"] == ["NOT_APPLICABLE"]
 
 
 class Refused(Exception):
@@ -74,83 +65,91 @@ class Refused(Exception):
         self.status_code = status
 
 
-class Table:
-    """LiteLLM's table and its requests; those with a schema fail with ``error``, all of them with ``always``."""
+class ContextWindowExceededError(Refused):
+    """LiteLLM's name for a prompt that is too long."""
 
-    def __init__(self, *known: str, error: Exception | None = None, always: bool = False) -> None:
-        self.known, self.error, self.always = known, error, always
-        self.sent: list[dict[str, Any]] = []
 
-    def supports_response_schema(self, model: str) -> bool:
-        return model in self.known
+class Provider:
+    """LiteLLM's requests to an endpoint that refuses some arguments, or everything."""
 
-    async def acompletion(self, **arguments: Any) -> str:
-        self.sent.append(arguments)
-        if self.error is not None and (self.always or "response_format" in arguments):
+    def __init__(self, *refuses: str, error: Exception | None = None) -> None:
+        self.refuses, self.error = refuses, error or Refused(400)
+        self.sent: list[str] = []
+
+    async def acompletion(self, **arguments: Any) -> Any:
+        self.sent.append(next((name for name in ("response_format", "tools") if name in arguments), "plain"))
+        if self.sent[-1] in self.refuses:
             raise self.error
-        return "reply"
+        if self.sent[-1] == "tools":
+            assert arguments["tool_choice"]["function"]["name"] == "answer"
+            call = SimpleNamespace(function=SimpleNamespace(name="answer", arguments='{"entries": []}'))
+            message, reason = SimpleNamespace(content=None, tool_calls=[call]), "tool_calls"
+        else:
+            message, reason = SimpleNamespace(content="reply", tool_calls=None), "stop"
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
 
 
-SCHEMA = {"type": "object"}
-FORM = {"type": "json_schema", "json_schema": {"name": "reply", "strict": True, "schema": SCHEMA}}
+async def texts(structured: StructuredOutput, provider: Provider, times: int = 1) -> list[str]:
+    found = []
+    for _ in range(times):
+        choice = (await structured.complete(provider, PROBE_SCHEMA, temperature=0.5)).choices[0]
+        assert choice.finish_reason == "stop"
+        found.append(choice.message.content)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        (JudgeConfig(model="openai/known"), True),
-        (JudgeConfig(model="openai/unknown"), False),
-        (JudgeConfig(model="openai/unknown", api_base="http://own/v1"), True),
-        (JudgeConfig(model="hosted_vllm/own", local=LocalJudgeConfig(enabled=True)), True),
-        (JudgeConfig(model="openai/known", structured_output=False), False),
-    ],
-)
-async def test_a_schema_is_sent_where_it_is_known_or_may_be(config: JudgeConfig, wanted: bool) -> None:
-    table, structured = Table("openai/known"), StructuredOutput(config)
-    for schema in (SCHEMA, None, SCHEMA):
-        assert await structured.complete(table, schema, temperature=0.5) == "reply"
-    with_one = {"temperature": 0.5, "response_format": FORM} if wanted else {"temperature": 0.5}
-    assert table.sent == [with_one, {"temperature": 0.5}, with_one]
+async def test_a_schema_is_sent_wherever_it_is_not_switched_off() -> None:
+    provider = Provider()
+    assert await texts(StructuredOutput(JudgeConfig(model="xai/grok-9")), provider) == ["reply"]
+    structured = StructuredOutput(JudgeConfig(structured_output=False))
+    assert await texts(structured, provider) == ["reply"]
+    assert not structured.constrained
+    assert provider.sent == ["response_format", "plain"]
 
 
-@pytest.mark.parametrize("status", [400, 422, 501])
-async def test_an_endpoint_that_refuses_it_and_answers_without_is_not_asked_for_it_again(
+@pytest.mark.parametrize("status", [400, 404, 422, 501])
+async def test_an_endpoint_that_refuses_a_schema_is_held_to_it_by_a_function(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    table = Table("m", error=Refused(status))
-    structured = StructuredOutput(JudgeConfig(model="m"))
-    for _ in range(2):
-        assert await structured.complete(table, SCHEMA, temperature=0.5) == "reply"
-    assert table.sent == [{"temperature": 0.5, "response_format": FORM}, *[{"temperature": 0.5}] * 2]
+    provider, structured = Provider("response_format", error=Refused(status)), StructuredOutput(JudgeConfig(model="m"))
+    assert await texts(structured, provider, 2) == ['{"entries": []}'] * 2
+    assert provider.sent == ["response_format", "tools", "tools"]
+    assert structured.constrained
     assert [record.getMessage() for record in caplog.records] == [
-        "m takes no JSON schema, replies are asked for without: no such parameter"
+        "m refuses a schema as response_format: no such parameter; next: function call"
     ]
 
 
-async def test_of_a_long_refusal_the_beginning_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    table = Table("m", error=Refused(400, "x" * 201))
-    await StructuredOutput(JudgeConfig(model="m")).complete(table, SCHEMA)
-    (record,) = caplog.records
-    assert record.getMessage().endswith(f" without: {'x' * 200}")
+async def test_one_that_refuses_both_is_asked_without() -> None:
+    provider, structured = Provider("response_format", "tools"), StructuredOutput(JudgeConfig(model="m"))
+    assert await texts(structured, provider, 2) == ["reply"] * 2
+    assert provider.sent == ["response_format", "tools", "plain", "plain"]
+    assert not structured.constrained
 
 
-async def test_what_is_refused_either_way_or_for_another_reason_does_not_speak_against_schemas() -> None:
+async def test_one_that_ignores_a_schema_counts_as_unconstrained_once_nothing_is_left_to_try() -> None:
     structured = StructuredOutput(JudgeConfig(model="m"))
+    assert not keeps_to("OK")
+    assert keeps_to('{"entries": ["OK"]}')
+    structured.ignored()
+    assert structured.constrained
+    structured.ignored()
+    assert not structured.constrained
 
-    class ContextWindowExceededError(Refused):
-        pass
 
-    for table in (
-        Table("m", error=Refused(500)),
-        Table("m", error=ContextWindowExceededError(400)),
-        Table("m", error=ValueError("no status")),
-        Table("m", error=Refused(400), always=True),
+async def test_what_is_refused_without_a_schema_too_or_for_another_reason_does_not_speak_against_schemas() -> None:
+    structured = StructuredOutput(JudgeConfig(model="m"))
+    everything = ("response_format", "tools", "plain")
+    for provider, requests in (
+        (Provider(*everything, error=Refused(500)), 1),
+        (Provider(*everything, error=ContextWindowExceededError(400)), 1),
+        (Provider(*everything, error=ValueError("no status")), 1),
+        (Provider(*everything), 3),
     ):
-        with pytest.raises((Refused, ValueError)):
-            await structured.complete(table, SCHEMA)
-        assert len(table.sent) == (2 if table.always else 1)
-    table = Table("m")
-    await structured.complete(table, SCHEMA)
-    assert table.sent == [{"response_format": FORM}]
+        with pytest.raises((Refused, ValueError), match=re.escape(str(provider.error))):
+            await texts(structured, provider)
+        assert len(provider.sent) == requests
+    provider = Provider()
+    await texts(structured, provider)
+    assert provider.sent == ["response_format"]

@@ -6,15 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging import reply_json
-from draco_ray.judging.parsing import after_thinking, parse_criteria
 from draco_ray.judging.phases.credit import parse_attributions
 from draco_ray.judging.phases.score import parse_scores
+from draco_ray.judging.reply import parse_criteria
 from draco_ray.records import Criterion
 from tests.support import hostile_texts
 
@@ -63,31 +61,13 @@ def entries(number: int) -> str:
         lambda size: parse_scores(" ".join(f'[{{"other": {index}}}]' for index in range(size)), RUBRIC),
         lambda size: parse_attributions(f'[{{"verdict": "PASS", "relevant_steps": [{"1," * size}]}}]', RUBRIC, 9),
         lambda size: parse_scores('[{"evidence": "' + '" ' * size + '", "score": 1}]', RUBRIC),
-        lambda size: after_thinking('[{"a" ' * size + "</think>" + json.dumps([{"score": 1}])),
+        lambda size: parse_scores('[{"a" ' * size + "</think>" + json.dumps([{"score": 1}]), RUBRIC),
     ],
     ids=["broken entries", "different arrays", "equal arrays", "other arrays", "steps", "quotes", "beginnings"],
 )
 def test_the_calls_that_reading_takes_grow_with_the_reply(read: Callable[[int], object]) -> None:
     few, many = calls(lambda: read(100)), calls(lambda: read(800))
     assert many <= 8.5 * few + 100
-
-
-def test_only_the_beginnings_of_names_are_brought_into_unicodes_normal_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sorts accents, in time of their square: a key of 80,000 took 17 s, of a whole reply seven minutes."""
-    lengths = []
-
-    def normalize(form: str, text: str) -> str:
-        lengths.append(len(text))
-        return text
-
-    monkeypatch.setattr(reply_json, "unicodedata", SimpleNamespace(normalize=normalize))
-    accents = "a" + "\u0301\u0316" * 3900
-    entry = json.dumps({"rubric_title": accents, "Score": 1, "score": 1}, ensure_ascii=False)
-    with pytest.raises(ReplyError, match="comes twice"):
-        parse_scores(f"[{entry}]", RUBRIC)
-    entry = json.dumps({"rubric_title": accents, accents: 1, accents + "b": 2, "score": 1}, ensure_ascii=False)
-    assert parse_scores(f"[{entry}]", RUBRIC).value[0].verdict == 1
-    assert max(lengths) <= 300
 
 
 def test_thousands_of_arrays_are_compared_with_the_first_only() -> None:

@@ -121,7 +121,7 @@ async def test_criteria_that_tell_no_runs_apart_are_dropped() -> None:
 def test_stage1_proposes_what_the_task_is_about() -> None:
     def titles(task: str) -> list[str]:
         _, reply = answer(f"<agent_prompt>\n[USER]\nYour task is: {task}\n</agent_prompt>")
-        entries = json.loads(reply)
+        entries = json.loads(reply)["entries"]
         assert 1 <= len(entries) <= 15
         assert all(entry["description"] and entry["evaluator_instruction"] for entry in entries)
         return [entry["title"] for entry in entries]

@@ -104,12 +104,14 @@ def test_the_prompts_of_a_run_by_calls_are_judged() -> None:
     turns = tuple(replace(turn, text=turn.action or turn.text) for turn in trajectory.turns)
     trajectory = replace(trajectory, turns=turns)
     phase, reply = answer(Score(trajectory, rubric).prompt(prompts))
-    scores = [ScoredCriterion(verdict=Verdict(entry["score"])) for entry in json.loads(reply)]
+    scores = [ScoredCriterion(verdict=Verdict(entry["score"])) for entry in json.loads(reply)["entries"]]
     assert phase == "score"
     assert {Verdict.PASS, Verdict.FAIL} <= {score.verdict for score in scores}
     phase, reply = answer(Credit(trajectory, rubric, scores).prompt(prompts))
     cited = {
-        entry["rubric_title"]: entry["relevant_steps"] for entry in json.loads(reply) if entry["verdict"] == "FAIL"
+        entry["rubric_title"]: entry["relevant_steps"]
+        for entry in json.loads(reply)["entries"]
+        if entry["verdict"] == "FAIL"
     }
     assert phase == "credit"
     assert [2] in cited.values()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Parsed
+from draco_ray.judging.reply import Entry, Parsed
+from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory
 from draco_ray.runs.rows import Row
 
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 Rubric = tuple[Criterion, ...]
 Scores = tuple[ScoredCriterion, ...]
 Attributions = tuple[Attribution, ...]
-
-JsonSchema = dict[str, object]
-TEXT: JsonSchema = {"type": "string"}
-TEXTS: JsonSchema = {"type": "array", "items": TEXT}
-INTEGER: JsonSchema = {"type": "integer"}
 
 ValueT = TypeVar("ValueT")
 
@@ -42,10 +38,8 @@ class Question(ABC, Generic[ValueT]):
     """What the template may mention; `values` fills them."""
     required: ClassVar[tuple[frozenset[str], ...]]
     """What it must mention: at least one name of each group."""
-    reply_fields: ClassVar[Mapping[str, JsonSchema]]
-    """Fields of each entry of the reply's array, as JSON schema."""
-    optional_reply_fields: ClassVar[Mapping[str, JsonSchema]] = {}
-    """Fields that only some templates ask for."""
+    entry: ClassVar[type[Entry]]
+    """What each entry of a reply holds."""
 
     @property
     @abstractmethod
@@ -59,6 +53,10 @@ class Question(ABC, Generic[ValueT]):
     def shortened(self, level: int) -> Self:
         """The same question with less of what it shows (`draco_ray.judging.shortening`), 0 .. `LEVELS`."""
         return self
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """The JSON schema that a reply to ``template`` is held to."""
+        return reply_schema(self.entry, template)
 
     @abstractmethod
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[ValueT]:

@@ -11,17 +11,21 @@ from pydantic import BeforeValidator
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Integer, Parsed, Remark, RubricEntry, VerdictName, align, read_entries
-from draco_ray.judging.phases.base import INTEGER, TEXT, Attributions, JsonSchema, Question, trajectory_values
-from draco_ray.judging.phases.contradiction import other_verdict
-from draco_ray.judging.phases.score import WHICH
-from draco_ray.judging.reply_json import integer
+from draco_ray.judging.phases.base import Attributions, Question, trajectory_values
+from draco_ray.judging.reply import Integer, Parsed, Remark, RubricEntry, VerdictName, align, read_entries
 from draco_ray.judging.shortening import shortened
+from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.runs.rows import Row, citation_rows
 
-_STEPS: JsonSchema = {"type": "array", "items": INTEGER}
-_VERDICT: JsonSchema = {"type": "string", "enum": ["PASS", "FAIL", "NOT_APPLICABLE"]}
+
+class AttributionEntry(RubricEntry):
+    """A verdict's citations as the judge writes them."""
+
+    decides = ("verdict", "relevant_steps")
+    explanation: Remark = ""
+    relevant_steps: Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
+    verdict: VerdictName
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Credit(Question[Attributions]):
         }
     )
     required = (frozenset({"rubric_scores"}), frozenset({"steps_summary", "agent_trajectory"}))
-    reply_fields = WHICH | {"explanation": TEXT, "relevant_steps": _STEPS, "verdict": _VERDICT}
+    entry = AttributionEntry
 
     def shortened(self, level: int) -> Self:
         """See `Question`."""
@@ -82,9 +86,13 @@ class Credit(Question[Attributions]):
         """An empty answer where there is no criterion to ask about, or no step."""
         return None if self.asked and self.trajectory.steps else ()
 
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One entry a criterion; only NOT_APPLICABLE comes without a step."""
+        return credit_schema(template, len(self.asked), len(self.trajectory.steps))
+
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Attributions]:
-        """Read a reply (`parse_attributions`), leniently where the judge is not asked again."""
-        parsed = parse_attributions(text, self._asked_rubric, len(self.trajectory.steps), lenient=last)
+        """Read a reply (`parse_attributions`)."""
+        parsed = parse_attributions(text, self._asked_rubric, len(self.trajectory.steps), last=last)
         attributions = tuple(replace(each, criterion=self.asked[each.criterion]) for each in parsed.value)
         return Parsed(value=attributions, notes=parsed.notes)
 
@@ -105,30 +113,21 @@ class Credit(Question[Attributions]):
         return cls(example_trajectory(), RUBRIC, SCORES)
 
 
-class AttributionEntry(RubricEntry):
-    """A verdict's citations as the judge writes them."""
-
-    verdict: VerdictName
-    relevant_steps: Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
-    explanation: Remark = ""
-
-    def contradiction(self) -> str | None:
-        """What else of the entry says another verdict, or names other steps."""
-        for name, value in (self.model_extra or {}).items():
-            if "step" in name.lower() and self.verdict != "NOT_APPLICABLE" and not self._cites(value):
-                return f"{name[:60]} {str(value)[:60]}"
-        return other_verdict(Verdict[self.verdict], self.explanation, self.model_extra or {})
-
-    def _cites(self, value: object) -> bool:
-        """Whether a further field names the same steps, one of them, or none."""
-        if not isinstance(value, list):
-            return value is None or isinstance(integer(value), str) or value in self.relevant_steps
-        numbers = [integer(each) for each in value]
-        return all(each in self.relevant_steps for each in numbers) and len(numbers) in (0, len(self.relevant_steps))
+def credit_schema(template: str, count: int, num_steps: int) -> JsonSchema:
+    """The JSON schema of citations for ``count`` criteria; ``template`` as of `score_schema`."""
+    index = {"minimum": 0, "maximum": count - 1}
+    step = {"type": "integer", "minimum": 1, "maximum": num_steps}
+    cited: JsonSchema = {"rubric_index": index, "relevant_steps": {"items": step, "minItems": 1}}
+    uncited: JsonSchema = {
+        "rubric_index": index,
+        "relevant_steps": {"items": step, "maxItems": 0},
+        "verdict": {"enum": ["NOT_APPLICABLE"]},
+    }
+    return reply_schema(AttributionEntry, template, least=count, most=count, cases=[cited, uncited])
 
 
 def parse_attributions(
-    text: str, rubric: Sequence[Criterion], num_steps: int, *, lenient: bool = False
+    text: str, rubric: Sequence[Criterion], num_steps: int, *, last: bool = False
 ) -> Parsed[Attributions]:
     """Read which steps are responsible for which verdict, in the rubric's order.
 
@@ -138,40 +137,30 @@ def parse_attributions(
         text: the reply.
         rubric: the criteria that were asked about; `Attribution.criterion` indexes into it.
         num_steps: M; valid steps are 1 .. M.
-        lenient: leave out steps that do not exist, and accept a pass or fail that then cites none as a verdict that
-            moves no credit, each with a note. The judge sets it once asking again did not help: losing one criterion's
-            citation is less than losing them all.
+        last: whether the judge is not asked again: then steps that do not exist are left out, and a pass or fail
+            without a step moves no credit, each with a note. That loses one citation, not all of them.
 
     Raises:
-        ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless lenient) a step beyond the
+        ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless ``last``) a step beyond the
             trajectory or a pass or fail without a step.
     """
-    entries = read_entries(text, AttributionEntry)
-    order, alignment_notes = align(entries, rubric)
-    for position, entry in enumerate(entries):
-        if (other := entry.contradiction()) is not None:
-            raise ReplyError(f"entry {position}: verdict {entry.verdict} and {other} contradict each other")
-    notes = list(alignment_notes)
+    parsed = read_entries(text, AttributionEntry, len(rubric), last=last)
+    entries, alignment_notes = align(parsed.value, rubric)
+    notes = [*parsed.notes, *alignment_notes]
     attributions = []
-    uncited = []
-    for criterion, position in enumerate(order):
-        entry = entries[position]
-        cited = set(entry.relevant_steps)
-        if beyond := sorted(step for step in cited if not 1 <= step <= num_steps):
-            problem = f"rubric_index {criterion}: step {beyond[0]} does not exist; steps are 1 to {num_steps}"
-            if not lenient:
-                raise ReplyError(problem)
-            notes.append(problem)
+    for criterion, entry in enumerate(entries):
         verdict = Verdict[entry.verdict]
-        steps = () if verdict is Verdict.NOT_APPLICABLE else tuple(sorted(cited - set(beyond)))
+        if (other := entry.second_verdict(verdict)) is not None:
+            raise ReplyError(f"rubric_index {criterion}: verdict {entry.verdict} and {other} contradict each other")
+        cited = sorted(set(entry.relevant_steps)) if verdict is not Verdict.NOT_APPLICABLE else []
+        steps = tuple(step for step in cited if 1 <= step <= num_steps)
+        problems = [f"step {step} does not exist; steps are 1 to {num_steps}" for step in cited if step not in steps]
         if verdict is not Verdict.NOT_APPLICABLE and not steps:
-            uncited.append(criterion)
+            problems.append("a PASS or FAIL must cite at least one step in relevant_steps")
+        if problems and not last:
+            raise ReplyError(f"rubric_index {criterion}: {problems[0]}")
+        notes += [f"rubric_index {criterion}: {problem}" for problem in problems]
         attributions.append(
             Attribution(criterion=criterion, verdict=verdict, steps=steps, explanation=entry.explanation)
         )
-    if uncited:
-        which = ", ".join(str(criterion) for criterion in uncited)
-        if not lenient:
-            raise ReplyError(f"rubric_index {which}: a PASS or FAIL must cite at least one step in relevant_steps")
-        notes.append(f"no step cited for rubric_index {which}: no credit moves for it")
     return Parsed(value=tuple(attributions), notes=tuple(notes))

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
-
-from pydantic import BeforeValidator
+from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Parsed, Remark, RubricEntry, VerdictName, align, read_entries
-from draco_ray.judging.phases.base import INTEGER, TEXT, JsonSchema, Question, Scores, trajectory_values
-from draco_ray.judging.phases.contradiction import other_verdict
-from draco_ray.judging.reply_json import integer
+from draco_ray.judging.phases.base import Question, Scores, trajectory_values
+from draco_ray.judging.reply import Parsed, Remark, RubricEntry, ScoreValue, align, read_entries
 from draco_ray.judging.shortening import shortened
+from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.runs.rows import Row, verdict_rows
 
-WHICH = {"rubric_index": INTEGER, "rubric_title": TEXT}
-_SCORE: JsonSchema = {"type": "integer", "enum": [-1, 0, 1]}
+
+class ScoreEntry(RubricEntry):
+    """A verdict as the judge writes it."""
+
+    decides = ("score",)
+    evidence: Remark = ""
+    justification: Remark = ""
+    score: ScoreValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Score(Question[Scores]):
     template = "score_rubrics.txt"
     placeholders = frozenset({"agent_prompt", "task_input", "agent_trajectory", "rubrics"})
     required = (frozenset({"agent_trajectory"}), frozenset({"rubrics"}))
-    reply_fields = WHICH | {"evidence": TEXT, "justification": TEXT, "score": _SCORE}
+    entry = ScoreEntry
 
     def shortened(self, level: int) -> Self:
         """See `Question`."""
@@ -65,9 +68,13 @@ class Score(Question[Scores]):
         """Join the votes (`combine_votes`)."""
         return combine_votes(votes)
 
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One entry a criterion."""
+        return score_schema(template, len(self.rubric))
+
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Scores]:
         """Read a reply (`parse_scores`)."""
-        return parse_scores(text, self.rubric)
+        return parse_scores(text, self.rubric, last=last)
 
     @classmethod
     def rows(cls, step: int, task_id: str, rollout: int | None, value: Scores) -> tuple[str, list[Row]] | None:
@@ -82,45 +89,27 @@ class Score(Question[Scores]):
         return cls(example_trajectory(), RUBRIC)
 
 
-class ScoreEntry(RubricEntry):
-    """A verdict as the judge writes it."""
-
-    score: Annotated[Literal[-1, 0, 1], BeforeValidator(integer)]
-    verdict: VerdictName | None = None
-    """Not asked for; where a judge adds it, it must say the same."""
-    evidence: Remark = ""
-    justification: Remark = ""
-
-    def contradiction(self) -> str | None:
-        """What else of the entry says another verdict than its score."""
-        score = Verdict(self.score)
-        if self.verdict is not None and Verdict[self.verdict] != score:
-            return f"verdict {self.verdict}"
-        return other_verdict(score, self.justification, self.model_extra or {})
+def score_schema(template: str, count: int) -> JsonSchema:
+    """The JSON schema of verdicts on ``count`` criteria, for a prompt whose example has the fields of ``template``."""
+    index = {"rubric_index": {"minimum": 0, "maximum": count - 1}}
+    return reply_schema(ScoreEntry, template, least=count, most=count, cases=[index])
 
 
-def parse_scores(text: str, rubric: Sequence[Criterion]) -> Parsed[Scores]:
+def parse_scores(text: str, rubric: Sequence[Criterion], *, last: bool = False) -> Parsed[Scores]:
     """Read the verdicts on a rubric, in the rubric's order.
 
     Raises:
         ReplyError: not exactly one entry per criterion, or a score outside -1, 0, 1.
     """
-    entries = read_entries(text, ScoreEntry)
-    order, notes = align(entries, rubric)
-    for position, entry in enumerate(entries):
-        if (other := entry.contradiction()) is not None:
-            raise ReplyError(f"entry {position}: score {entry.score} and {other} contradict each other")
-    return Parsed(
-        value=tuple(
-            ScoredCriterion(
-                verdict=Verdict(entries[position].score),
-                evidence=entries[position].evidence,
-                justification=entries[position].justification,
-            )
-            for position in order
-        ),
-        notes=notes,
-    )
+    parsed = read_entries(text, ScoreEntry, len(rubric), last=last)
+    entries, notes = align(parsed.value, rubric)
+    scores = []
+    for index, entry in enumerate(entries):
+        verdict = Verdict(entry.score)
+        if (other := entry.second_verdict(verdict)) is not None:
+            raise ReplyError(f"rubric_index {index}: score {entry.score} and {other} contradict each other")
+        scores.append(ScoredCriterion(verdict=verdict, evidence=entry.evidence, justification=entry.justification))
+    return Parsed(value=tuple(scores), notes=(*parsed.notes, *notes))
 
 
 def combine_votes(votes: Sequence[Scores]) -> Scores:

@@ -8,14 +8,12 @@ from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Parsed, parse_criteria
-from draco_ray.judging.phases.base import TEXT, TEXTS, Question, Rubric
+from draco_ray.judging.phases.base import Question, Rubric
+from draco_ray.judging.reply import CriterionEntry, Parsed, parse_criteria
 from draco_ray.judging.shortening import shorter_prompt
+from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Message
 from draco_ray.runs.rows import Row, proposal_rows
-
-CRITERION_FIELDS = {"title": TEXT, "description": TEXT, "evaluator_instruction": TEXT}
-WHERE_SEEN = {"trajectory_evidence": TEXT, "grounding_references": TEXTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,7 @@ class Stage1(Question[Rubric]):
     template = "generate_rubrics.txt"
     placeholders = frozenset({"agent_prompt", "task"})
     required = (frozenset({"agent_prompt"}),)
-    reply_fields = CRITERION_FIELDS
-    optional_reply_fields = WHERE_SEEN
+    entry = CriterionEntry
 
     def shortened(self, level: int) -> Self:
         """See `Question`."""
@@ -48,9 +45,13 @@ class Stage1(Question[Rubric]):
         """The whole run, or this group where ``judge.stage1_across_epochs`` is off."""
         return "" if config.stage1_across_epochs else group
 
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One to ``judge.max_stage1_criteria`` criteria."""
+        return reply_schema(self.entry, template, least=1, most=config.max_stage1_criteria)
+
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
         """Read up to ``judge.max_stage1_criteria`` criteria."""
-        return parse_criteria(text, limit=config.max_stage1_criteria, source=self.name)
+        return parse_criteria(text, limit=config.max_stage1_criteria, source=self.name, least=1, last=last)
 
     @classmethod
     def rows(cls, step: int, task_id: str, rollout: int | None, value: Rubric) -> tuple[str, list[Row]]:

@@ -8,10 +8,10 @@ from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Parsed, parse_criteria
 from draco_ray.judging.phases.base import Question, Rubric, trajectory_values
-from draco_ray.judging.phases.stage1 import CRITERION_FIELDS, WHERE_SEEN
+from draco_ray.judging.reply import CriterionEntry, Parsed, parse_criteria
 from draco_ray.judging.shortening import shortened
+from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.rows import Row, proposal_rows
 
@@ -27,8 +27,7 @@ class Stage2(Question[Rubric]):
     template = "generate_rubrics_from_trajectory.txt"
     placeholders = frozenset({"agent_prompt", "task_input", "agent_trajectory", "existing_rubrics"})
     required = (frozenset({"agent_trajectory"}), frozenset({"existing_rubrics"}))
-    reply_fields = CRITERION_FIELDS
-    optional_reply_fields = WHERE_SEEN
+    entry = CriterionEntry
 
     def shortened(self, level: int) -> Self:
         """See `Question`."""
@@ -43,6 +42,10 @@ class Stage2(Question[Rubric]):
         """The rollout, and the criteria there are."""
         return trajectory_values(self.trajectory, code) | {"existing_rubrics": render.existing_rubrics(self.existing)}
 
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """Up to ``judge.max_stage2_criteria`` criteria."""
+        return reply_schema(self.entry, template, most=config.max_stage2_criteria)
+
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
         """Read up to ``judge.max_stage2_criteria`` criteria whose titles are new."""
         return parse_criteria(
@@ -50,7 +53,7 @@ class Stage2(Question[Rubric]):
             limit=config.max_stage2_criteria,
             source=f"{self.name}/{self.trajectory.rollout}",
             taken=self.existing,
-            allow_empty=True,
+            last=last,
         )
 
     @classmethod

@@ -8,10 +8,10 @@ from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
-from draco_ray.judging.parsing import Parsed, parse_criteria
 from draco_ray.judging.phases.base import Question, Rubric
-from draco_ray.judging.phases.stage1 import CRITERION_FIELDS
+from draco_ray.judging.reply import CriterionEntry, Parsed, parse_criteria
 from draco_ray.judging.shortening import shortened, shorter_prompt
+from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Criterion, Message, Trajectory
 
 
@@ -32,7 +32,7 @@ class Union(Question[Rubric]):
     template = "union_rubrics.txt"
     placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
     required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
-    reply_fields = CRITERION_FIELDS
+    entry = CriterionEntry
 
     def shortened(self, level: int) -> Self:
         """See `Question`."""
@@ -60,9 +60,13 @@ class Union(Question[Rubric]):
         """An empty rubric where nothing was proposed."""
         return None if self.candidates else ()
 
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """Up to ``judge.max_union_criteria`` criteria."""
+        return reply_schema(self.entry, template, most=config.max_union_criteria)
+
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
         """Read up to ``judge.max_union_criteria`` criteria."""
-        return parse_criteria(text, limit=config.max_union_criteria, source=self.name, allow_empty=True)
+        return parse_criteria(text, limit=config.max_union_criteria, source=self.name, last=last)
 
     @classmethod
     def example(cls) -> Union:

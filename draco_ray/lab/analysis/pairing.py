@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, StrictInt
-
 from draco_ray.config.load import project_file
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.parsing import check_finish, read_entries
+from draco_ray.judging.reply import Entry, Integer, check_finish, read_entries
+from draco_ray.judging.structured import reply_schema
 from draco_ray.records import Criterion, Message
 
 PROMPT = Path("prompts/pair_criteria.txt")
@@ -28,11 +27,12 @@ Pairs = tuple[tuple[int, int], ...]
 """(index in the one list, index in the other), both 0-based, ascending by the one."""
 
 
-class _Pair(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    first: StrictInt
-    second: StrictInt
+class _Pair(Entry):
+    decides = ("first", "second")
+    if_asked = ("shared_check",)
+    shared_check: str = ""
+    first: Integer
+    second: Integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
     """Read the pairs of two lists of so many criteria.
 
     Raises:
-        ReplyError: not exactly one JSON array of pairs, an index that does not exist, or one that stands in two pairs.
+        ReplyError: not exactly one answer, an index that does not exist, or one that stands in two pairs.
     """
-    entries = read_entries(text, _Pair)
+    entries = read_entries(text, _Pair).value
     if len(entries) > min(first, second):
         raise ReplyError(f"{len(entries)} pairs of {first} and {second} criteria; a criterion has one partner at most")
     for side, count in (("first", first), ("second", second)):
@@ -104,7 +104,7 @@ async def pair_criteria(
     dollars = 0.0
     error = ""
     for _ in range(1 + reasks):
-        requests.append(Request(messages=messages))
+        requests.append(Request(messages=messages, schema=reply_schema(_Pair, template)))
         completion = await complete(requests[-1])
         dollars += completion.dollars
         if completion.error is not None:
@@ -114,7 +114,7 @@ async def pair_criteria(
             pairs = parse_pairs(completion.text, len(first), len(second))
         except ReplyError as problem:
             error = str(problem)
-            again = f"Your reply could not be used: {error}\n\nAnswer the first message again with the JSON array only."
+            again = f"Your reply could not be used: {error}\n\nAnswer the first message again with the JSON only."
             messages = (
                 *messages,
                 Message(role="assistant", content=completion.text or "(empty)"),

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.parsing import check_finish
-from draco_ray.judging.phases.credit import Credit, parse_attributions
-from draco_ray.judging.phases.score import Score, parse_scores
+from draco_ray.judging.phases.credit import Credit, credit_schema, parse_attributions
+from draco_ray.judging.phases.score import Score, parse_scores, score_schema
+from draco_ray.judging.reply import check_finish
 from draco_ray.lab.analysis.agreement import (
     COUNTS,
     RATES,
@@ -212,16 +212,17 @@ def _answers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[int, tupl
 async def _ask(
     complete: Complete, call: ArchivedCall
 ) -> tuple[list[Verdict], list[tuple[int, ...]], float, str | None]:
-    request = Request(messages=(Message(role="user", content=call.prompt),))
-    completion = await complete(request)
+    count, scoring = len(call.rubric), call.phase == Score.name
+    schema = score_schema(call.prompt, count) if scoring else credit_schema(call.prompt, count, call.steps)
+    completion = await complete(Request(messages=(Message(role="user", content=call.prompt),), schema=schema))
     if completion.error is not None:
         return [], [], completion.dollars, completion.error
     try:
         check_finish(completion.text, completion.finish_reason)
-        if call.phase == Score.name:
-            scores = parse_scores(completion.text, call.rubric).value
+        if scoring:
+            scores = parse_scores(completion.text, call.rubric, last=True).value
             return [score.verdict for score in scores], [()] * len(scores), completion.dollars, None
-        attributions = parse_attributions(completion.text, call.rubric, call.steps, lenient=True).value
+        attributions = parse_attributions(completion.text, call.rubric, call.steps, last=True).value
     except ReplyError as error:
         return [], [], completion.dollars, str(error)
     verdicts = [attribution.verdict for attribution in attributions]

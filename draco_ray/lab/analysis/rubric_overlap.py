@@ -32,12 +32,12 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.complete import Complete, Request
 from draco_ray.judging.judge import CallContext, Judge, prompts_of
-from draco_ray.judging.parsing import check_finish, parse_criteria
 from draco_ray.judging.phases.base import Rubric
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
+from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
 from draco_ray.records import Criterion, Message, Trajectory
@@ -259,8 +259,8 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
         Stage2.name: config.max_stage2_criteria,
         Union.name: config.max_union_criteria,
     }[phase]
-    allow_empty = phase != Stage1.name
-    return parse_criteria(text, limit=limit, source="", taken=existing, allow_empty=allow_empty).value
+    least = 1 if phase == Stage1.name else 0
+    return parse_criteria(text, limit=limit, source="", taken=existing, least=least, last=True).value
 
 
 def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig) -> list[_Comparison]:

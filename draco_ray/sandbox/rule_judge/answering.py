@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from draco_ray.sandbox.rule_judge.catalogue import RULES, Rule, discoveries, pro
 from draco_ray.sandbox.rule_judge.demands import read_demands
 from draco_ray.sandbox.rule_judge.matching import find_rule
 from draco_ray.sandbox.rule_judge.pairing import answer_pairing
-from draco_ray.sandbox.rule_judge.reading import TASK_MARK, JudgePrompt, Rubric, read_prompt
+from draco_ray.sandbox.rule_judge.reading import TASK_MARK, JudgePrompt, Rubric, read_prompt, reply
 from draco_ray.sandbox.rule_judge.traces import number_in
 
 MOST_PROPOSED = 15
@@ -39,7 +38,7 @@ def answer(prompt: str) -> tuple[str | None, str]:
         Score.name: _score,
         Credit.name: _attribute,
     }[read.phase](read)
-    return read.phase, json.dumps(entries, indent=1, ensure_ascii=False)
+    return read.phase, reply(entries)
 
 
 def _propose(prompt: JudgePrompt) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.reply import ENTRIES
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt
+from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, reply
 
 Answer = Callable[[str], tuple[str | None, str]]
 """A judge's prompt -> its phase (None: it is none) and the reply."""
@@ -53,7 +54,7 @@ class Noise(BaseModel):
             read = read_prompt(prompt) if phase is not None else None
             if read is None:
                 return phase, text
-            return phase, json.dumps(self._blurred(read, json.loads(text)), indent=1, ensure_ascii=False)
+            return phase, reply(self._blurred(read, json.loads(text)[ENTRIES]))
 
         return noisy if self.any else answer
 

@@ -6,13 +6,12 @@ both. It is blind to a likeness that neither the titles nor its rules show.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 from draco_ray.sandbox.rule_judge.matching import find_rule
-from draco_ray.sandbox.rule_judge.reading import Rubric, read_pairing
+from draco_ray.sandbox.rule_judge.reading import Rubric, read_pairing, reply
 
 
 def answer_pairing(prompt: str) -> str | None:
@@ -24,7 +23,7 @@ def answer_pairing(prompt: str) -> str | None:
     pairs: list[dict[str, Any]] = []
     for key_of in (_title_key, _rule_key):
         pairs += _pairs(first, second, key_of, pairs)
-    return json.dumps(sorted(pairs, key=lambda pair: int(pair["first"])), indent=1, ensure_ascii=False)
+    return reply(sorted(pairs, key=lambda pair: int(pair["first"])))
 
 
 def _pairs(

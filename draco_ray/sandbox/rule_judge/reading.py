@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
+from draco_ray.judging.reply import ENTRIES
 from draco_ray.rollout.code_block import extract_code
 
 _EVIDENCE = re.compile(r"^\[BEGIN EVIDENCE ([0-9a-f]{8})\]", re.MULTILINE)
@@ -140,6 +142,11 @@ def read_pairing(prompt: str) -> tuple[tuple[Rubric, ...], tuple[Rubric, ...]] |
     """The two lists of a prompt that asks which of their criteria are pairs; None for any other text."""
     first, second = _tagged(prompt, "first_criteria"), _tagged(prompt, "second_criteria")
     return None if first is None or second is None else (_rubrics(first), _rubrics(second))
+
+
+def reply(entries: Sequence[Any]) -> str:
+    """What a judge answers: one JSON object that holds the entries."""
+    return json.dumps({ENTRIES: entries}, indent=1, ensure_ascii=False)
 
 
 def instruction(user_text: str) -> str:

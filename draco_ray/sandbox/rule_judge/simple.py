@@ -5,7 +5,6 @@ It stands in for a judge model where an environment is tried without one; `judge
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, Step, read_prompt
+from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, Step, read_prompt, reply
 
 Check = Callable[[str, tuple[Step, ...]], tuple[Verdict, Sequence[int]]]
 """(the task's text, the steps of a run) -> verdict, and the numbers of the steps responsible; for a pass or a fail none
@@ -43,7 +42,7 @@ def rule_judge(rules: Sequence[SimpleRule]) -> Callable[[str], tuple[str | None,
         read = read_prompt(prompt)
         if read is None:
             return None, "OK"
-        return read.phase, json.dumps(_entries(read, by_title), indent=1, ensure_ascii=False)
+        return read.phase, reply(_entries(read, by_title))
 
     return answer
 
