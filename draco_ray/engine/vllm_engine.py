@@ -44,9 +44,9 @@ SLEEP_LEVEL = 1
 """vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
 TURN_END = "<|im_end|>"
 SOCKET_BYTES = 107
-"""That the path of a Unix socket may have."""
+"""Maximum length of a Unix socket path, in bytes."""
 SOCKET_NAME_BYTES = 36
-"""Of vLLM's, which are UUIDs."""
+"""Length of the names of vLLM's sockets, which are UUIDs, in bytes."""
 
 
 def live_adapters(staleness: int) -> int:

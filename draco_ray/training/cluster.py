@@ -1,4 +1,4 @@
-"""Finding or starting Ray, and refusing a cluster that cannot run the configuration."""
+"""Join or start Ray, and refuse a cluster that cannot run the configuration."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from draco_ray.training.preflight import SUBMITTED, check_resources, has_autosca
 from draco_ray.training.room import wait_for_room, wait_for_turn
 
 FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
-"""Variables that reach the workers of a cluster that was started elsewhere."""
+"""Environment variables that are passed on to the workers of a cluster that was started elsewhere."""
 
 LOCAL_JUDGE_SLOTS = 64
-"""``judge`` resource of a Ray started here, where judge workers share one machine anyway."""
+"""``judge`` resource of a Ray started here, where all judge workers share one machine."""
 START_ATTEMPTS = 3
 """Ray gives a node 30 s to start, which a busy machine may exceed."""
 GCS_SECONDS = "180"
-"""For Ray's head service to listen, where Ray's default is 30."""
+"""Ray's limit for the start of its head service, in seconds, instead of 30."""
 LATE = "timed out during startup"
 """What Ray's error says of a node that did not start in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
@@ -34,7 +34,7 @@ DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 
 
 def address_of(config: DracoConfig) -> str | None:
-    """Return that of the cluster which is joined; None where this process starts Ray itself."""
+    """Return the address of the cluster to join; None: this process starts Ray itself."""
     return config.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 
@@ -42,21 +42,21 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     """Join the cluster of ``ray.address`` or RAY_ADDRESS, or start Ray on this machine.
 
     Args:
-        config: what is going to run.
-        judges: whether judge workers are part of it.
-        console: is told what is waited for where others use the cluster, or nodes have yet to come.
+        config: of the run.
+        judges: whether the run has judge workers.
+        console: shows what is waited for while other runs hold the cluster or nodes have yet to come.
 
-    On a cluster no other run begins until `draco_ray.training.room.begun`, or this process leaves it.
+    On a cluster no other run begins until `draco_ray.training.room.begun` is called or this process leaves.
 
     Returns: the cluster's resources.
     Raises:
-        ConfigError: if the cluster lacks ``judge`` slots and cannot get them, or GPUs that the configuration asks for.
-        ClusterError: if Ray does not start on this machine, or the cluster has no room in ``watch.start_seconds``.
+        ConfigError: the cluster lacks ``judge`` slots or GPUs that the configuration needs, and cannot get them.
+        ClusterError: Ray does not start on this machine, or the cluster has no room within ``watch.start_seconds``.
     """
-    # Read by the processes Ray starts as well: no price map is fetched, no model hub is asked.
+    # Inherited by Ray's processes: LiteLLM is not to fetch its price map.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    # Ray would end this process a minute after its head is gone, whatever it still has to write.
+    # Ray ends a driver 60 s after it has lost the head, even if it still has to write something.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     address = address_of(config)
     try:
@@ -64,11 +64,11 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
-                # A run has a dozen actors on however few cores; Ray warns of more than four times this number.
+                # A run has a dozen actors on any number of cores; Ray warns above four times this number.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
-                # What the dashboard lists; of 100,000 tasks, which Ray keeps, the head would grow for a thousand steps.
+                # Tasks that the dashboard lists. With Ray's default of 100,000 the head grows for a thousand steps.
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
-                # An actor of Ray Train's that asks whether nodes are being drained; here there is one node.
+                # Ray Train's watcher of draining nodes is not needed on one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
                 store = config.ray.object_store_mib
                 start_ray(
@@ -78,7 +78,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                     include_dashboard=config.ray.dashboard,
                 )
     except ConnectionError as error:
-        # To one that wants a token nobody is there: Ray's own words do not say which it was.
+        # A cluster that wants a token does not answer without one; Ray's message does not say so.
         token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}{token}") from None
     except ValueError:
@@ -88,7 +88,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         ray.shutdown()
         raise KeyboardInterrupt from None
     except Exception as error:
-        # Ray raises bare Exception where a node does not come up in time.
+        # Ray raises a bare Exception when a node does not start in time.
         ray.shutdown()
         where = f"joining ray.address {address}" if address else "Ray does not start on this machine"
         raise ClusterError(
@@ -114,7 +114,7 @@ def start_ray(**options: Any) -> None:
             ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
             return
         except Exception as error:
-            # Ray raises bare Exception where a node does not come up in time.
+            # Ray raises a bare Exception when a node does not start in time.
             if LATE not in str(error) or attempt + 1 == START_ATTEMPTS:
                 raise
             ray.shutdown()
@@ -123,14 +123,14 @@ def start_ray(**options: Any) -> None:
 def _one_line(error: BaseException) -> str:
     log = DASHBOARD_LOG.search(str(error))
     if log:
-        return f"its dashboard did not come up, see {log[0]}; ray.dashboard=false does without"
+        return f"its dashboard did not start, see {log[0]}, or set ray.dashboard=false"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _forwarded() -> dict[str, Any]:
-    """Variables of this process for a cluster's workers; those that the submitted job sets itself reach them anyway.
+    """Runtime environment for a cluster's workers, without the variables that the submitted job already sets.
 
-    Ray refuses a variable that both name.
+    Ray refuses a variable that both set.
     """
     submitted = json.loads(os.environ.get(SUBMITTED, "{}")).get("runtime_env") or {}
     already = submitted.get("env_vars") or {}

@@ -54,7 +54,8 @@ def _cluster_file(gcs: str, head: Mapping[str, float], node: Mapping[str, float]
         },
     }
     provider = {
-        "type": "fake_multinode",
+        "type": "external",
+        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
         "disable_node_updaters": True,
         "disable_launch_config_check": True,
         "head_node_id": FAKE_HEAD_NODE_ID,

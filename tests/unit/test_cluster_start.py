@@ -64,8 +64,8 @@ def test_of_a_dashboard_that_does_not_come_up_the_log_is_named_and_not_printed(
     with patch.dict(os.environ), pytest.raises(ClusterError) as error:
         connect(load_config("sandbox"))
     assert str(error.value) == (
-        f"Ray does not start on this machine: its dashboard did not come up, see {file}; ray.dashboard=false does "
-        "without; wait until the machine has CPU and memory to spare and try again"
+        f"Ray does not start on this machine: its dashboard did not start, see {file}, or set ray.dashboard=false; "
+        "wait until the machine has CPU and memory to spare and try again"
     )
 
 
