@@ -23,7 +23,6 @@ from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
 from draco_ray.environments.program import MARK
-from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.judging.render import agent_trajectory
 from draco_ray.records import EpisodeEnd, Trajectory
@@ -57,12 +56,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned(verifiers: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a model whose chat template is Qwen3's, as every fine-tune has it."""
     folder = tmp_path_factory.mktemp("tuned")
     # Of Qwen3's template, as the package renderers has them.
     told = "import json; from renderers import qwen3; print(json.dumps([qwen3._TOOLS_HEADER, qwen3._TOOLS_FOOTER]))"
-    words = json.loads(subprocess.run([verifiers_python(VerifiersOptions()), "-c", told]).stdout)
+    words = json.loads(subprocess.check_output([verifiers, "-c", told]))
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = in_words(QWEN3, *words)
     tokenizer.save_pretrained(folder)
