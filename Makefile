@@ -24,7 +24,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-all test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -198,11 +198,6 @@ bench: world
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
-# What a short run costs with forked workers and with a new interpreter for each, in turn (six minutes).
-.PHONY: bench-start
-bench-start: world
-	$(VENV)/bin/python jobs/bench_start.py $(ARGS)
-
 # What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
 .PHONY: bench-store
 bench-store: setup
@@ -256,7 +251,7 @@ mutate-method: setup
 
 # Change the method's code in thousands of places and print what no test noticed (docs/testing.md; an hour or two).
 mutate: .venv-mutate/.ready
-	$(MUTATE_VENV)/bin/python jobs/mutmut_forks.py run --max-children 2 $(ARGS)
+	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
 	$(VENV)/bin/python jobs/mutate.py report
 
 # The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
@@ -282,13 +277,19 @@ format: setup
 # Test processes at a time, one more than the two cores of the smallest machine, because tests also wait (13 GiB in use at most, with all tests).
 TESTS_AT_ONCE ?= 3
 
-# The tests, real processes included, but for those of deployments; end to end first.
-test: setup
-	$(VENV)/bin/python -m pytest -m "not deployment" -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+PYTEST := $(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
-# Every test, those of deployments included (several nodes or ranks, submitted jobs, the wheel, GPUs' builds, kernels and memory): what CI runs.
-test-all: setup
-	$(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+# The tests, real processes included, but for those of deployments; end to end first.
+test: setup setup-verifiers
+	$(PYTEST) -m "not deployment"
+
+# What `make test` leaves out (several nodes or ranks, submitted jobs, the wheel, GPUs' builds, kernels and memory), and what it skips without a browser and bubblewrap.
+test-deployment: setup setup-verifiers
+	$(PYTEST) -m "deployment or packages"
+
+# Every test, those of deployments included.
+test-all: setup setup-verifiers
+	$(PYTEST)
 
 # Build the documentation as a site, below site/; a link that leads nowhere fails it.
 docs: .venv-docs/.ready

@@ -1060,10 +1060,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         # Before or after the command itself, which Typer ends so.
         sys.exit(130)
-    finally:
-        if arguments is None:
-            # The process ends, and what it has imported is not looked through for cycles once more: a second or two.
-            gc.freeze()
 
 
 if __name__ == "__main__":

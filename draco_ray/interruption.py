@@ -41,22 +41,3 @@ def handler_kept(number: signal.Signals) -> Iterator[None]:
         # None is a handler that was not installed by Python.
         if before is not None:
             signal.signal(number, before)
-
-
-@contextlib.contextmanager
-def held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """A signal that comes inside the block is answered after it; main thread only.
-
-    For what cannot be left in its midst.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    with contextlib.ExitStack() as kept:
-        for number in numbers:
-            kept.enter_context(handler_kept(number))
-            signal.signal(number, lambda number, frame: came.append(number))
-        yield
-    for first in came[:1]:
-        signal.raise_signal(first)

@@ -271,8 +271,7 @@ class Paid:
     estimated_dollars: float
     seconds: float
     started_at: float
-    waited_seconds: float | None = None
-    """None where an earlier version stored the reply, which did not say."""
+    waited_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,8 +304,8 @@ class JudgeCall:
     """The part of ``output_tokens`` that was thought and not said."""
     estimated_dollars: float = 0.0
     """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
-    waited_seconds: float | None = 0.0
-    """The part of ``seconds`` for which it waited for leave to be sent; None where that is not known."""
+    waited_seconds: float = 0.0
+    """The part of ``seconds`` for which it waited for leave to be sent."""
     paid: Paid | None = None
     """Of a reply from the durable cache: how it was paid for."""
 
@@ -430,7 +429,7 @@ class Evaluation:
     turns: int
     ended: EpisodeEnd
     termination: Termination | None = None
-    """None where it was not told: by other benchmarks, and by evaluations that predate it."""
+    """None where the benchmark does not tell."""
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
     scenario: str = ""

@@ -33,8 +33,6 @@ LOOK_SECONDS = 1.0
 KINDS = {
     "gcs_server": "Ray: GCS",
     "raylet/raylet": "Ray: raylet",
-    "ask_fork_server.py": "what stands for forked workers",
-    "fork_server.py": "fork server",
     "world_template": "AppWorld",
     "VLLM::": "engine core",
     "judge_server": "rule judge",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import logging
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.extras import uncollected
+from draco_ray.environments.jail import confine
+from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
+from draco_ray.errors import WorldError
 from tests.support import skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -62,18 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     skips.register(config)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What test files import stays: the garbage collector looks through it neither meanwhile nor in any test."""
-    with uncollected():
-        found = yield
-    gc.freeze()
-    return found
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """A file is one process's; all end-to-end tests are the same one's, which share a Ray that stands.
+    """Give each file to one process, and all end-to-end tests to the same one: two runs at a time need too much memory.
 
     Marks of `xdist_group` would say the same, but say nothing with pytest 9.2 (pytest-xdist #1386).
     """
@@ -87,6 +79,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return EndToEndTogether(config, log)
 
 
+NEEDS_BUBBLEWRAP = [pytest.mark.packages, pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap on PATH")]
+LEVELS = [pytest.param(level, marks=NEEDS_BUBBLEWRAP if level == "bubblewrap" else ()) for level in confine.LEVELS]
+"""Levels of isolation, for tests that have one as a parameter."""
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
 HARD_WORLD = ("--seed", "7", "--scenarios", "9", "--users", "20", "--variety", "hard")
 
@@ -121,6 +116,15 @@ def _world(root: Path, words: tuple[str, ...], seeded_from: Path | None = None) 
         )
     assert done.returncode == 0, done.stderr
     return root
+
+
+@pytest.fixture(scope="session")
+def verifiers() -> str:
+    """Path of the Python in .venv-verifiers; a test is skipped where there is none."""
+    try:
+        return verifiers_python(VerifiersOptions())
+    except WorldError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -101,8 +101,6 @@ def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
         f"learner: {1000 * learner.seconds_per_token:.2f} ms a token, {1000 * learner.seconds_per_sampled_token:.2f} "
         f"ms more if sampled, {learner.update_seconds:.1f} s an update; sync and checkpoint {speeds.tail:.1f} s"
     )
-    for note in run.notes:
-        console.print(f"note: {note}")
 
 
 def _phase_seconds(run: RecordedRun) -> dict[str, list[float]]:

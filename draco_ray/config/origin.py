@@ -15,8 +15,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 4
-"""Of run directories. A reader refuses newer ones; of older ones a column that came later reads as null."""
+SCHEMA_VERSION = 1
+"""Version of the schema of run directories. A reader refuses every other."""
 FILE = "run.json"
 _KEY_BYTES = 32
 
@@ -54,7 +54,7 @@ def changed(run: Path, config_yaml: str) -> str | None:
         return "it is empty"
     if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
         return None
-    return f"it is not what the run wrote (remove {run / FILE} if you have changed it)"
+    return "it is not what the run wrote (a setting is changed by `draco train --resume DIR key=value`)"
 
 
 def _written(run: Path, key: str) -> str | None:

@@ -832,10 +832,7 @@ class RayConfig(Tree):
     object_store_mib: int | None = Field(None, ge=80)
     """Object store of a Ray started here."""
     dashboard: bool = True
-    """Start the dashboard of a Ray started here; without it `ray status` says nothing of that Ray."""
-    fork_workers: bool = True
-    """Fork the workers of a Ray started here from one process that has imported what they need, where nothing has a
-    GPU; false: each is a new interpreter, which starts later and takes more memory."""
+    """Start the dashboard of a Ray started here."""
 
 
 class DracoConfig(Tree):

@@ -92,7 +92,6 @@ class PolicyEngineActor:
             seed=seed,
             name=name,
             run_name=run_name,
-            own_process=True,
             live_adapters=live_adapters(staleness),
         )
         self._config, self._group = config, group

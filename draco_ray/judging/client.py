@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 import uuid
@@ -120,12 +119,11 @@ class LiteLLMClient:
         """
         if self._cache is None:
             return await self._answer(request, None)
-        key, *earlier = self._keys(request)
+        key = self._key(request)
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
         async with _claimed(self._cache, key):
-            for known in (key, *earlier):
-                if (stored := await self._cache.get(known)) is not None and (found := _replay(stored)) is not None:
-                    return found
+            if (stored := await self._cache.get(key)) is not None and (found := _replay(stored)) is not None:
+                return found
             return await self._answer(request, key)
 
     async def _answer(self, request: Request, key: str | None) -> Completion:
@@ -135,8 +133,7 @@ class LiteLLMClient:
     async def forget(self, request: Request) -> None:
         """Drop the stored answer to ``request``."""
         if self._cache is not None:
-            for key in self._keys(request):
-                await self._cache.forget(key)
+            await self._cache.forget(self._key(request))
 
     async def check(self) -> None:
         """Send a one-word prompt with the run's own parameters, so that a refused one is known before it costs.
@@ -277,8 +274,8 @@ class LiteLLMClient:
     def _price(self) -> Price | None:
         return known_price(self._config, self._config.model)
 
-    def _keys(self, request: Request) -> list[str]:
-        """The key under which an answer is kept, and those under which earlier versions kept it."""
+    def _key(self, request: Request) -> str:
+        """The key under which the answer is kept."""
         config = self._config
         arguments = self._endpoint.arguments(request.messages)
         for name in ("temperature", "reasoning_effort"):
@@ -287,11 +284,9 @@ class LiteLLMClient:
         arguments["vote"] = request.vote
         if request.scope:
             arguments["scope"] = request.scope
-        if self._endpoint_counts:
-            return [request_key(arguments)]
-        place = arguments.pop("api_base", None)
-        older = [] if place is None or config.rule_judge.start else [request_key(arguments | {"api_base": place})]
-        return [request_key(arguments), *older]
+        if not self._endpoint_counts:
+            arguments.pop("api_base", None)
+        return request_key(arguments)
 
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
@@ -419,27 +414,20 @@ async def _claimed(cache: Replies, key: str) -> AsyncIterator[None]:
         await cache.release(key, by)
 
 
-_REPLAYED = (
-    "text",
-    "finish_reason",
-    "model",
-    "input_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "reasoning_tokens",
-    "usage_known",
-)
-_SAID = {
+_REPLAYED = {
     "text": str,
     "finish_reason": str,
     "model": str,
     "input_tokens": int,
     "cached_tokens": int,
     "output_tokens": int,
+    "reasoning_tokens": int,
+    "usage_known": bool,
 }
-"""What every stored reply has held so far."""
-_PAID = tuple(each.name for each in dataclasses.fields(Paid))
-_PAID_ALWAYS = tuple(each.name for each in dataclasses.fields(Paid) if each.default is dataclasses.MISSING)
+_PAID = {"call_id": str, "requests": int} | dict.fromkeys(
+    ("dollars", "estimated_dollars", "seconds", "started_at", "waited_seconds"), int | float
+)
+"""What is stored of a reply, with its types: what it said, and what it cost."""
 
 
 def _stored(completion: Completion) -> dict[str, object]:
@@ -447,14 +435,10 @@ def _stored(completion: Completion) -> dict[str, object]:
 
 
 def _replay(stored: Mapping[str, Any]) -> Completion | None:
-    """Return the stored reply, at no cost; replies stored by early versions do not say what they cost.
-
-    Returns: None where it is damaged: it is asked for again.
-    """
-    if not all(isinstance(stored.get(name), kind) for name, kind in _SAID.items()):
+    """Return the stored reply, at no cost; None where it is damaged and has to be asked for again."""
+    if not all(isinstance(stored.get(name), kind) for name, kind in (_REPLAYED | _PAID).items()):
         log.warning("a stored judge reply is damaged and is asked for again: it holds %s", str(sorted(stored))[:100])
         return None
-    known = {name: stored[name] for name in _PAID if name in stored}
-    paid = Paid(**known) if all(name in known for name in _PAID_ALWAYS) else None
-    replayed = {name: stored[name] for name in _REPLAYED if name in stored}
+    paid = Paid(**{name: stored[name] for name in _PAID})
+    replayed = {name: stored[name] for name in _REPLAYED}
     return Completion(**replayed, paid=paid, dollars=0.0, started_at=time.time(), seconds=0.0, requests=0)

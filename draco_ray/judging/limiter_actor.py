@@ -48,7 +48,7 @@ class JudgeLimiterActor(LimiterActor):
     """The limiter of a run.
 
     It starts from what the run has paid for, which is in the book of its requests, so that neither a resumed run nor a
-    new process starts from zero. Archived calls that are not in the book are older than the book.
+    new process starts from zero. Archived calls that are not in the book were booked under another ``judge.cache``.
     """
 
     def __init__(self, config: JudgeConfig, run: Path) -> None:

@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 FILE = "replies.sqlite"
 """In the cache's folder."""
-PICKLED_FILE = "cache.db"
-"""Of earlier versions, whose values were pickled."""
 BUSY_SECONDS = 180.0
 """For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
 (`draco_ray.workers.silence`)."""
@@ -133,12 +131,6 @@ class ReplyCache:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         with self._said_plainly():
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / PICKLED_FILE).exists() and not (folder / FILE).exists():
-                log.warning(
-                    "judge replies in %s are of an earlier version, which pickled them: they are not read, what they "
-                    "answer is asked again",
-                    folder / PICKLED_FILE,
-                )
             self._connection = self._thread.submit(_connect, folder / FILE).result()
 
     def __len__(self) -> int:

@@ -41,7 +41,6 @@ from draco_ray.records import EpisodeEnd, Termination, Verdict
 from draco_ray.runs import parts
 from draco_ray.runs.schema import (
     AMOUNTS,
-    BEFORE,
     MEASURES,
     METRIC_COUNTS,
     METRIC_LISTS,
@@ -98,34 +97,24 @@ def damaged(path: Path, problem: object) -> DamagedRun:
     return DamagedRun(f"{path}: damaged: {' '.join(str(problem).split())[:300]}; restore this file, or move it away")
 
 
-def read_table(path: Path, name: str, columns: Sequence[str] | None = None, *, older: bool = False) -> pa.Table:
+def read_table(path: Path, name: str, columns: Sequence[str] | None = None) -> pa.Table:
     """Rows of one file of the table ``name``, all columns or some.
-
-    Args:
-        older: the run was written before the present schema: a column that came later reads as null.
 
     Raises:
         DamagedRun: the file cannot be read, or its columns are not the table's.
     """
     schema = TABLES[name]
     wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns])
-    before = {column: BEFORE[name, column] for column in wanted.names if (name, column) in BEFORE} if older else {}
-    found = read_parquet(path, wanted, older=older, before=before)
+    found = read_parquet(path, wanted)
     try:
-        _check_rows(found, name, older=older)
+        _check_rows(found, name)
     except DamagedRun as error:
         raise damaged(path, error) from None
     return found
 
 
-def read_parquet(
-    path: Path, schema: pa.Schema, *, older: bool = False, before: Mapping[str, str] | None = None
-) -> pa.Table:
+def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     """The columns of ``schema`` from a file of a run directory, Parquet or a part of a step under way.
-
-    Args:
-        older: a column that is not there reads as null.
-        before: column -> what older files call it.
 
     Raises:
         DamagedRun: the file cannot be read, or its columns are others.
@@ -133,15 +122,9 @@ def read_parquet(
     try:
         _check_regular(path)
         names, read = _opened(path)
-        called = {column: (before or {}).get(column, column) for column in schema.names if column not in names}
-        absent = [column for column, old in called.items() if old not in names]
-        if absent and not older:
+        if absent := [column for column in schema.names if column not in names]:
             raise DamagedRun(f"it has no column {absent[0]!r}")
-        found = read([called.get(column, column) for column in schema.names if column not in absent])
-        found = found.rename_columns([column for column in schema.names if column not in absent])
-        for column in absent:
-            found = found.append_column(column, pa.nulls(found.num_rows, schema.field(column).type))
-        found = found.select(schema.names)
+        found = read(schema.names)
         for field in schema:
             if found.schema.field(field.name).type != field.type:
                 kind = found.schema.field(field.name).type
@@ -170,10 +153,10 @@ def _opened(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
     return file.schema_arrow.names, read
 
 
-def _check_rows(table: pa.Table, name: str, *, older: bool) -> None:
+def _check_rows(table: pa.Table, name: str) -> None:
     for column in table.column_names:
         values = table.column(column)
-        if column in REQUIRED[name] and values.null_count and not older:
+        if column in REQUIRED[name] and values.null_count:
             raise DamagedRun(f"its column {column!r} has nulls")
         if (kind := _VALUES.get((name, column))) is not None:
             known = {each.value for each in kind}
@@ -235,7 +218,7 @@ class RunDirectory:
 
         Raises:
             ConfigError: if ``path`` is not a run directory.
-            DamagedRun: it is one of a newer schema, or its ``run.json`` cannot be read.
+            DamagedRun: its schema has another version, or its ``run.json`` cannot be read.
         """
         try:
             if not path.is_dir() or not os.path.lexists(path / "config.yaml"):
@@ -243,10 +226,10 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"{path}: not a run directory ({error.strerror})") from None
         run = cls(path)
-        if run.schema_version > origin.SCHEMA_VERSION:
+        if run.schema_version != origin.SCHEMA_VERSION:
             raise DamagedRun(
-                f"{path}: a run directory of schema version {run.schema_version}, this program knows those up to "
-                f"{origin.SCHEMA_VERSION}; use the draco-ray that made it, or a later one"
+                f"{path}: run directory of schema version {run.schema_version}, expected {origin.SCHEMA_VERSION}; "
+                "use the draco-ray that wrote it, or start a new run"
             )
         if not run.ours and (link := origin.link_out(path)) is not None:
             raise DamagedRun(
@@ -291,14 +274,12 @@ class RunDirectory:
 
     @cached_property
     def schema_version(self) -> int:
-        """The schema version of the run directory; 0 for one from before there were versions.
+        """The schema version of the run directory.
 
         Raises:
-            DamagedRun: ``run.json`` cannot be read.
+            DamagedRun: ``run.json`` is missing or cannot be read.
         """
         path = self.path / origin.FILE
-        if not os.path.lexists(path):
-            return 0
         try:
             version = json.loads(read_text(path))["schema_version"]
             if not isinstance(version, int) or isinstance(version, bool) or version < 0:
@@ -337,20 +318,14 @@ class RunDirectory:
         Raises:
             DamagedRun: ``key``, which is made of what a table says, would lead out of the folder.
         """
-        suffix = parts.SUFFIX if table in STEP_TABLES else parts.OLDER
         try:
-            return self.tables / table / f"step{step:05d}" / f"{file_name(key)}{suffix}"
+            return self.tables / table / f"step{step:05d}" / f"{file_name(key)}{_part_suffix(table)}"
         except ValueError as error:
             raise DamagedRun(f"{self.tables / table}: rows of step {step} are named {key[:100]!r}: {error}") from None
 
-    def kept(self, table: str, step: int, key: str) -> Path | None:
-        """The file that has one rollout's or group's rows of a step under way; None where none has."""
-        path = self.part(table, step, key)
-        return next((each for each in (path, path.with_suffix(parts.OLDER)) if each.exists()), None)
-
     def parts(self, table: str, step: int) -> list[Path]:
         """The files of a table's rows of a step under way."""
-        return _parts(self.tables / table, f"step{step:05d}")
+        return self._parts(table, f"step{step:05d}")
 
     def config_text(self) -> str:
         """The resolved configuration, as YAML.
@@ -462,11 +437,10 @@ class RunDirectory:
         """
         wanted = TABLES[name].names if columns is None else list(columns)
         read_too = [*wanted, *({"training_step"} - set(wanted))]
-        older = self.schema_version < origin.SCHEMA_VERSION
         for left in reversed(range(LOOKS)):
             paths = self._files(name, step)
             try:
-                read = [_of_its_step(path, read_table(path, name, read_too, older=older)) for path in paths]
+                read = [_of_its_step(path, read_table(path, name, read_too)) for path in paths]
             except DamagedRun:
                 # Parts go when the table that they were gathered into is there.
                 if left and paths != self._files(name, step):
@@ -480,13 +454,16 @@ class RunDirectory:
         folder = self.tables / name
         pattern = "step*" if step is None else f"step{step:05d}"
         # Parts first: those of a step that is gathered between the two looks are then left out for what they became.
-        under_way = _parts(folder, pattern)
+        under_way = self._parts(name, pattern)
         finished = sorted(folder.glob(f"{pattern}.parquet"))
         if strange := [path for path in finished if _step_of(path) is None]:
             raise damaged(strange[0], "it is named as no step's table is, and its rows may be another's again")
         # Leftovers of a step that was gathered since are the same rows twice.
         gathered = set(finished)
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
+
+    def _parts(self, table: str, pattern: str) -> list[Path]:
+        return sorted((self.tables / table).glob(f"{pattern}/*{_part_suffix(table)}"))
 
 
 def _step_of(path: Path) -> int | None:
@@ -503,11 +480,9 @@ def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
     return rows
 
 
-def _parts(folder: Path, pattern: str) -> list[Path]:
-    found = {path.with_suffix(""): path for path in folder.glob(f"{pattern}/*{parts.OLDER}")}
-    # What an earlier version wrote under the same key has been replaced.
-    found |= {path.with_suffix(""): path for path in folder.glob(f"{pattern}/*{parts.SUFFIX}")}
-    return [found[key] for key in sorted(found)]
+def _part_suffix(table: str) -> str:
+    """Parts that are never gathered into one file are Parquet, as that file is."""
+    return parts.SUFFIX if table in STEP_TABLES else ".parquet"
 
 
 def write_private(path: Path, text: str) -> None:

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from draco_ray.config.origin import private
 
-SUFFIX, OLDER = ".arrow", ".parquet"
-"""Of a part's name; the second in runs of earlier versions, and in tables that are never gathered."""
+SUFFIX = ".arrow"
+"""File extension of a part."""
 _CHECKSUM = 4
 
 

@@ -58,14 +58,9 @@ def trajectories_from(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, li
 
 
 def scenario_of(row: Row) -> str:
-    """The scenario of a rollout's or an evaluation's task; a task of none is one of its own.
-
-    Older runs did not record it: they are AppWorld's, whose ids are ``<scenario>_<1..3>``.
-    """
-    task_id: str = row["task_id"]
-    if row["scenario"] is None:
-        return task_id.rsplit("_", 1)[0]
-    return row["scenario"] or task_id
+    """The scenario of a rollout's or an evaluation's task; a task of none is one of its own."""
+    scenario: str = row["scenario"] or row["task_id"]
+    return scenario
 
 
 def training_scenarios(run: RunDirectory) -> dict[str, str]:
@@ -95,7 +90,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
         error=row["error"],
         engine=row["engine"],
         termination=None if row["termination"] is None else Termination(row["termination"]),
-        branches=tuple(row["branches"] or (0,)),
+        branches=tuple(row["branches"]),
         scenario=scenario_of(row),
     )
 
@@ -109,15 +104,14 @@ def _turn(row: Row) -> Turn:
         last_token=row["last_token"],
         seconds_generating=row["seconds_generating"],
         seconds_executing=row["seconds_executing"],
-        # Runs of earlier versions do not say: only the agent spoke in them.
-        role=row["role"] or "assistant",
-        branch=row["branch"] or 0,
+        role=row["role"],
+        branch=row["branch"],
         policy_version=row["policy_version"],
     )
 
 
 def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:
-    if (path := run.kept(table, step, key)) is None:
-        raise FileNotFoundError(run.part(table, step, key))
+    if not (path := run.part(table, step, key)).exists():
+        raise FileNotFoundError(path)
     rows: Sequence[Row] = read_table(path, table).to_pylist()
     return rows

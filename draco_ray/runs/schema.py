@@ -196,15 +196,14 @@ TABLES |= {"heldout_calls": TABLES["judge_calls"]}
 STEP_TABLES = tuple(name for name in TABLES if not name.startswith(("evaluation", "heldout")))
 """Tables of what a training step does. The others measure the policy of a step, also long after that has ended."""
 
-BEFORE: dict[tuple[str, str], str] = {("steps", "action"): "code", ("steps", "observation"): "output"}
-"""Of older runs: (table, column) -> what it was called up to schema version 1."""
-
 REQUIRED: dict[str, frozenset[str]] = {
     "trajectories": frozenset(
         {"training_step", "task_id", "rollout", "policy_version", "prompt", "token_ids", "sampled"}
     )
-    | {"logprob", "token_step", "prompt_length", "turns", "steps", "ended", "started_at", "ended_at"},
-    "steps": frozenset({"training_step", "task_id", "rollout", "turn", "text", "first_token", "last_token"}),
+    | {"logprob", "token_step", "prompt_length", "turns", "steps", "ended", "started_at", "ended_at"}
+    | {"attempt", "branches", "scenario"},
+    "steps": frozenset({"training_step", "task_id", "rollout", "turn", "text", "first_token", "last_token"})
+    | {"seconds_generating", "seconds_executing", "role", "branch"},
     "criteria": frozenset({"training_step", "task_id", "criterion", "title", "description"}),
     "proposals": frozenset({"training_step", "task_id", "title", "description"}),
     "verdicts": frozenset({"training_step", "task_id", "rollout", "criterion", "verdict"}),
@@ -212,11 +211,13 @@ REQUIRED: dict[str, frozenset[str]] = {
     "advantages": frozenset({"training_step", "task_id", "rollout", "reward", "advantage", "quality", "cited"})
     | {"step_advantage", "step_tokens", "fallback", "inert"},
     "judge_calls": frozenset({"training_step", "task_id", "phase", "model", "prompt", "reply", "input_tokens"})
-    | {"cached_tokens", "output_tokens", "dollars", "started_at", "seconds", "requests"},
+    | {"cached_tokens", "output_tokens", "dollars", "started_at", "seconds", "requests"}
+    | {"call_id", "finish_reason", "reasoning_tokens", "estimated_dollars", "waited_seconds"},
     "groups": frozenset({"training_step", "task_id", "state", "rollouts", "lost"}),
     "spans": frozenset({"training_step", "stage", "started_at", "ended_at"}),
-    "evaluations": frozenset({"training_step", "split", "task_id", "run", "success", "turns", "ended"}),
-    "heldout_verdicts": frozenset({"training_step", "split", "task_id", "run"}),
+    "evaluations": frozenset({"training_step", "split", "task_id", "run", "success", "turns", "ended"})
+    | {"passed_tests", "total_tests", "scenario"},
+    "heldout_verdicts": frozenset({"training_step", "split", "task_id", "run", "scenario"}),
     "outcomes": frozenset({"training_step", "task_id", "rollout", "success"}),
 }
 """Columns that are never null: readers count on them."""

@@ -43,8 +43,8 @@ class RunStore:
 
     def part(self, table: str, step: int, key: str) -> list[Row]:
         """What was kept under a key of a step under way."""
-        path = self.directory.kept(table, step, key)
-        rows: list[Row] = [] if path is None else read_table(path, table).to_pylist()
+        path = self.directory.part(table, step, key)
+        rows: list[Row] = read_table(path, table).to_pylist() if path.exists() else []
         return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from typing import Any, get_args
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.config.schema import DracoConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
@@ -122,8 +121,7 @@ def adopt_tasks(
                 (
                     int(part["first_step"]),
                     [str(task) for task in part["tasks"]],
-                    # Older run directories do not say.
-                    _rules(part["rules"]) if "rules" in part else rules,
+                    _rules(part["rules"]),
                 )
                 for part in json.loads(read_text(path))
             ]
@@ -145,9 +143,7 @@ def adopt_tasks(
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
     read = dict(written)
-    # Runs from before there was one do not say.
-    order = read.pop("order", "shuffled")
-    if order not in get_args(Order):
+    if (order := read.pop("order")) not in get_args(Order):
         raise ValueError(f"order {order!r}")
     numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
     return OrderRules(**numbers, order=order)
@@ -184,11 +180,10 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
 
 def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
     """Parts of a step under way that are not whole."""
-    older = run.schema_version < SCHEMA_VERSION
     for table in STEP_TABLES:
         for path in run.parts(table, step):
             try:
-                read_table(path, table, older=older)
+                read_table(path, table)
             except DamagedRun:
                 yield path
 
@@ -196,7 +191,6 @@ def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
 def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
     """Turn a step's tables back into the parts they were gathered from, and drop what will be written anew."""
     store = RunStore(run)
-    older = run.schema_version < SCHEMA_VERSION
     for folder in (run.tables / name for name in TABLES):
         gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
         # Judge calls stay recorded, since they were paid for, whatever becomes of the rollouts.
@@ -204,7 +198,7 @@ def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
         if not keep:
             shutil.rmtree(parts, ignore_errors=True)
         elif gathered.exists():
-            rows = read_table(gathered, folder.name, older=older)
+            rows = read_table(gathered, folder.name)
             named: dict[str, list[int]] = {}
             for index, names in enumerate(
                 zip(*(rows.column(name).to_pylist() for name in KEPT[folder.name]), strict=True)

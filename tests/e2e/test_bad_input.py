@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit code and the one line on stderr of a command that must fail."""
-    result = draco(*arguments, environment=environment, timeout=120)
+    result = draco(*arguments, environment=environment)
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, result.stderr
     assert "Traceback" not in result.stdout + result.stderr

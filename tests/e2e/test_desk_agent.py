@@ -12,10 +12,10 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import read_judged
 from draco_ray.runs.recorded import step_trajectories
 from tests.conftest import REPOSITORY
+from tests.support.command import draco
 from tests.support.desk_agent_policy import build_desk_agent_policy
-from tests.support.standing_ray import draco_forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
+pytestmark = pytest.mark.slow
 
 TASKS = """\
 def rows():
@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """One step of one task."""
     root = tmp_path_factory.mktemp("desk-agent")
     (root / "tasks.py").write_text(TASKS)
-    result = draco_forked(
+    result = draco(
         "train",
         str(REPOSITORY / "examples/desk_agent/desk_agent.yaml"),
         f"environment.options.tasks={root}/tasks.py:rows",
@@ -45,7 +45,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         "learner.minibatch_prompts=1",
         "agent.max_prompt_length=1024",
         "ray.dashboard=false",
-        timeout=500,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     # Nothing can be evaluated: the judge's pass rate stands in, and is called so.

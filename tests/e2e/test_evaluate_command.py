@@ -26,10 +26,9 @@ from tests.support.lost import lost_rollout
 from tests.support.order_desk_policy import EXAMPLE, build_order_desk_policy
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.scripted_policy import save_turns_policy
-from tests.support.standing_ray import draco_forked
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined_ray")]
 
 TASKS, RUNS = 3, 2
 
@@ -100,7 +99,7 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(sandbox_root: Pat
     assert changed.stderr.count("\n") == 1
     assert "agent.max_turns was 4, this command says 3" in changed.stderr
 
-    resumed = draco_forked(*command, timeout=500)
+    resumed = draco(*command)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"{finished} of 6 rollouts are there already" in resumed.stdout
     assert lines.read_bytes().startswith(kept)
@@ -149,7 +148,7 @@ def test_checkpoints_of_a_run_are_measured_with_their_adapters(
         EXAMPLE / "tasks", tmp_path / "curve", "--run", str(run), "--train-curve", "--every", "3", "--trust"
     )
     brief = ["--runs", "1", "data.eval_tasks=1", "agent.max_turns=2", "agent.max_turn_tokens=32"]
-    done = draco_forked(*curve, *brief, timeout=500)
+    done = draco(*curve, *brief)
     assert done.returncode == 0, done.stdout + done.stderr
     directory = EvaluationDirectory.open(tmp_path / "curve")
     assert directory.plan.split == "train"
@@ -173,7 +172,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
         # A call may cost 64 tokens of reply and does cost 10: a cent.
         command += ["agent.max_turn_tokens=64", "judge.prices={scripted: {input: 0.0, output: 1000.0}}"]
         # What LiteLLM is imported for is seen where nothing has imported it before.
-        stopped = draco(*command, "judge.limits.dollars=0.08", timeout=300)
+        stopped = draco(*command, "judge.limits.dollars=0.08")
         assert stopped.returncode == 1, stopped.stdout + stopped.stderr
         assert stopped.stderr.count("\n") == 1
         assert "$0.0200 of judge.limits.dollars=0.08 is spent" in stopped.stderr
@@ -184,7 +183,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
         # The second task is not answered, and then the key is no longer known.
         answered = len(server.requests)
         server.script = [*[Reply()] * answered, Reply(status=500), Reply(status=401, text="who are you?")]
-        refused = draco_forked(*command, timeout=300)
+        refused = draco(*command)
         assert refused.returncode == 1, refused.stdout + refused.stderr
         [lost, ended] = refused.stderr.splitlines()
         assert "rollout 0 attempt 0: server_error: the model did not answer" in lost
@@ -201,7 +200,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
         assert json.loads((out / "summary.json").read_text())["terminations"]["server_error"] == pytest.approx(2 / 3)
 
         server.script = script
-        done = draco_forked(*command, "--retry-errors", timeout=300)
+        done = draco(*command, "--retry-errors")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 lost rollouts are played again" in done.stdout
     assert (out / "results" / "openai_scripted.jsonl").read_bytes().startswith(kept)
@@ -229,7 +228,7 @@ def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(tmp_path: Pa
             "data.eval_tasks=2",
         ]
         command += ["judge.max_attempts=1", "environment.rollout_retries=0", "agent.max_turn_tokens=64"]
-        lost = draco_forked(*command, timeout=300)
+        lost = draco(*command)
         assert lost.returncode == 3, lost.stdout + lost.stderr
         # It stops at the first: one of two is more than two fifths.
         *_, line = lost.stderr.splitlines()
@@ -240,7 +239,7 @@ def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(tmp_path: Pa
         assert len(server.requests) == asked
 
         server.script = script
-        done = draco_forked(*command, "--retry-errors", timeout=500)
+        done = draco(*command, "--retry-errors")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 of 2: Scripted on train" in done.stdout
         assert "OrderDesk dev" in done.stdout

@@ -19,12 +19,12 @@ import pytest
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.e2e.test_training import open_to_others
-from tests.support.command import descendants, start_draco
+from tests.support.command import start_draco
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.jobs import load_job
 from tests.support.rewards import check_rubric_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 PROMPTS, GROUP = 2, 3
 STRIKES = {
@@ -97,9 +97,6 @@ def struck(
                 # Requests are repeated for longer than a restart takes.
                 port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
                 stack.enter_context(JudgeServer(latency=1.0, port=port))
-        # Nobody would read what a log monitor sends, nor look at a dashboard that is not there.
-        assert descendants(process.pid, "raylet")
-        assert not [*descendants(process.pid, "monitor.py"), *descendants(process.pid, "dashboard/dashboard.py")]
         # It becomes an interrupt, so that both end alike.
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate()

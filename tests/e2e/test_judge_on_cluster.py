@@ -10,8 +10,7 @@ import pytest
 
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.support.chat_traces import chat_traces
-from tests.support.command import draco_here
-from tests.support.standing_ray import draco_forked
+from tests.support.command import draco, draco_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined_ray")]
 
@@ -26,7 +25,7 @@ def test_the_results_are_the_same(tmp_path: Path) -> None:
         command = ["judge", str(traces), "--judge", f"openai/{MODEL_NAME}", "--api-base", server.base_url, "--out"]
         local = draco_here(*command, str(tmp_path / "a"))
         assert local.returncode == 0, local.stderr
-        pooled = draco_forked(*command, str(tmp_path / "b"), "--ray", "--set", "judge.workers=1", timeout=250)
+        pooled = draco(*command, str(tmp_path / "b"), "--ray", "--set", "judge.workers=1")
         assert pooled.returncode == 0, pooled.stdout + pooled.stderr
     assert [(x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "a")] == [
         (x["trace_id"], x["reward"], x["steps"]) for x in lines(tmp_path / "b")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
+from tests.support.command import draco
 from tests.support.order_desk_policy import EXAMPLE, arguments, build_order_desk_policy
-from tests.support.standing_ray import draco_forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Two steps in the order desk, with an evaluation before and after: a run that begins and ends by itself."""
     root = tmp_path_factory.mktemp("order-desk")
     words = arguments(build_order_desk_policy(root / "policy"), root, "desk", "data.eval_tasks=3", "train.steps=2")
-    result = draco_forked(*words, timeout=500)
+    result = draco(*words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the offline rule judge" in result.stdout
     assert "held-out TGC" in result.stdout

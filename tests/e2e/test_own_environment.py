@@ -9,17 +9,14 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import DRACO, draco, draco_here
-from tests.support.standing_ray import draco_forked
+from tests.support.command import draco_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +31,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     planned = subprocess.run(plan, cwd=root, capture_output=True, text=True)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert "test_one_training_step (fixtures used: " in planned.stdout
-    # It is played here: what `draco train` imports is seen elsewhere.
-    with patch.object(subprocess, "run", played):
-        runpy.run_path(str(folder / "test_environment.py"))["test_one_training_step"](root)
+    runpy.run_path(str(folder / "test_environment.py"))["test_one_training_step"](root)
     return RunDirectory.open(root / "test")
-
-
-def played(command: Sequence[str], *, check: bool) -> None:
-    """As `subprocess.run`, of `draco` alone: `draco sft` as a process of its own, the training forked."""
-    assert command[:3] == DRACO
-    assert check
-    words = command[3:]
-    done = draco(*words, timeout=550) if words[0] == "sft" else draco_forked(*words, timeout=550)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_steps_are_turns_with_calls_whose_results_came_back(run: RunDirectory) -> None:

@@ -12,12 +12,12 @@ import pytest
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.recorded import step_trajectories
 from tests.conftest import REPOSITORY
+from tests.support.command import draco
 from tests.support.rewards import check_rubric_run
 from tests.support.scripted_policy import save_turns_policy
-from tests.support.standing_ray import draco_forked
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("joined_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verifiers")]
 
 SHELVES = (" A", " B", " C", " D")
 
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """One step of two tasks."""
     root = tmp_path_factory.mktemp("parcels")
     policy = save_turns_policy(root / "policy", tiny_tokenizer(), dict.fromkeys(SHELVES, 1.0))
-    result = draco_forked(
+    result = draco(
         "train",
         str(REPOSITORY / "examples/parcels/parcels.yaml"),
         f"model.path={policy}",
@@ -39,7 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         "learner.minibatch_prompts=2",
         "environment.start_timeout_seconds=300",
         "ray.dashboard=false",
-        timeout=800,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDirectory.open(root / "parcels")

@@ -23,19 +23,16 @@ from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
 from tests.support.command import draco_here
-from tests.support.forking_ray import EVERYTHING
 from tests.support.rewards import check_rubric_run
 
 # The first test's time includes the start of the head.
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHORT = ("agent.max_prompt_length=2048", "agent.max_response_length=1024", "agent.max_turns=2")
 TASKS, ROLLOUTS = 2, 2
 """Of the authored rubric."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-OF_NEW_INTERPRETERS = {"PYTHONHASHSEED": "0"}
-"""A variable that Python reads when it starts: a worker that is to have it is not forked."""
 
 
 def free_port() -> int:
@@ -73,19 +70,15 @@ class Head:
         answer.raise_for_status()
         return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}
 
-    def submit(self, *words: str, folder: Path | None = None, forks: bool = True) -> subprocess.CompletedProcess[str]:
+    def submit(self, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard.
 
-        ``folder`` goes with it, and is where it runs. Without ``forks`` its workers are those of any cluster.
+        ``folder`` goes with it, and is where it runs.
         """
         options = [] if folder is None else ["--working-dir", str(folder)]
-        if not forks:
-            options += ["--runtime-env-json", json.dumps({"env_vars": OF_NEW_INTERPRETERS})]
         command = [*RAY, "job", "submit", *options, "--", str(Path(sys.executable).with_name("draco")), *words]
         while True:
-            done = subprocess.run(
-                command, env=self.environment, capture_output=True, text=True, timeout=400, check=False
-            )
+            done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
             if "No available agent" not in done.stderr:
                 return done
             time.sleep(1)
@@ -110,7 +103,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     }
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "tests.support.forking_ray", EVERYTHING, "start", "--head", "--block"),
+            *(*RAY, "start", "--head", "--block"),
             *("--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", "--num-cpus=4"),
             *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={folder}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
@@ -127,15 +120,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         yield Head(environment)
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_training(head: Head, sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
-    """Every actor of a judged run is a new interpreter, as on a cluster that was started elsewhere."""
     words = arguments(sandbox_root, scripted_policy, tmp_path, "job")[1:]
     less = ["train.steps=1", "data.eval_tasks=1", *SHORT]
-    submitted = head.submit("train", *words, *less, forks=False)
+    submitted = head.submit("train", *words, *less)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "succeeded" in submitted.stdout + submitted.stderr
     assert "held-out TGC" in submitted.stdout

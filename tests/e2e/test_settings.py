@@ -1,7 +1,8 @@
 """A step of training with other rewards and judges: its rewards are what its verdicts, AppWorld's tests or noise say.
 
 Where AppWorld does not matter it is trained in the order desk, whose tasks cost little. Of the other settings `draco`
-is trained in test_training.py, `no-credit` in test_faults.py and `static-credit` in tests/integration/test_wheel.py.
+is trained in test_training.py, `no-credit` in test_faults.py and `static-credit` in tests/integration/test_wheel.py;
+`static` is what the last two have in common, and `self-judge-plain` is `self-judge` with one vote and no reasoning.
 """
 
 from __future__ import annotations
@@ -20,28 +21,19 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.scripts import families
 from tests.e2e.test_training import arguments as on_appworld
 from tests.integration.test_judge_local_servers import SERVED
+from tests.support.command import draco
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.order_desk_policy import arguments, build_order_desk_policy
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, save_turns_policy
-from tests.support.standing_ray import draco_forked
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("joined_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined_ray")]
 
 PROMPTS = 2
 SEED = 3
 """Gives the two groups different noise."""
 ROLLOUT = ("training_step", "task_id", "rollout")
-RUBRIC = """\
-- title: Looks first
-  description: What comes first.
-  evaluator_instruction: The first step lists or shows orders.
-- title: Replies
-  description: What the customer hears.
-  evaluator_instruction: A reply is sent.
-"""
-"""Two of the order desk's own rules."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def one_step(model: Path, root: Path, setting: str, *words: str) -> RunDirectory
 
 def trained(root: Path, setting: str, *words: str) -> RunDirectory:
     fixed = ("--setting", setting, "train.steps=1", "train.evaluate_before_after=false", f"seed={SEED}")
-    result = draco_forked(*words, *fixed, timeout=500)
+    result = draco(*words, *fixed)
     assert result.returncode == 0, result.stdout + result.stderr
     return RunDirectory.open(root / setting)
 
@@ -86,17 +78,6 @@ def test_outcome(sandbox_root: Path, tmp_path: Path) -> None:
     assert run.table("judge_calls").num_rows == 0
 
 
-def test_static_rubric_without_credit(order_desk_policy: Path, tmp_path: Path) -> None:
-    rubric = tmp_path / "rubric.yaml"
-    rubric.write_text(RUBRIC, encoding="utf-8")
-    run = one_step(order_desk_policy, tmp_path, "static", f"algorithm.static_rubric={rubric}")
-    rewards = check_rubric_run(run, credit=False)
-    assert len(rewards) == PROMPTS
-    assert any(len(set(group)) > 1 for group in rewards.values())
-    assert {row["title"] for row in run.table("criteria").to_pylist()} == {"Looks first", "Replies"}
-    assert {call["phase"] for call in run.table("judge_calls").to_pylist()} == {"score"}
-
-
 def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
     run = one_step(order_desk_policy, tmp_path, "random")
     tasks = sorted(set(run.table("advantages").column("task_id").to_pylist()))
@@ -110,12 +91,11 @@ def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
     assert run.table("judge_calls").num_rows == 0
 
 
-@pytest.mark.parametrize(("setting", "votes"), [("self-judge", 3), ("self-judge-plain", 1)])
-def test_self_judge(scripted_policy: Path, tmp_path: Path, setting: str, votes: int) -> None:
+def test_self_judge(scripted_policy: Path, tmp_path: Path) -> None:
     # Eight, so that all rewards of both groups are equal by chance in fewer than 4 runs of 1,000.
     short = ("agent.max_response_length=1024", "agent.max_turns=2")
     words = (*short, "algorithm.group_size=8", "judge.self_judge.context_tokens=null")
-    run = one_step(scripted_policy, tmp_path, setting, *words)
+    run = one_step(scripted_policy, tmp_path, "self-judge", *words)
     rewards = check_rubric_run(run, credit=True)
     assert len(rewards) == PROMPTS
     assert any(len(set(group)) > 1 for group in rewards.values())
@@ -126,13 +106,13 @@ def test_self_judge(scripted_policy: Path, tmp_path: Path, setting: str, votes: 
     thought = len(tokenizer.tokenize(THOUGHT))
     for call in calls:
         beyond = call["output_tokens"] - len(tokenizer.tokenize(call["reply"]))
-        assert (beyond >= thought) == (setting == "self-judge")
+        assert beyond >= thought
     # And the recorded verdicts are those of the policy's own replies.
     recorded = {
         (row["training_step"], row["task_id"], row["rollout"]): row["verdict"]
         for row in run.table("verdicts").to_pylist()
     }
-    assert recorded == voted(run, votes)
+    assert recorded == voted(run, votes=3)
 
 
 @pytest.mark.deployment

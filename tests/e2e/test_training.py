@@ -21,12 +21,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from draco_ray.runs.directory import RunDirectory
-from tests.support.command import draco_here, start_draco
+from tests.support.command import draco, draco_here, start_draco
 from tests.support.holding_judge import HoldingJudge
 from tests.support.rewards import check_rubric_run
-from tests.support.standing_ray import draco_forked, joining, workers_on
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 STEPS, PROMPTS, GROUP = 2, 2, 3
 TABLES = ("trajectories", "verdicts", "criteria", "advantages", "groups", "judge_calls")
@@ -73,13 +72,13 @@ def judge() -> Iterator[HoldingJudge]:
 
 @pytest.fixture(scope="module")
 def run(
-    one_ray: str, judge: HoldingJudge, blind_world: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory
+    judge: HoldingJudge, blind_world: Path, starter_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
     """A run of the setting ``draco`` without ground truth, killed while step 2 was scored, and continued."""
     root = tmp_path_factory.mktemp("runs")
     asked = ["judge.rule_judge.start=false", "judge.model=openai/rule-judge", f"judge.api_base={judge.base}"]
     words = [*asked, "judge.api_key_env=KEY_OF_NOBODY", "train.evaluate_before_after=false"]
-    process = start_draco([*arguments(blind_world, starter_model, root, "two"), *words], environment=joining(one_ray))
+    process = start_draco([*arguments(blind_world, starter_model, root, "two"), *words])
     try:
         tables = root / "two" / "tables"
         wait_until(lambda: any(tables.glob("trajectories/step00002/*.arrow")), process)
@@ -89,17 +88,16 @@ def run(
         # under way then is not known: rollouts that are equal to the letter share one.
         wait_until(lambda: len([*tables.glob("judge_calls/step00002/*union*.arrow")]) == PROMPTS, process)
         wait_until(lambda: judge.held > 0, process)
-        workers = workers_on(one_ray)
-        assert workers
+        below = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.kill()
-    # With all that it has on the Ray that stands, as where a machine goes down: nothing is told to end.
-    for worker in workers:
+    # With all that it has started, as where a machine goes down: nothing is told to end.
+    for each in below:
         with contextlib.suppress(psutil.NoSuchProcess):
-            worker.kill()
-    process.communicate(timeout=60)
+            each.kill()
+    process.communicate()
     # What these still had to ask would be answered as well, and then to nobody who keeps it.
-    psutil.wait_procs(workers)
+    psutil.wait_procs(below)
     judge.answers_before_holding = None
     directory = root / "two"
 
@@ -109,7 +107,7 @@ def run(
     assert re.search(r"learner\.learning_rate \([\d.e-]+ -> 0\.0001\)", line)
     assert "train.steps (2 -> 5)" in line
 
-    result = draco_forked("train", "--resume", str(directory), environment=joining(one_ray), timeout=400)
+    result = draco("train", "--resume", str(directory))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "continues after step 1" in result.stdout
     assert f"step 2: {PROMPTS * GROUP} finished rollouts taken from the run directory" in result.stdout

@@ -17,6 +17,7 @@ from draco_ray.learner import checkpoint_files
 from draco_ray.learner.carried import Carried, Here, checkpoints_of
 from draco_ray.learner.checkpoint import Snapshot, read_checkpoint
 from draco_ray.learner.checkpoint_files import start_checkpoint_files
+from draco_ray.training.cluster import start_ray
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def files() -> Iterator[Any]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
+    start_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
     yield start_checkpoint_files(ray.get_runtime_context().get_node_id())
     ray.shutdown()
 

@@ -35,7 +35,7 @@ from draco_ray.records import TrainingSample
 from tests.support.probes import probe_of
 from tests.support.tiny_model import VOCABULARY, tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cores_forked")]
+pytestmark = [pytest.mark.slow]
 
 STUB = Path(__file__).resolve().parents[1] / "support" / "torchvision_stub"
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.training.cluster import ACTORS
 from tests.support.autoscaling import autoscaling_cluster, drive
 
-MODULES = [*ACTORS, "tests.support.engine_autoscaling"]
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def test_an_engine_that_goes_with_its_node_is_replaced_on_another(tmp_path: Path) -> None:
     """A head without room for an engine, and up to two nodes with room for one each."""
-    with autoscaling_cluster(tmp_path, head={"CPU": 0}, node={"CPU": 1}, most=2, modules=MODULES) as environment:
+    with autoscaling_cluster(tmp_path, head={"CPU": 0}, node={"CPU": 1}, most=2) as environment:
         seen = drive("tests.support.engine_autoscaling", environment)
     assert seen["up_at_start"] >= 1
     assert (seen["nodes"], seen["processes"], seen["proven"]) == (2, 2, [1.0, 1.0])

@@ -161,7 +161,6 @@ def figures(found: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@pytest.mark.timeout(900)
 def test_the_learner_is_measured_in_a_process_of_its_own(
     gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +179,6 @@ def test_the_learner_is_measured_in_a_process_of_its_own(
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@pytest.mark.timeout(900)
 def test_fused_passes_are_held_against_plain_ones(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     found = figures(gpu_check.run_part("kernels", "qwen3.6-27b", 4, device="cpu", tiny=True))
@@ -203,8 +201,6 @@ def test_fused_passes_are_held_against_plain_ones(gpu_check: ModuleType, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.deployment
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("cores_forked")
 def test_engine_and_learner_agree_at_toy_size(gpu_check: ModuleType) -> None:
     torch.set_num_threads(1)
     found = figures(gpu_check.run_part("engine", "qwen2.5-32b", 2, device="cpu", tiny=True))

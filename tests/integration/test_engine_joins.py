@@ -21,7 +21,7 @@ from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.probes import probe_of
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 PROBE = [int(token) for token in np.random.default_rng(0).integers(3, 500, 50)]

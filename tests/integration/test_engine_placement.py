@@ -15,7 +15,7 @@ import ray
 
 from draco_ray.config.load import load_config
 from draco_ray.engine import actor
-from draco_ray.workers.forked import forked_workers
+from draco_ray.training.cluster import start_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
@@ -29,16 +29,7 @@ CONFIG = load_config(
 
 @pytest.fixture
 def four_gpus() -> Iterator[None]:
-    # A run with GPUs forks none; nothing here computes on one.
-    with forked_workers(["draco_ray.engine.actor"], {}):
-        ray.init(
-            address="local",
-            num_cpus=2,
-            num_gpus=4,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-        )
+    start_ray(num_cpus=2, num_gpus=4, include_dashboard=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def test_seeds_log_probs_adapters_and_the_prefix_cache(tmp_path: Path) -> None:

@@ -64,4 +64,4 @@ async def test_two_ranks_sample_what_the_learner_trained(tmp_path: Path, monkeyp
     finally:
         await engine.stop()
     # Children of the engine core, whose end they notice.
-    assert psutil.wait_procs(processes, timeout=30)[1] == []
+    assert psutil.wait_procs(processes, timeout=600)[1] == []

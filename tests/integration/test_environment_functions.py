@@ -21,7 +21,7 @@ from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.rollout.tokens import TokenPolicy
 from tests.support.endpoint_episode import CHAT, END, ScriptedSampler, call
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
 
 APPS = {"apps": ["spotify"]}

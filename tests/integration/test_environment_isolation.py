@@ -19,11 +19,12 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import LEVELS, environment
+from draco_ray.environments.jail.confine import environment
 from draco_ray.errors import EnvironmentCrashed
+from tests.conftest import LEVELS
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 SECRET = "sk-not-for-the-policy-4711"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ async def slot(request: pytest.FixtureRequest, sandbox_root: Path, tasks: Tasks)
     yield slot
     processes = processes_of(slot)
     await slot.stop()
-    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert psutil.wait_procs(processes, timeout=600)[1] == []
 
 
 @pytest_asyncio.fixture(scope="class", loop_scope="module")

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
-from draco_ray.errors import WorldError
 from tests.conftest import REPOSITORY
-from tests.support.command import draco_here
+from tests.support.command import draco
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +34,7 @@ print(json.dumps(told))
 
 def run(python: str, folder: Path, *command: str) -> str:
     environment = {**os.environ, "NLTK_DATA": str(EXAMPLES / "parcels/nltk_data")}
-    done = subprocess.run(
-        [python, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = subprocess.run([python, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -51,8 +47,10 @@ def some_policy(config: Path, file: Path, folder: Path) -> Path:
     """Of a few of the demonstrations."""
     few = folder / "few.jsonl"
     few.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(file)[:6]), encoding="utf-8")
-    done = draco_here("sft", str(config), str(few), "--new", "--epochs", "1", "--out", str(folder / "policy"))
+    done = draco("sft", str(config), str(few), "--new", "--epochs", "1", "--out", str(folder / "policy"))
     assert done.returncode == 0, done.stdout + done.stderr
+    # In particular no report of Triton's about objects that are never freed.
+    assert not done.stderr
     return folder / "policy"
 
 
@@ -69,15 +67,11 @@ def test_the_desks_demonstrations_are_of_training_tasks_and_make_a_policy(tmp_pa
 
 
 @pytest.fixture(scope="module")
-def tasksets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[Any]]]]:
+def tasksets(verifiers: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[Any]]]]:
     """The folder with the demonstrations of both tasksets, and what their tasks are about."""
-    try:
-        python = verifiers_python(VerifiersOptions())
-    except WorldError:
-        pytest.skip("verifiers has no environment: make setup-verifiers")
     folder = tmp_path_factory.mktemp("tasksets")
     # verifiers is imported once for all of it; `main` is what the script calls with its arguments.
-    said = run(python, EXAMPLES / "parcels", "-c", TASKSETS, str(folder), "parcels", "hangman")
+    said = run(verifiers, EXAMPLES / "parcels", "-c", TASKSETS, str(folder), "parcels", "hangman")
     return folder, json.loads(said.splitlines()[-1])
 
 

@@ -17,7 +17,7 @@ from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, ScriptedSampler, call
 from tests.unit.test_program_agent import Rollouts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.slow
 
 FRAMEWORKS = REPOSITORY / "tests" / "support" / "frameworks"
 BOTH = [(api, way) for api in ("chat", "responses") for way in ("run", "stream")]

@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 IMPORT = """
 import importlib, json, torch

@@ -90,7 +90,7 @@ def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
         )
         wait_for_requests(server, 3, process)
         process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate()
     assert process.returncode == 130, errors
     assert f"stopped; what is judged is in {out}, the same command goes on there" in said
     assert "Traceback" not in errors

@@ -18,13 +18,14 @@ from draco_ray.judging.limiter_actor import LimiterClient, start_judge_limiter
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.cluster import start_ray
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
+    start_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()
 

@@ -21,14 +21,14 @@ from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Outage
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.workers.forked import forked_workers
+from draco_ray.training.cluster import start_ray
 from tests.support.chat_traces import chat_traces
 from tests.support.command import draco
 from tests.support.scripted_policy import build_scripted_policy
 from tests.support.tiny_model import build_tiny_model
 
 # Two servers load, and each is loaded once more.
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 SCHEMA = {
     "type": "object",
@@ -56,8 +56,7 @@ def judge(tmp_path: Path) -> Iterator[JudgeConfig]:
     model = build_tiny_model(tmp_path / "model")
     local = {"enabled": True, "max_replicas": 2, "calls_per_replica": 4, "stall_seconds": 5, "dtype": "float32"}
     on_cpu = {"gpus_per_replica": 0, "kv_cache_gib": 0.1, "arguments": ["--seed", "1"]}
-    with forked_workers(["draco_ray.judging.local.actor"], {}):
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    start_ray(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     try:
         yield JudgeConfig.model_validate(
             {"model": f"hosted_vllm/{model}", "max_tokens": 256, "temperature": 0.7, "local": {**local, **on_cpu}}
@@ -154,7 +153,7 @@ def test_traces_are_judged_by_servers_that_are_there_for_as_long_as_that_takes(t
     # Room for all of them at the first server: that others come with the calls is seen above.
     keys.append("judge.local.calls_per_replica=16")
     command = ["judge", str(traces), "--judge", f"hosted_vllm/{model}", "--ray", "--out", str(out)]
-    done = draco(*command, *(word for key in keys for word in ("--set", key)), timeout=500)
+    done = draco(*command, *(word for key in keys for word in ("--set", key)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is served on the cluster: 1 to 2 vLLM servers on CPUs" in done.stdout
     assert "__ray_terminate__" not in done.stdout + done.stderr

@@ -14,13 +14,14 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import StoreError
 from draco_ray.judging.replies_actor import RepliesClient, start_replies
 from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.training.cluster import start_ray
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
+    start_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()
 

@@ -257,7 +257,7 @@ def test_the_server_ends_with_the_block_and_with_its_parent_and_not_with_ctrl_c(
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         os.kill(parent.pid, signal.SIGKILL)
-    child.wait(timeout=20)
+    child.wait()
 
 
 def test_a_taken_port_is_one_line() -> None:
@@ -300,7 +300,7 @@ def test_ctrl_c_ends_the_command_quietly() -> None:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=20)
+    _, complaints = process.communicate()
     assert process.returncode == 0
     assert complaints == ""
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from ray.cluster_utils import Cluster
 from draco_ray.config.schema import ModelConfig
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
-from draco_ray.training.cluster import OF_LEARNERS
 from draco_ray.training.room import unplaced
 from tests.integration.test_learner_ray import (
     CONFIG,
@@ -24,9 +23,8 @@ from tests.integration.test_learner_ray import (
     train,
     train_alone,
 )
-from tests.support.shared_forks import forking_from, shared_fork_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 __all__ = ["model"]
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
@@ -34,13 +32,12 @@ NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
 
 @pytest.fixture
 def nodes() -> Iterator[Cluster]:
-    """A cluster whose head, where the driver is, has no room for a worker; workers of all nodes are forked."""
+    """A cluster whose head, where the driver is, has no room for a worker."""
     head = NODE | {"num_cpus": 0, "include_dashboard": False}
-    with shared_fork_server(OF_LEARNERS) as at, forking_from(at):
-        cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
-        yield cluster
-        ray.shutdown()
-        cluster.shutdown()
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
 
 
 async def test_a_lost_node_costs_nothing_but_time_when_another_comes(

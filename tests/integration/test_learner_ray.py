@@ -21,8 +21,7 @@ from draco_ray.errors import LearnerError
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
 from draco_ray.records import Adapter, TrainingSample
-from draco_ray.training.cluster import OF_LEARNERS
-from draco_ray.workers.forked import forked_workers
+from draco_ray.training.cluster import start_ray
 from tests.support.autoscaling import until
 from tests.support.command import descendants
 
@@ -46,8 +45,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Time in which Ray Train lets workers leave their group, which those that wait for a lost one cannot: 30 s.
         patch.setenv("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "1")
-        with forked_workers(OF_LEARNERS, {}):
-            ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        start_ray(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
         yield
         ray.shutdown()
 

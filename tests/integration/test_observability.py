@@ -20,6 +20,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, Kind
 from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
+from draco_ray.training.cluster import start_ray
 from draco_ray.training.observer import RunObserver
 from tests.support.observed_run import REPORT_SECONDS
 
@@ -33,7 +34,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     run = tmp_path_factory.mktemp("runs") / "watched"
     run.mkdir()
     start_run_log(run)
-    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
+    start_ray(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20)
     yield run
     ray.shutdown()
     stop_run_log()
@@ -62,7 +63,6 @@ def test_prometheus_sees_every_metric_of_the_catalogue(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -125,7 +125,7 @@ def test_a_run_that_names_no_cluster_starts_its_own(
     """Ray by itself joins what was started last on the machine, and refuses the resources that a new one is given."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    alone = ["ray.object_store_mib=80", "ray.dashboard=false", "ray.fork_workers=false"]
+    alone = ["ray.object_store_mib=80", "ray.dashboard=false"]
     connect(load_config("sandbox", [f"data.root={tmp_path}", *alone]))
     assert signal.getsignal(signal.SIGTERM) is before
     assert ray.get_runtime_context().gcs_address != two_nodes.address

@@ -21,7 +21,7 @@ from tests.support.command import draco_here
 from tests.support.evaluations import a_plan, a_result
 from tests.support.worlds import Tasks, appworld_loaded
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

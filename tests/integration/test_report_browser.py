@@ -33,6 +33,7 @@ PROGRAM = find_browser()
 DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.packages,
     pytest.mark.skipif(
         PROGRAM is None, reason=f"no browser: none of {', '.join(NAMES)} on PATH, no DRACO_TEST_BROWSER"
     ),

@@ -22,7 +22,7 @@ from tests.conftest import REPOSITORY, SANDBOX_WORLD
 from tests.support.rule_judge_runs import run_of
 from tests.support.worlds import files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def run(*arguments: str, given: str | None = None, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from draco_ray.sandbox.starter.build import RECIPE
 from draco_ray.sandbox.starter.demonstrations import Demonstration
 from draco_ray.sandbox.world.scripts import Fault
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 TINY = StarterSettings(
     variants=1, epochs=1, fault_rates={Fault.PRINT_SECRET: 1.0}, hidden_size=64, intermediate_size=64, vocabulary=600

@@ -24,7 +24,7 @@ from tests.support.scripted_customer import ScriptedCustomer
 from tests.support.tau2_installation import write_python, write_retail
 from tests.support.tau_rollout import USER_KEY, Played, play_tau, tau_config, tau_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.slow
 
 LOOKS_UP = [call("find_user_id_by_name_zip", zip="19122"), f"Hello Yusuf.{END}"]
 ASKS = ["A refund, please.", "Thanks. ###STOP###"]

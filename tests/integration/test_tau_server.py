@@ -41,7 +41,6 @@ def processes_serving(folder: Path) -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
 
 
-@pytest.mark.timeout(600)
 def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "model")
     learner = LoraLearner(
@@ -86,7 +85,7 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_server, "program", lambda _: [sys.executable, "-m", "no_such_module"])
+    monkeypatch.setattr(openai_server, "PROGRAM", [sys.executable, "-m", "no_such_module"])
     model = build_tiny_model(tmp_path / "model")
     policy = TauPolicy(name="base", model=str(model))
     config = configure(model)

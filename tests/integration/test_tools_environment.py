@@ -12,11 +12,11 @@ import pytest
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import GuardedWorld, World, make_environment
-from draco_ray.environments.jail.confine import LEVELS
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
+from tests.conftest import LEVELS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 SECRET = 's3cr"t key'
 TOOLS = '''

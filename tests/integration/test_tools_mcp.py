@@ -28,7 +28,7 @@ from draco_ray.held import PREFIX
 from tests.conftest import REPOSITORY
 from tests.support.http_mcp_server import DROP, error, reply, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 SERVER = REPOSITORY / "tests" / "support" / "desk_mcp_server.py"
 RAW_SERVER = REPOSITORY / "tests" / "support" / "raw_mcp_server.py"

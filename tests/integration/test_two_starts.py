@@ -62,7 +62,7 @@ class Run:
         self.process.stdin.flush()
 
     def says(self) -> str:
-        return self.lines.get(timeout=180)
+        return self.lines.get()
 
     def says_at_last(self, unlike: str) -> str:
         """The first line that begins otherwise."""

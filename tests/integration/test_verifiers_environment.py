@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
 from draco_ray.environments.program import MARK
-from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.judging.render import agent_trajectory
 from draco_ray.records import EpisodeEnd, Trajectory
@@ -35,9 +34,8 @@ from draco_ray.training.session import task_prompts
 from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
 from tests.support.tool_templates import QWEN3, in_words
-from tests.support.verifiers_forks import forked_bridges
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verifiers")]
 
 IN_ORDER = pytest.mark.asyncio(loop_scope="module")
 TASKS = REPOSITORY / "tests/support/verifiers_tasks.py"
@@ -49,17 +47,6 @@ TOOLS: dict[str, Any] = {
 TALK = REPOSITORY / "examples/parcels"
 
 
-def _python() -> str | None:
-    try:
-        return verifiers_python(VerifiersOptions())
-    except WorldError:
-        return None
-
-
-if _python() is None:
-    pytest.skip("verifiers has no environment: make setup-verifiers", allow_module_level=True)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer, as a model has it."""
@@ -69,19 +56,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def asked_as_forks() -> Iterator[None]:
-    """What there is, bridges of later tests are asked as forks; those of `kinds` are as users have them."""
-    with forked_bridges():
-        yield
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory, asked_as_forks: None) -> Path:
+def tuned(verifiers: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a model whose chat template is Qwen3's, as every fine-tune has it."""
     folder = tmp_path_factory.mktemp("tuned")
     # Of Qwen3's template, as the package renderers has them.
     told = "import json; from renderers import qwen3; print(json.dumps([qwen3._TOOLS_HEADER, qwen3._TOOLS_FOOTER]))"
-    words = json.loads(subprocess.run([verifiers_python(VerifiersOptions()), "-c", told]).stdout)
+    words = json.loads(subprocess.check_output([verifiers, "-c", told]))
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = in_words(QWEN3, *words)
     tokenizer.save_pretrained(folder)
@@ -174,7 +154,6 @@ async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing
         assert "SECRET" not in agent_trajectory(each, "c0de")
 
 
-@pytest.mark.usefixtures("asked_as_forks")
 async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Path) -> None:
     async with player(model, truth=True, env={"player": {"harness": {"id": None}}}) as at:
         # verifiers' own harness, a program that is started for every turn, with the Python of its environment.
@@ -188,7 +167,6 @@ async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Pat
             await world.evaluate()
 
 
-@pytest.mark.usefixtures("asked_as_forks")
 async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_its_templates(
     tuned: Path, model: Path
 ) -> None:
@@ -235,7 +213,6 @@ async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replace
     assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
 
 
-@pytest.mark.usefixtures("asked_as_forks")
 def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tools_are_known_of(
     model: Path, tuned: Path
 ) -> None:
@@ -276,7 +253,6 @@ def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tool
         ({"wrong": 1}, "environment.options: wrong: Extra inputs are not permitted"),
     ],
 )
-@pytest.mark.usefixtures("asked_as_forks")
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     (tmp_path / "lacks.py").write_text("import a_package_that_nobody_has\n")
     (tmp_path / "plain.py").write_text(

@@ -24,7 +24,7 @@ from tests.conftest import REPOSITORY
 from tests.support.rewards import check_rubric_run
 from tests.support.worlds import files
 
-pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 def run(*command: str | Path, cwd: Path, appworld: str | None = None) -> subprocess.CompletedProcess[str]:

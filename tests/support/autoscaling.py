@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,11 @@ import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import (
     FAKE_HEAD_NODE_ID,
     FAKE_HEAD_NODE_TYPE,
-    FakeMultiNodeProvider,
 )
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # Not in its stubs.
 
-from tests.support.shared_forks import forking_from, shared_fork_server
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 OBJECT_STORE = 80 << 20
-FORKS = "DRACO_TEST_FORKS"
-"""Variable with the path of the socket of the server that workers are forked from."""
 START_ATTEMPTS = 3
 """Ray gives a head 30 s to start, which a busy machine may miss."""
 
@@ -46,14 +41,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-class ForkingProvider(FakeMultiNodeProvider):
-    """Ray's stand-in for a provider, in the autoscaler's process; its nodes fork their workers."""
-
-    def _create_node_with_resources_and_labels(self, *arguments: Any, **named: Any) -> None:
-        with forking_from(os.environ[FORKS]):
-            super()._create_node_with_resources_and_labels(*arguments, **named)
 
 
 def _cluster_file(gcs: str, head: Mapping[str, float], node: Mapping[str, float], most: int) -> str:
@@ -68,7 +55,7 @@ def _cluster_file(gcs: str, head: Mapping[str, float], node: Mapping[str, float]
     }
     provider = {
         "type": "external",
-        "module": "tests.support.autoscaling.ForkingProvider",
+        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
         "disable_node_updaters": True,
         "disable_launch_config_check": True,
         "head_node_id": FAKE_HEAD_NODE_ID,
@@ -97,19 +84,9 @@ def _cluster_file(gcs: str, head: Mapping[str, float], node: Mapping[str, float]
 
 @contextlib.contextmanager
 def autoscaling_cluster(
-    tmp_path: Path, *, head: Mapping[str, float], node: Mapping[str, float], most: int, modules: Sequence[str]
+    tmp_path: Path, *, head: Mapping[str, float], node: Mapping[str, float], most: int
 ) -> Iterator[dict[str, str]]:
-    """A head with those resources, to which up to so many nodes come with those; gives a driver's environment.
-
-    Workers of all nodes are forked from one server, which imports ``modules``.
-    """
-    with shared_fork_server(modules) as forks:
-        yield from _autoscaling_cluster(tmp_path, forks, head=head, node=node, most=most)
-
-
-def _autoscaling_cluster(
-    tmp_path: Path, forks: str, *, head: Mapping[str, float], node: Mapping[str, float], most: int
-) -> Iterator[dict[str, str]]:
+    """A head with those resources, to which up to so many nodes come with those; gives a driver's environment."""
     # Ray's sockets lie in its folder, and the path of a socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     (tmp_path / "token").write_text(secrets.token_hex(32))
@@ -123,7 +100,7 @@ def _autoscaling_cluster(
     }
     others = {name: amount for name, amount in head.items() if name != "CPU"}
     command = [
-        *(sys.executable, "-m", "tests.support.shared_forks", forks),
+        *(sys.executable, "-m", "ray.scripts.scripts"),
         *("start", "--head", "--block", "--disable-usage-stats"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"),
         # Not the default ones, which the Ray of another test may hold.
@@ -134,7 +111,6 @@ def _autoscaling_cluster(
     ours = {
         **environment,
         "RAY_FAKE_CLUSTER": "1",
-        FORKS: forks,
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         # Ray's workers yield to everything else by default: beside another test each would import LiteLLM for minutes.
         "RAY_worker_niceness": "0",
@@ -180,7 +156,6 @@ def drive(module: str, environment: Mapping[str, str], *words: str) -> dict[str,
         env=dict(environment),
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -188,7 +163,7 @@ def drive(module: str, environment: Mapping[str, str], *words: str) -> dict[str,
     return seen
 
 
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 """What everything that a driver waits for may take on a busy machine."""
 
 
@@ -214,8 +189,7 @@ def ask_to_go(node: str) -> None:
 
 def lose_node(process: int) -> None:
     """Kill the raylet above a worker's process, and with it every process of its node."""
-    # A forked one is below the process that has asked for it, by its group.
-    (raylet,) = (each for each in psutil.Process(os.getpgid(process)).parents() if each.name() == "raylet")
+    (raylet,) = (each for each in psutil.Process(process).parents() if each.name() == "raylet")
     below = raylet.children(recursive=True)
     for each in (raylet, *below):
         with contextlib.suppress(psutil.Error):

@@ -28,7 +28,7 @@ class Absent(importlib.abc.MetaPathFinder):
 
 def in_base_install(code: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in such a process, to its end."""
-    return subprocess.run([sys.executable, "-m", __name__, code], capture_output=True, text=True, timeout=250)
+    return subprocess.run([sys.executable, "-m", __name__, code], capture_output=True, text=True)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.forking_ray import EVERYTHING, JUDGES, LEARNERS
 from tests.support.hosts import OUTSIDE, Host, Network, network
 
 HEAD, NODE, JUDGE = "head", "node", "judge"
 RESOURCES = {HEAD: ("--num-cpus=0",), NODE: ("--num-cpus=4",), JUDGE: ("--num-cpus=0", '--resources={"judge": 8}')}
 GCS_PORT = 6379
-FORKED = {HEAD: f"{JUDGES},{LEARNERS}", NODE: EVERYTHING, JUDGE: JUDGES}
-"""What a host's Ray imports once for all of its workers. With no resources an actor may come to any of the hosts."""
 BUCKET = "bucket"
 MAKE_BUCKET = """\
 import sys
@@ -60,7 +57,7 @@ class HostsCluster:
         if name == HEAD:
             where = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", "--no-monitor"]
         ray = [
-            *(sys.executable, "-m", "tests.support.forking_ray", FORKED[name], "start", "--block"),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
             *("--disable-usage-stats", "--include-log-monitor=false", *where, *resources),
             *(f"--node-ip-address={host.address}", "--object-store-memory", str(200 << 20)),
         ]

@@ -1,7 +1,6 @@
 """Running ``draco`` as a user does: a process of its own, its exit code and what it prints.
 
-`draco_here` is for what starts nothing: it takes seconds to import in another process what this one has. For what joins
-a Ray and whose own start is not what is shown there is `tests.support.standing_ray.draco_forked`.
+`draco_here` is for commands that start nothing: importing everything in another process takes seconds.
 """
 
 from __future__ import annotations
@@ -21,21 +20,12 @@ from draco_ray.cli import main
 DRACO = [sys.executable, "-m", "draco_ray.cli"]
 
 
-def draco(
-    *arguments: str,
-    environment: Mapping[str, str] | None = None,
-    timeout: float = 300.0,
-    program: Sequence[str] = DRACO,
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; ``program`` is what its words are given to.
-
-    Raises:
-        subprocess.TimeoutExpired: after ``timeout`` seconds; the command and its children are ended.
-    """
-    process = start_draco(arguments, environment=environment, program=program)
+def draco(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. It is killed with its children where the test's time is over."""
+    process = start_draco(arguments, environment=environment)
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+        stdout, stderr = process.communicate()
+    except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -52,12 +42,10 @@ def draco_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def start_draco(
-    arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, program: Sequence[str] = DRACO
-) -> subprocess.Popen[str]:
+def start_draco(arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a command in a process group of its own, outputs piped."""
     return subprocess.Popen(
-        [*program, *arguments],
+        [*DRACO, *arguments],
         env={**os.environ, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

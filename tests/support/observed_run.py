@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd
 from draco_ray.summaries import PhaseSummary
 from draco_ray.training import observer
+from draco_ray.training.cluster import start_ray
 from draco_ray.training.observer import RunObserver
 from tests.support.summaries import a_phase, a_rollout
 
@@ -104,5 +104,5 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.ERROR)
+    start_ray(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20)
     print(json.dumps(asyncio.run(watched(Path(sys.argv[1])))))

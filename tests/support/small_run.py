@@ -22,6 +22,7 @@ from draco_ray.records import (
     Message,
     RolloutAdvantage,
     ScoredCriterion,
+    Termination,
     Trajectory,
     Turn,
     Verdict,
@@ -69,6 +70,7 @@ def a_trajectory(step: int, task: str, rollout: int) -> Trajectory:
         step_T=np.array([-1, 0, 0, -1, 1, 1, 1, 1, -1, -1]),
         prompt_length=1,
         ended=EpisodeEnd.FINISHED if rollout == 0 else EpisodeEnd.TURN_LIMIT,
+        termination=Termination.GAVE_UP if rollout == 0 else Termination.TURN_LIMIT,
         started_at=100.0 * step,
         ended_at=100.0 * step + 10,
     )
@@ -190,7 +192,8 @@ def small_run(path: Path, steps: int = 2, size: int = 2, *, evaluated: bool = Tr
             write_group(store, step, task, size)
         begin = 100.0 * step
         learning = {"training_step": step, "stage": "learning", "started_at": begin + 12, "ended_at": begin + 17}
-        store.write("spans", step, "policy", [learning])
+        sync = {"training_step": step, "stage": "sync", "started_at": begin + 17, "ended_at": begin + 18}
+        store.write("spans", step, "policy", [learning, sync])
         if step == steps and evaluated:
             evaluations = [
                 Evaluation(

@@ -121,7 +121,7 @@ async def fleet_of(*engines: Engine, fewest: int | None = None, **config: Any) -
 
 
 async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(600):
         while not true():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
             await asyncio.sleep(0)
 

@@ -39,7 +39,7 @@ def test_a_child_goes_when_its_parent_is_killed(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.communicate()
-    assert psutil.wait_procs([child], timeout=60)[1] == []
+    assert psutil.wait_procs([child], timeout=600)[1] == []
 
 
 def test_a_process_without_such_a_parent_is_left_alone() -> None:

@@ -225,7 +225,6 @@ def spoil(path: Path, how: str) -> None:
 SPOILT = ("fifo", "folder", "link", "dangling link", "huge", "one byte too large", "no text", "surrogate", "device")
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_database_that_is_no_plain_file_makes_the_world_unusable(saved: Path, how: str) -> None:
     spoil(saved / "dbs" / "venmo.jsonl", how)
@@ -233,7 +232,6 @@ def test_a_database_that_is_no_plain_file_makes_the_world_unusable(saved: Path, 
         read_saved(str(saved))
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_log_that_is_no_plain_file_is_left_out(saved: Path, how: str) -> None:
     spoil(saved / "logs" / "api_calls.jsonl", how)

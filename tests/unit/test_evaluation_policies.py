@@ -22,6 +22,7 @@ from draco_ray.lab.evaluation.policies import (
     load_adapter,
     lora_rank,
 )
+from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import plain
 from draco_ray.training.order import TaskOrder
 from tests.support.tiny_model import build_tiny_model
@@ -29,8 +30,7 @@ from tests.support.tiny_model import build_tiny_model
 
 def a_run(path: Path, steps: list[int]) -> Path:
     """A run directory with adapters after those steps."""
-    path.mkdir()
-    (path / "config.yaml").write_text(dump_config(load_config("sandbox", setting="no-credit")), encoding="utf-8")
+    RunDirectory.create(path, dump_config(load_config("sandbox", setting="no-credit")))
     for step in steps:
         an_adapter(path / "checkpoints" / f"step{step:05d}", step)
     return path
@@ -108,9 +108,8 @@ def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
 ) -> None:
     model = build_tiny_model(tmp_path / "model")
     run = tmp_path / "run"
-    run.mkdir()
     elsewhere = [f"data.root={tmp_path / 'gone'}", f"model.path={tmp_path / 'gone'}", "train.prompts_per_step=5"]
-    (run / "config.yaml").write_text(dump_config(load_config("sandbox", elsewhere)), encoding="utf-8")
+    RunDirectory.create(run, dump_config(load_config("sandbox", elsewhere)))
     tasks = len(load_split(sandbox_root, "train"))
     for epoch in (1, 2):
         an_adapter(run / "checkpoints" / f"step{epoch * (tasks // 5):05d}", epoch)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.records import EpisodeEnd, Usage
 from tests.support.evaluations import a_plan, a_result, write_evaluation
@@ -113,9 +113,8 @@ def test_every_measurement_has_a_file(tmp_path: Path) -> None:
     assert {name: len(results) for name, results in found.items()} == {"step00002": 72, "step00004": 72}
 
 
-def test_a_line_with_an_error_is_a_lost_rollout_whoever_wrote_it(tmp_path: Path) -> None:
+def test_a_line_with_an_error_is_no_success(tmp_path: Path) -> None:
     directory = EvaluationDirectory.begin(tmp_path, a_plan(runs=1, tasks={"a_1": 1, "a_2": 1}))
     directory.add("starter", replace(a_result("a_1", 0, True), error="the world crashed"))
-    directory.add("starter", a_result("a_2", 0, True))
-    lost, played = (result.evaluation for result in directory.results("starter"))
-    assert (lost.lost, lost.success, played.lost, played.success) == (True, False, False, True)
+    with pytest.raises(DamagedRun, match="line 1: 'a_1', run 0 has an error but is not marked as lost"):
+        directory.results("starter")

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from draco_ray import cli
-from draco_ray.interruption import ended_as_interrupted, handler_kept, held_back
+from draco_ray.interruption import ended_as_interrupted, handler_kept
 from draco_ray.training.run import _said_at_once
 
 
@@ -54,30 +54,11 @@ def test_a_handler_that_another_puts_in_its_place_goes() -> None:
         assert signal.getsignal(signal.SIGTERM) is ours
 
 
-def test_what_is_held_back_interrupts_once_the_block_is_left() -> None:
-    went_on = []
-
-    def work() -> None:
-        with held_back(signal.SIGTERM, signal.SIGINT):
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGINT)
-            went_on.append("in the block")
-        went_on.append("after it")
-
-    with ended_as_interrupted(), pytest.raises(KeyboardInterrupt):
-        work()
-    assert went_on == ["in the block"]
-    before = signal.getsignal(signal.SIGINT)
-    with held_back(signal.SIGINT):
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_another_thread_can_set_no_handlers_and_goes_on() -> None:
     done = []
 
     def run() -> None:
-        with ended_as_interrupted(), held_back(signal.SIGTERM):
+        with ended_as_interrupted(), handler_kept(signal.SIGTERM):
             done.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)

@@ -417,7 +417,7 @@ def config(tmp_path: Path | None = None, **local: object) -> JudgeConfig:
 def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draco_ray.engine.openai_server.program", lambda _: [sys.executable, "-m", "no_such_module"])
+    monkeypatch.setattr("draco_ray.engine.openai_server.PROGRAM", [sys.executable, "-m", "no_such_module"])
     server = VllmJudgeServer(config(tmp_path, gpus_per_replica=0), "127.0.0.1", tmp_path / "server.log")
     pids = set()
     for _ in range(STARTS):

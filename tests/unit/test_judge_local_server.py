@@ -250,19 +250,6 @@ def test_the_whole_command_line_on_a_gpu() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("hardware", "forks"),
-    [
-        ({"gpus_per_replica": 0, "cpus_per_replica": 0.1}, True),
-        ({"gpus_per_replica": 0, "cpus_per_replica": 4}, False),
-        ({"gpus_per_replica": 0, "tensor_parallel": 2}, False),
-        ({"gpus_per_replica": 1}, False),
-    ],
-)
-def test_a_server_forks_its_core_where_it_has_one_thread_and_no_gpu(hardware: dict[str, object], forks: bool) -> None:
-    assert (words_of(hardware)[2] == "draco_ray.engine.forked_server") == forks
-
-
 @pytest.mark.parametrize(("context", "said", "batched"), [(None, "2048", "8192"), (16384, "16384", "16384")])
 def test_on_a_cpu_the_context_is_the_models_where_none_is_configured(
     tmp_path: Path, context: int | None, said: str, batched: str

@@ -150,7 +150,15 @@ async def test_a_request_says_which_of_its_beginnings_others_share() -> None:
 
 
 async def test_what_a_completion_says_of_itself_is_archived_whatever_became_of_it() -> None:
-    paid = Paid(call_id="first", requests=2, dollars=0.1, estimated_dollars=0.05, seconds=3.0, started_at=4.0)
+    paid = Paid(
+        call_id="first",
+        requests=2,
+        dollars=0.1,
+        estimated_dollars=0.05,
+        seconds=3.0,
+        started_at=4.0,
+        waited_seconds=1.0,
+    )
     said = {"reasoning_tokens": 7, "estimated_dollars": 0.25, "waited_seconds": 1.5, "paid": paid, "call_id": "mine"}
     bad, unusable, good = (
         completion("", error="gone", **said),

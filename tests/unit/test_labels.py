@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -247,16 +246,14 @@ def test_no_text_of_a_label_ends_the_examples_or_fills_a_placeholder(task: str, 
 
 OWN = {"lamp": "a", "chair": "b", "book": "c", "kettle_2": "c"}
 """Tasks of one's own and their scenarios, which their ids do not tell."""
-APPWORLD = {"a_1": None, "b_1": None, "c_1": None, "c_2": None}
-"""Tasks of an older run, which recorded no scenarios."""
 
 
-def labelled_run(path: Path, tasks: Mapping[str, str | None]) -> RunDirectory:
+def labelled_run(path: Path) -> RunDirectory:
     """A rollout of each task, three criteria: the judge passes all."""
     store = RunStore(RunDirectory.create(path, "seed: 0\n"))
     prompts = prompts_of(JudgeConfig())
-    for task, scenario in tasks.items():
-        trajectory = replace(a_trajectory(1, task, 0), group=f"step1/{task}", scenario=cast(str, scenario))
+    for task, scenario in OWN.items():
+        trajectory = replace(a_trajectory(1, task, 0), group=f"step1/{task}", scenario=scenario)
         criteria = rubric(task)
         store.write("criteria", 1, task, rows.criterion_rows(1, task, criteria, None))
         store.write("trajectories", 1, task, rows.trajectory_rows(1, trajectory))
@@ -271,15 +268,14 @@ def labelled_run(path: Path, tasks: Mapping[str, str | None]) -> RunDirectory:
 class Learner:
     """Passes everything, unless an example corrects a verdict on the criterion's title."""
 
-    def __init__(self, tasks: Mapping[str, str | None] = OWN) -> None:
-        self.tasks = tasks
+    def __init__(self) -> None:
         self.examples: dict[str, list[str]] = {}
 
     async def __call__(self, request: Request) -> Completion:
         prompt = request.messages[0].content
         before, _, own = prompt.partition("You grade one run")
         examples = json.loads(before[before.index("[\n") :]) if before else []
-        (task,) = {task for task in self.tasks if f"Do {task}." in own}
+        (task,) = {task for task in OWN if f"Do {task}." in own}
         self.examples.setdefault(task, []).extend(example["task"] for example in examples)
         corrected = {example["criterion"]: example["correct_score"] for example in examples}
         entries = [
@@ -296,25 +292,22 @@ class Learner:
     async def check(self) -> None: ...
 
 
-def labels_for(run: RunDirectory, tasks: Mapping[str, str | None] = OWN) -> list[Label]:
+def labels_for(run: RunDirectory) -> list[Label]:
     """People fail the criterion that is the same in all tasks."""
     return [
         Label(
             **a_label(run=run.path.name, task_id=task, criterion=number, title=criterion.title, task=task,
                       verdict=-1 if number == 1 else 1)
         )
-        for task in tasks
+        for task in OWN
         for number, criterion in enumerate(rubric(task))
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tasks", [OWN, APPWORLD])
-async def test_examples_are_measured_on_other_scenarios_than_their_own(
-    tmp_path: Path, tasks: Mapping[str, str | None]
-) -> None:
-    run, judge = labelled_run(tmp_path / "labelled", tasks), Learner(tasks)
-    found = await with_examples(run, labels_for(run, tasks), judge, "learner", most=9, folds=3)
-    first, second, *variants = tasks
+async def test_examples_are_measured_on_other_scenarios_than_their_own(tmp_path: Path) -> None:
+    run, judge = labelled_run(tmp_path / "labelled"), Learner()
+    found = await with_examples(run, labels_for(run), judge, "learner", most=9, folds=3)
+    first, second, *variants = OWN
     # A variant of a scenario is no other scenario.
     assert {task: set(examples) for task, examples in judge.examples.items()} == {
         first: {second, *variants},
@@ -328,7 +321,7 @@ async def test_examples_are_measured_on_other_scenarios_than_their_own(
 
 
 async def test_labels_of_another_run_are_refused(tmp_path: Path) -> None:
-    run = labelled_run(tmp_path / "labelled", OWN)
+    run = labelled_run(tmp_path / "labelled")
     labels = labels_for(run)
     for wrong in (
         labels[0].model_copy(update={"title": "Another"}),
@@ -346,7 +339,7 @@ async def test_labels_of_another_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_draco_agreement_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = labelled_run(tmp_path / "labelled", OWN)
+    run = labelled_run(tmp_path / "labelled")
     path = tmp_path / "labels.jsonl"
     path.write_text("".join(label.model_dump_json() + "\n" for label in labels_for(run)))
     for words, code in (

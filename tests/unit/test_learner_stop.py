@@ -34,7 +34,7 @@ async def test_a_feed_that_is_stopped_does_not_hold_up_the_end(tmp_path: Path, m
     learner = RayLoraLearner(ModelConfig(path="model"), LearnerConfig(), run=tmp_path, seed=0)
     learner._feed = SimpleNamespace(submit=SimpleNamespace(remote=answer), fail=SimpleNamespace(remote=answer))
     learner._fit, learner._watch = fit, asyncio.create_task(learner._watch_fit())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await learner.stop(timeout=0.01)
     assert killed.is_set()
     assert learner._watch.done()

@@ -126,7 +126,7 @@ def play(pool: RolloutPool, rollout: int) -> asyncio.Task[Any]:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(600):
         while not true():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
             await asyncio.sleep(0)
 

@@ -231,15 +231,20 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(tmp_path: Path, path
         restore(store, tmp_path / "there", URL)
 
 
-def test_a_newer_manifest_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_manifest_of_another_schema_version_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
     from draco_ray.runs.remote import manifest
 
     store = MemoryStore()
-    monkeypatch.setattr(manifest, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(manifest, "SCHEMA_VERSION", version)
     name, data = manifest.Manifest(1, 1, {}).encoded()
     monkeypatch.undo()
     store.write(f"manifests/{name}", data)
-    with pytest.raises(DamagedRun, match="schema version 2, this program knows those up to 1") as refusal:
+    with pytest.raises(
+        DamagedRun, match=f"schema version {version}, expected 1; use the draco-ray that wrote it"
+    ) as refusal:
         latest_manifest(store, URL)
     assert "\n" not in str(refusal.value)
 

@@ -136,7 +136,7 @@ def test_every_step_has_its_timeline_in_the_same_colours(run: RunDirectory, page
     drawings = [unpack(found) for found in re.findall(r'id="w\d">([\w+/=]*)<', page)]
     assert all(f"Step {step}: what ran when" in drawing for step, drawing in enumerate(drawings, 1))
     colors = [set(re.findall(r'fill="(#[0-9a-f]{6})"', drawing)) for drawing in drawings]
-    assert colors == [{KINDS["rollout"], KINDS["score"], KINDS["learning"]}] * 2
+    assert colors == [{KINDS[kind] for kind in ("rollout", "score", "learning", "sync")}] * 2
     assert len(set(KINDS.values())) == len(KINDS)
 
 

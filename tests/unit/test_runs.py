@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tracemalloc
@@ -16,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import (
     Attribution,
@@ -197,24 +195,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path)
 
 
-def test_a_run_of_before_the_columns_were_renamed_is_read(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "run", dump_config(load_config("sandbox")))
-    [row, closing] = rows.step_rows(1, a_trajectory())
-    old = {"action": "code", "observation": "output"}
-    folder = run.path / "tables" / "steps"
-    folder.mkdir(parents=True)
-    written = pa.Table.from_pylist([row, closing], schema=TABLES["steps"])
-    pq.write_table(
-        written.rename_columns([old.get(name, name) for name in written.column_names]), folder / "step00001.parquet"
-    )
-    with pytest.raises(DamagedRun, match="has no column 'action'"):
-        RunDirectory.open(run.path).table("steps")
-    file = run.path / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 1}))
-    found = RunDirectory.open(run.path).table("steps", columns=["action", "observation"]).to_pylist()
-    assert found == [{"action": "1", "observation": "one"}, {"action": None, "observation": None}]
-
-
 def _step_of(store: RunStore, rollouts: int) -> None:
     for rollout in range(rollouts):
         trajectory = a_trajectory(rollout)
@@ -304,7 +284,7 @@ def test_a_rollout_whose_writer_is_killed_at_any_write_is_there_whole_or_not_at_
         if not killed:
             break
     assert point > 4
-    # As versions before this one left it, who wrote the rollout before its turns.
+    # Nor is one whose turns are gone.
     shutil.rmtree(run.tables / "steps")
     assert recorded_rollouts(run, 1, 0) == []
 
@@ -373,22 +353,6 @@ def test_a_table_is_whole_while_its_step_is_gathered(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(RunDirectory, "_files", then_gathered)
     assert store.directory.table("steps").num_rows == expected
-
-
-def test_parts_of_an_earlier_version_are_read_replaced_and_gathered(tmp_path: Path) -> None:
-    store = RunStore(RunDirectory.create(tmp_path / "run", "seed: 0\n"))
-    folder = store.directory.part("steps", 1, "any").parent
-    folder.mkdir(parents=True)
-    for key in ("a", "b"):
-        pq.write_table(
-            pa.Table.from_pylist(rows.step_rows(1, a_trajectory()), schema=TABLES["steps"]), folder / f"{key}.parquet"
-        )
-    assert store.directory.table("steps").num_rows == 4
-    assert [row["turn"] for row in store.part("steps", 1, "b")] == [1, 2]
-    store.write("steps", 1, "b", rows.step_rows(1, a_trajectory(rollout=7))[:1])
-    assert sorted(store.directory.table("steps").column("rollout").to_pylist()) == [0, 0, 7]
-    store.finish_step(1, {"step": 1})
-    assert sorted(store.directory.table("steps").column("rollout").to_pylist()) == [0, 0, 7]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def replayed(call: JudgeCall, number: str) -> JudgeCall:
         estimated_dollars=call.estimated_dollars,
         seconds=call.seconds,
         started_at=call.started_at,
+        waited_seconds=call.waited_seconds,
     )
     return replace(call, call_id=number, requests=0, dollars=0.0, seconds=0.0, started_at=999.0, paid=paid)
 

@@ -410,9 +410,7 @@ def test_the_command_imitates_a_runs_best_rollouts_in_its_own_models_tokens(
 ) -> None:
     run, model = small_run(tmp_path / "run"), build_tiny_model(tmp_path / "base")
     described = yaml.safe_load((run.path / "config.yaml").read_text())
-    (run.path / "config.yaml").write_text(yaml.safe_dump({**described, "model": {"path": str(model)}}))
-    # What says that nobody has changed it.
-    (run.path / "run.json").unlink()
+    run.write_config(yaml.safe_dump({**described, "model": {"path": str(model)}}))
     config = load_config("sandbox", [f"model.path={model}"])
     command(config, run.path, tmp_path / "out", epochs=1, best=1, new=False)
     assert re.search(r"2 of 8 rollouts, of 2 tasks\n.*out: 2 demonstrations", capsys.readouterr().out, re.DOTALL)

@@ -30,8 +30,6 @@ def soak() -> ModuleType:
         (["/x/ray/core/src/ray/gcs/gcs_server", "--log_dir=/y"], "Ray: GCS"),
         (["/x/ray/core/src/ray/raylet/raylet", "--raylet_socket_name=/y"], "Ray: raylet"),
         (["python", "-m", "draco_ray.environments.appworld.world_template"], "AppWorld"),
-        (["python", "/x/draco_ray/workers/fork_server.py", "12", "vllm"], "fork server"),
-        (["python", "/x/draco_ray/workers/ask_fork_server.py", "y.py"], "what stands for forked workers"),
         (["sleep", "1"], None),
         ([], None),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_embeddings_of_another_model_are_kept_apart(tau2: Tau2, tmp_path: Path) 
 
 def test_qwen36_is_served_with_its_own_formats() -> None:
     words = serve_command(DracoConfig(), POLICY, 8123, Path("folder/adapter"))
-    assert words[:4] == [sys.executable, "-m", openai_server.SERVER, "--model"]
+    assert words[:4] == [*openai_server.PROGRAM, "--model"]
     assert value_after(words, "--model") == "Qwen/Qwen3.6-27B"
     assert value_after(words, "--host") == "127.0.0.1"
     assert "--enable-auto-tool-choice" in words

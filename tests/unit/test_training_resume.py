@@ -178,21 +178,29 @@ def test_rules_of_choosing_are_written_down_with_the_step_they_came_at(run: RunD
     hard = OrderRules(per_step=2, seed=0, skip_solved=2, order="hard_first")
     assert adopt_tasks(run, ["a", "b"], hard, 5, said)[-1] == EarlierTasks(("a", "b"), 5, skipping)
     assert adopt_tasks(run, ["a", "b"], hard, 7, said)[-1] == EarlierTasks(("a", "b"), 5, skipping)
-    # One from before there was an order does not say it.
-    (run.path / "tasks.json").write_text('[{"first_step": 1, "tasks": ["a"], "rules": {"per_step": 2, "seed": 0}}]')
-    assert adopt_tasks(run, ["a"], hard, 3, said) == [EarlierTasks(("a",), 3, two)]
-    # A run directory that does not say: what they are now.
-    (run.path / "tasks.json").write_text('[{"first_step": 1, "tasks": ["a"]}]')
-    assert adopt_tasks(run, ["a", "b"], skipping, 3, said) == [EarlierTasks(("a",), 3, skipping)]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[1]", '[{"first_step": "x", "tasks": []}]', '[{"tasks": ["a"]}]', "{}x"),
+        *(
+            "",
+            "{",
+            "[1]",
+            '[{"first_step": "x", "tasks": []}]',
+            '[{"tasks": ["a"]}]',
+            '[{"first_step": 1, "tasks": []}]',
+            "{}x",
+        ),
         *(
             f'[{{"first_step": 1, "tasks": [], "rules": {each}}}]'
-            for each in ("3", '{"a": 1}', '{"per_step": "x"}', '{"per_step": 1, "seed": 0, "order": "x"}')
+            for each in (
+                "3",
+                '{"a": 1}',
+                '{"per_step": "x"}',
+                '{"per_step": 1, "seed": 0}',
+                '{"per_step": 1, "seed": 0, "order": "x"}',
+            )
         ),
     ],
 )

@@ -92,7 +92,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
             "set tau_bench.server.tool_call_parser to vLLM's name of it"
         )
     thinks = server.reasoning_parser or (family.thinking if family else None)
-    words = [*openai_server.program(engine), "--model", policy.model]
+    words = [*openai_server.PROGRAM, "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
     words += ["--served-model-name", SERVED if adapter is None else BASE_SERVED]
     words += ["--max-model-len", str(server.max_model_len), "--language-model-only"]

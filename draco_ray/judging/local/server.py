@@ -55,7 +55,7 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
     """The command line of the server; it holds no key."""
     local, model = config.local, served_model(config.model)
     context = local.context_tokens or (model_positions(model) if is_local(model) else None)
-    words = [*openai_server.program(engine_of(local)), "--model", model, "--served-model-name", model]
+    words = [*openai_server.PROGRAM, "--model", model, "--served-model-name", model]
     words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
     words += [] if context is None else ["--max-model-len", str(context)]
     # Its statistics show whether it still works; each reply's usage is to name the tokens read from the prefix cache.

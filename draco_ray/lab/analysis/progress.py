@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 
-from draco_ray.environments.appworld.termination import termination
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.phase_costs import phase_costs
-from draco_ray.records import EpisodeEnd, Evaluation, Termination
+from draco_ray.records import Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
@@ -92,9 +91,11 @@ def terminations(run: RunDirectory) -> pa.Table:
     retries = load_retries(run)
     rows = []
     for step in run.steps():
-        played = run.table("trajectories", step, ["task_id", "rollout", "ended", "attempt", "termination"]).to_pylist()
-        ended = Counter(row["termination"] for row in played if row["termination"] is not None)
-        ended.update(_appworlds(run, step, [row for row in played if row["termination"] is None]))
+        played = run.table("trajectories", step, ["attempt", "termination"]).to_pylist()
+        ended = Counter(row["termination"] for row in played)
+        if None in ended:
+            # Traces do not say how they ended.
+            continue
         lost = sum(run.table("groups", step, ["lost"]).column("lost").to_pylist())
         ended[Termination.SERVER_ERROR] += lost
         retried = sum(row["attempt"] for row in played) + lost * retries
@@ -112,18 +113,6 @@ def terminations(run: RunDirectory) -> pa.Table:
             if total
         ]
     return pa.Table.from_pylist(rows, schema=TERMINATIONS)
-
-
-def _appworlds(run: RunDirectory, step: int, played: Sequence[Row]) -> Iterator[str]:
-    """The modes of rollouts from before the environment was asked: these are AppWorld's."""
-    if not played:
-        return
-    cells: dict[tuple[str, int], list[tuple[str | None, str | None]]] = defaultdict(list)
-    for row in run.table("steps", step, ["task_id", "rollout", "action", "observation"]).to_pylist():
-        if row["action"] is not None:
-            cells[row["task_id"], row["rollout"]].append((row["action"], row["observation"]))
-    for row in played:
-        yield termination(EpisodeEnd(row["ended"]), cells[row["task_id"], row["rollout"]]).value
 
 
 def load_retries(run: RunDirectory) -> int:
@@ -212,9 +201,6 @@ STAGES = (
 def stage_seconds(run: RunDirectory) -> pa.Table:
     """Where the wall time of each finished step went: rows that add up to the step, no second twice.
 
-    Args:
-        run: of older ones a stage may be timed in the metrics only: it then has what the others leave, up to its time.
-
     Returns: a row a step and stage of `STAGES`. Work of a step that was done ahead, before the step began, counts for
         the step it was done in as ``other``.
     """
@@ -242,12 +228,7 @@ def _of_step(spans: Sequence[Row], line: Row) -> dict[str, float]:
     seconds = dict.fromkeys(STAGES, 0.0)
     for together, value in seconds_together(lanes).items():
         seconds[_stage(together)] += value
-    left = math.inf if total is None else max(0.0, total - sum(seconds.values()))
-    for kind, column in (("learning", "seconds_learning"), ("weight sync", "seconds_sync")):
-        if kind not in lanes:
-            seconds[kind] = min(left, line.get(column) or 0.0)
-            left -= seconds[kind]
-    seconds["other"] = 0.0 if total is None else left
+    seconds["other"] = 0.0 if total is None else max(0.0, total - sum(seconds.values()))
     return seconds
 
 

@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from draco_ray.config.file_names import FileName
 from draco_ray.errors import ConfigError, TooManyLost
-from draco_ray.lab.evaluation.consistency import scenario_of
-from draco_ray.records import LOST, Evaluation, Usage
+from draco_ray.records import Evaluation, Usage
 from draco_ray.runs.directory import damaged, read_bytes, read_text
 
 MOST = 1e15
@@ -241,21 +240,18 @@ class EvaluationDirectory:
             except ValidationError as error:
                 raise damaged(self._file(measurement), f"line {number}: {error}") from None
             rollout = result.evaluation.task_id, result.evaluation.run
-            if rollout in seen or rollout[0] not in self.plan.tasks or not 0 <= rollout[1] < self.plan.runs:
-                what = "is there twice" if rollout in seen else "is none of the plan's"
+            what = None
+            if rollout in seen:
+                what = "is there twice"
+            elif rollout[0] not in self.plan.tasks or not 0 <= rollout[1] < self.plan.runs:
+                what = "is none of the plan's"
+            elif result.error is not None and not result.evaluation.lost:
+                what = "has an error but is not marked as lost"
+            if what is not None:
                 raise damaged(self._file(measurement), f"line {number}: {rollout[0]!r}, run {rollout[1]} {what}")
             seen.add(rollout)
-            results.append(replace(result, evaluation=self._whole(result)))
+            results.append(result)
         return results
-
-    def _whole(self, result: RolloutResult) -> Evaluation:
-        """The verdict with what older lines do not say of it: its scenario, and that the rollout was lost."""
-        evaluation = result.evaluation
-        if self.plan.scenarios and not evaluation.scenario:
-            evaluation = replace(evaluation, scenario=scenario_of(evaluation.task_id))
-        if result.error is not None and not evaluation.lost:
-            evaluation = replace(evaluation, success=False, failures=(*evaluation.failures, LOST))
-        return evaluation
 
     def drop_lost(self) -> int:
         """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.

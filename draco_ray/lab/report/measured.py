@@ -29,7 +29,7 @@ Outcomes = Mapping[tuple[str, int], Row]
 def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
     """The evaluated rollouts of a run, a group a measurement and task: training's own, and `draco evaluate --run`'s.
 
-    Those whose trajectories were not kept (of older runs) are left out.
+    Those whose trajectories were not kept are left out.
     """
     for (step, split), found in read_evaluations(run).items():
         rows = {name: by_task(run.table(table, step).to_pylist()) for name, table in _PLAYED.items()}

@@ -93,9 +93,8 @@ def _calls(table: pa.Table, step: int) -> list[JudgeCall]:
             seconds=row["seconds"],
             requests=row["requests"],
             error=row["error"],
-            # Runs of earlier versions do not say.
-            reasoning_tokens=row["reasoning_tokens"] or 0,
-            estimated_dollars=row["estimated_dollars"] or 0.0,
+            reasoning_tokens=row["reasoning_tokens"],
+            estimated_dollars=row["estimated_dollars"],
         )
         for row in table.to_pylist()
     ]

@@ -106,7 +106,6 @@ def write_page(
         charts=[to_svg(chart) for chart in _charts(foretold, sizes, drawn)],
         foretold=foretold,
         sizes=_table(sizes),
-        notes=run.notes,
         allowance=f"{ALLOWANCE:.0%}",
         style=Markup(style),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

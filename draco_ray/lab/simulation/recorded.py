@@ -127,8 +127,6 @@ class RecordedRun:
     """See `LearnerSpeed`."""
     gpus_per_engine: float
     learner_gpus: float
-    notes: tuple[str, ...] = ()
-    """What the record cannot say."""
 
 
 def read_run(run: RunDirectory) -> RecordedRun:
@@ -158,7 +156,6 @@ def read_run(run: RunDirectory) -> RecordedRun:
         remember_share=_remember_share(run),
         gpus_per_engine=float(run.setting("engine.gpus_per_engine")),
         learner_gpus=float(run.setting("learner.workers") * run.setting("learner.gpus_per_worker")),
-        notes=_notes(run),
     )
 
 
@@ -191,19 +188,6 @@ def _remember_share(run: RunDirectory) -> float:
     """Passes of old log-probs over those of gradients: forward and backward of a frozen base cost alike."""
     reference = run.setting("learner.kl_coefficient") > 0
     return 1 / (2 + reference + run.setting("learner.gradient_checkpointing"))
-
-
-def _notes(run: RunDirectory) -> tuple[str, ...]:
-    limits = run.setting("judge.limits")
-    if limits.requests_per_minute is None and limits.tokens_per_minute is None:
-        return ()
-    waits = run.table("judge_calls", columns=["waited_seconds"]).column("waited_seconds")
-    if not waits.null_count:
-        return ()
-    return (
-        f"the run had judge.limits, and for {waits.null_count} of {len(waits)} calls it is not recorded how long they "
-        "waited for those (an earlier version): that is counted as the judge's own time",
-    )
 
 
 def _step(run: RunDirectory, line: Row) -> RecordedStep:
@@ -299,7 +283,7 @@ def _turns(rows: Iterable[Row], began: float) -> Iterable[RecordedTurn]:
     before = 0
     for row in sorted(rows, key=lambda row: int(row["turn"])):
         first, last = int(row["first_token"]), int(row["last_token"])
-        generating, executing = row["seconds_generating"] or 0.0, row["seconds_executing"] or 0.0
+        generating, executing = row["seconds_generating"], row["seconds_executing"]
         yield RecordedTurn(
             began=began,
             generating=generating,
@@ -348,7 +332,7 @@ def _rounds(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _call(row: Row) -> CallWork:
     return CallWork(
-        seconds=max(0.0, float(row["seconds"]) - (row["waited_seconds"] or 0.0)),
+        seconds=max(0.0, float(row["seconds"]) - row["waited_seconds"]),
         requests=int(row["requests"]),
         input_tokens=int(row["input_tokens"]),
         output_tokens=int(row["output_tokens"]),

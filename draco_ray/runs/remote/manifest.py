@@ -75,7 +75,7 @@ def latest_manifest(store: ObjectStore, place: str) -> Manifest | None:
     """The latest manifest that is whole; None where there is none.
 
     Raises:
-        DamagedRun: none is whole, or the latest is of a newer schema.
+        DamagedRun: none is whole, or the latest has another schema version.
     """
     names = manifest_names(store)
     for name in names:
@@ -94,16 +94,16 @@ def read_manifest(name: str, data: bytes, place: str) -> Manifest | None:
     """A manifest from its object; None if it is not whole.
 
     Raises:
-        DamagedRun: it is of a newer schema, or names what is no file of a run.
+        DamagedRun: its schema has another version, or it names what is no file of a run.
     """
     if (match := _NAME.fullmatch(name)) is None or hashlib.sha256(data).hexdigest()[:32] != match[3]:
         return None
     try:
         tree = json.loads(data.decode("utf-8", "surrogatepass"))
-        if tree["schema_version"] > SCHEMA_VERSION:
+        if tree["schema_version"] != SCHEMA_VERSION:
             raise DamagedRun(
-                f"{place}: a manifest of schema version {tree['schema_version']}, this program knows those up to "
-                f"{SCHEMA_VERSION}; use the draco-ray that wrote it, or a later one"
+                f"{place}: manifest {name} has schema version {tree['schema_version']!r}, expected {SCHEMA_VERSION}; "
+                "use the draco-ray that wrote it"
             )
         files = {_inside(path): _entry(entry) for path, entry in tree["files"].items()}
         return Manifest(int(match[1]), int(match[2]), files, name)

@@ -31,7 +31,7 @@ from draco_ray.rollout.agent_prompt import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
 from draco_ray.sandbox.starter.settings import StarterSettings, default_settings
 from draco_ray.sandbox.world.build import read_manifest
-from draco_ray.sandbox.world.scripts import VARIETIES, Family, families
+from draco_ray.sandbox.world.scripts import Family, families
 from draco_ray.terminal import PlainConsole
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
     build = f"run `draco sandbox build --out {world}{f' --variety {variety}' if variety else ''}` first"
     if manifest is None:
         raise WorldError(f"no sandbox world at {world}: {build}")
-    # Worlds that were built when there was one variety do not name it.
-    found = manifest.setdefault("variety", VARIETIES[0])
+    found = manifest["variety"]
     if variety not in (None, found):
         raise WorldError(f"the sandbox world at {world} is of the variety {found}, not {variety}: {build}")
     check_data_root(world)

@@ -53,7 +53,7 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(path.read_text())
-        manifest["tasks"].items()
+        manifest["tasks"].items(), manifest["variety"]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise WorldError(f"{path} is not the manifest of a sandbox: remove the folder and build it again") from None
     return dict(manifest)

@@ -1,4 +1,4 @@
-"""The engine core that is forked from its front end: it serves, dies with it, and is no second interpreter."""
+"""An engine core that is stopped under a request, and the sockets between it and its front end."""
 
 from __future__ import annotations
 
@@ -19,30 +19,6 @@ from draco_ray.engine.vllm_engine import socket_environment
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
-
-ENGINE = """
-import asyncio, json, sys
-from pathlib import Path
-import psutil
-from draco_ray.config.schema import EngineConfig, ModelConfig
-from draco_ray.engine.vllm_engine import VllmEngine
-
-async def main():
-    engine = VllmEngine(
-        EngineConfig(gpus_per_engine=0, kv_cache_gib=0.1, max_num_seqs=2, adapter_directory=Path(sys.argv[2])),
-        ModelConfig(path=sys.argv[1], dtype="float32"),
-        max_model_len=256, lora_rank=8, seed=0, name="engine-0", run_name="run", own_process=True,
-    )
-    await engine.start()
-    first, second = [await engine.sample(list(range(20, 60)), max_tokens=8, seed=5) for _ in range(2)]
-    assert first.token_ids == second.token_ids
-    children = psutil.Process().children(recursive=True)
-    print(json.dumps({"tokens": len(first.token_ids), "children": [c.pid for c in children],
-                      "commands": [" ".join(c.cmdline()) for c in children]}), flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 ACTOR = """
 import asyncio, json, sys
@@ -95,14 +71,15 @@ def test_a_core_that_is_stopped_under_a_request_is_ended_and_its_front_end_with_
                 assert line, "the engine's process ended before it served"
                 seen = json.loads(line)
                 cores = [psutil.Process(pid) for pid in seen["children"]]
+                names = [" ".join(core.cmdline()) for core in cores]
                 for core in cores:
                     os.kill(core.pid, signal.SIGSTOP)
-                front.communicate("\n", timeout=300)
+                front.communicate("\n")
             finally:
                 front.kill()
         assert front.returncode == 1
-        assert len(cores) == 1
-        _, alive = psutil.wait_procs(cores, timeout=60)
+        assert any("EngineCore" in name for name in names)
+        _, alive = psutil.wait_procs(cores, timeout=600)
         assert not alive
         # What it does is counted, or any wait would be too long.
         assert seen["iterations"] >= seen["tokens"] == 8
@@ -111,29 +88,6 @@ def test_a_core_that_is_stopped_under_a_request_is_ended_and_its_front_end_with_
         assert {path.parent for path in left} == {adapters / "run" / "engine-0"}
         AdapterFiles(adapters, "later", "engine-0").claim()
         assert not any(path.is_socket() for path in Path(short).rglob("*"))
-
-
-def test_a_forked_core_serves_and_dies_with_its_front_end(tmp_path: Path) -> None:
-    model = build_tiny_model(tmp_path / "model")
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(model), str(adapters)], stdout=subprocess.PIPE, text=True
-    ) as front:
-        assert front.stdout is not None
-        try:
-            line = front.stdout.readline()
-            assert line, "the engine's process ended before it served"
-            seen = json.loads(line)
-            cores = [psutil.Process(pid) for pid in seen["children"]]
-        finally:
-            front.kill()
-    assert seen["tokens"] == 8
-    assert len(cores) == 1
-    # A new interpreter would be started by multiprocessing's own command line.
-    assert "multiprocessing" not in seen["commands"][0]
-    _, alive = psutil.wait_procs(cores, timeout=60)
-    assert not alive
 
 
 def test_sockets_whose_paths_would_be_too_long_stay_where_vllm_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
