@@ -21,12 +21,12 @@ from draco_ray.commands.tau import tau
 from draco_ray.config.load import load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
-from draco_ray.held import HeldFolder
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+from draco_ray.temp_dirs import PrivateTempDir
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -1018,7 +1018,7 @@ def _in_appworld(module: str, arguments: list[str]) -> None:
     from draco_ray.environments.jail import linux
     from draco_ray.environments.jail.launch import link_package
 
-    with HeldFolder() as folder:
+    with PrivateTempDir() as folder:
         environment = {**os.environ, "PYTHONPATH": link_package(folder / "program"), "PYTHONUNBUFFERED": "1"}
         result = subprocess.run(
             [appworld_python(None), "-P", "-m", module, *arguments],

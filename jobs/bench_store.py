@@ -63,7 +63,7 @@ from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.metrics import step_metrics, step_spans
 from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.progress import StepProgress, most_phases
-from draco_ray.workers.elastic import standing
+from draco_ray.workers.elastic import fixed_workers
 
 GROUP, TURNS, TOKENS, PROMPT_TOKENS, CRITERIA = 6, 40, 30_000, 2_000, 15
 PROMPT, REPLY = 208_000, 6_000
@@ -278,7 +278,7 @@ class Bench:
 
         self._config, self.run = config, run
         self.workers = RolloutWorkers(lambda number: rollouts, EnvironmentConfig(slots=SLOTS, slots_per_worker=SLOTS))
-        self.rollouts = MeasuredRollouts(self.workers, standing(1, SLOTS), 0, 0)
+        self.rollouts = MeasuredRollouts(self.workers, fixed_workers(1, SLOTS), 0, 0)
         self.judges = MeasuredJudges(judge, JudgeConfig(workers=1, max_workers=1, concurrency_per_worker=SLOTS))
         self._advantages = start_advantage_computer(config.algorithm, name)
         self.store = start_run_store(run.path, name)

@@ -13,8 +13,8 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
 from draco_ray.extras import need
-from draco_ray.held import HeldFolder
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
 
@@ -38,7 +38,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
         raise ConfigError(f"--new: {source} holds tokens of another model; give demonstrations as JSONL of messages")
     console, began = PlainConsole(), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with HeldFolder(out.parent) as folder:
+    with PrivateTempDir(out.parent) as folder:
         made = folder / "model"
         train = _new_model if new else _adapted
         count, loss = train(config, source, made, epochs, best, console)

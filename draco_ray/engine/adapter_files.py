@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from draco_ray.errors import EngineError
-from draco_ray.held import try_lock
 from draco_ray.records import Adapter
+from draco_ray.temp_dirs import try_lock
 
 LAYERS = "base_model.model.model.layers."
 WRAPPED_LAYERS = "base_model.model.model.language_model.layers."

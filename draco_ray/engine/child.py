@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from draco_ray.environments.jail import linux
-from draco_ray.held import HeldFolder
+from draco_ray.temp_dirs import PrivateTempDir
 
 MASK = "***"
 SHORTEST_KEY = 6
@@ -60,11 +60,11 @@ class Child:
         Args:
             folder: working directory; None is this process's.
             temporary: a variable that names it a folder for what it may leave behind, which goes with it
-                (`HeldFolder`); a value that ``environment`` has stays.
+                (`PrivateTempDir`); a value that ``environment`` has stays.
         """
-        self._temporary: HeldFolder | None = None
+        self._temporary: PrivateTempDir | None = None
         if temporary is not None and temporary not in environment:
-            self._temporary = HeldFolder()
+            self._temporary = PrivateTempDir()
             environment = {**environment, temporary: str(self._temporary.path)}
         self.last_line = ""
         """The last line it printed that is not empty."""

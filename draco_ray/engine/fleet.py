@@ -21,9 +21,9 @@ from draco_ray.engine.actor import MAX_CALLS, EngineProcess, first_line
 from draco_ray.engine.canary import Scorer
 from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.errors import EngineAway, EngineError
-from draco_ray.workers.elastic import ElasticWorkers, Place
-from draco_ray.workers.remote import comes_back
-from draco_ray.workers.silence import Away, Gone, WatchedWorkers
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
+from draco_ray.workers.monitor import MonitoredWorkers, WorkerLost, WorkerUnavailable
+from draco_ray.workers.remote import is_temporary
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ class EngineFleet:
         self.workers: ElasticWorkers[int] = ElasticWorkers(
             lambda number: number,
             slots=MAX_CALLS,
-            fewest=len(self.engines),
-            most=len(self.engines),
+            min_workers=len(self.engines),
+            max_workers=len(self.engines),
             idle_seconds=0.0,
         )
         """By their numbers; those that serve are up. Whoever samples takes one."""
         self._fewest = min(config.fewest, len(self.engines))
         self._max_failures = config.max_failures
-        self._watched = WatchedWorkers(self.workers, up=self._bring_up, end=self._renew, renew=self._renew)
+        self._watched = MonitoredWorkers(self.workers, up=self._bring_up, end=self._renew, restart=self._renew)
         self._processes: dict[int, EngineProcess] = {}
         """The last process of each engine that was started."""
         self._failures = [0] * len(self.engines)
@@ -160,8 +160,8 @@ class EngineFleet:
                 ray.kill(engine)
         await asyncio.gather(*(self.engines[index].stop.remote() for index in there))
 
-    def _places_up(self) -> list[Place[int]]:
-        return [place for place in self.workers.places if place.up]
+    def _places_up(self) -> list[PooledWorker[int]]:
+        return [place for place in self.workers.pooled if place.up]
 
     async def _each(self, method: str) -> None:
         try:
@@ -172,12 +172,12 @@ class EngineFleet:
     async def _each_up(self, work: Callable[[int], Awaitable[None]]) -> None:
         """Do ``work`` with every engine that is up; one that is lost meanwhile does it when it is set up again."""
 
-        async def unless_away(place: Place[int]) -> None:
+        async def unless_away(place: PooledWorker[int]) -> None:
             try:
                 await work(place.worker)
             except AWAY as error:
                 log.warning("engine %d is away: %s", place.worker, first_line(error))
-                self.workers.went_down(place)
+                self.workers.mark_down(place)
 
         await asyncio.gather(*(unless_away(place) for place in self._places_up()))
         await self._until(lambda: self.workers.up >= self._fewest)
@@ -211,20 +211,20 @@ class EngineFleet:
         """Return at once if an engine serves with the current weights, else once it does.
 
         Raises:
-            Away: it cannot be asked now.
-            Gone: it is lost for good, and with it the run.
+            WorkerUnavailable: it cannot be asked now.
+            WorkerLost: it is lost for good, and with it the run.
         """
         try:
             await self._bring_up_unless_away(index)
         except Exception as error:
-            if isinstance(error, EngineAway) or (isinstance(error, RayActorError) and comes_back(error)):
-                raise Away(first_line(error)) from error
+            if isinstance(error, EngineAway) or (isinstance(error, RayActorError) and is_temporary(error)):
+                raise WorkerUnavailable(first_line(error)) from error
             self._fail(self._plain(error))
-            raise Gone from error
+            raise WorkerLost from error
 
     async def _bring_up_unless_away(self, index: int) -> None:
         engine = self.engines[index]
-        (place,) = (place for place in self.workers.places if place.worker == index)
+        (place,) = (place for place in self.workers.pooled if place.worker == index)
         process: EngineProcess = await engine.look.remote()
         before = self._processes.get(index)
         same = before is not None and before.identity == process.identity
@@ -232,7 +232,7 @@ class EngineFleet:
         if place.up and same and process.serves and current:
             return
         if place.up:
-            self.workers.went_down(place)
+            self.workers.mark_down(place)
         if not same:
             self._holds.pop(index, None)
             self._processes[index] = process

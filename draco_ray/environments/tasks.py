@@ -20,8 +20,8 @@ from draco_ray.environments.base import Environment, WorldVerdict
 from draco_ray.environments.program import run_program
 from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
-from draco_ray.held import HeldFolder
 from draco_ray.records import Task
+from draco_ray.temp_dirs import PrivateTempDir
 
 WORKSPACE = "workspace"
 """Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
@@ -92,7 +92,7 @@ class HandIn:
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
-        self._held = HeldFolder()
+        self._held = PrivateTempDir()
         self._folder = self._held.path
         self._output: str | None = None
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})

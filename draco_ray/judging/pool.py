@@ -22,8 +22,8 @@ from draco_ray.judging.worker import phase_summary
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
 from draco_ray.workers import remote
-from draco_ray.workers.elastic import ElasticWorkers, Place
-from draco_ray.workers.silence import MOST_SENDS, Sent, WatchedWorkers
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
+from draco_ray.workers.monitor import MAX_ATTEMPTS, MonitoredWorkers, PendingCall
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Judgement:
 
 
 class JudgePool:
-    """Judge workers that come and go with the calls, and the union actor; what it decides is in `WatchedWorkers`.
+    """Judge workers that come and go with the calls, and the union actor; what it decides is in `MonitoredWorkers`.
 
     A phase that is made elsewhere asks nothing twice: replies that had come are in the durable cache. The union actor's
     calls go to a worker while it is not up.
@@ -63,12 +63,12 @@ class JudgePool:
         self._workers: ElasticWorkers[Any] = ElasticWorkers(
             lambda number: start(f"JudgeWorker-{number}"),
             slots=config.concurrency_per_worker,
-            fewest=config.workers,
-            most=config.max_workers,
+            min_workers=config.workers,
+            max_workers=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        self._watched = WatchedWorkers(self._workers, up=remote.up, end=ray.kill, renew=remote.renew)
-        self._union: Place[Any] | None = None
+        self._watched = MonitoredWorkers(self._workers, up=remote.up, end=ray.kill, restart=remote.restart)
+        self._union: PooledWorker[Any] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -94,8 +94,8 @@ class JudgePool:
         """Ask for the fewest workers and the union; needs a running event loop, and returns at once."""
         # Workers before the union: where slots are short, the union's calls can go to a worker, but not the reverse.
         self._watched.open()
-        self._union = Place(self._start("RubricUnion"), -1, 0.0)
-        self._watched.watch(self._union)
+        self._union = PooledWorker(self._start("RubricUnion"), -1, 0.0)
+        self._watched.monitor(self._union)
 
     async def ready(self) -> None:
         """Return once a worker is up and the judge answers it.
@@ -127,17 +127,17 @@ class JudgePool:
         label = context.task_id if context.rollout is None else f"{context.task_id}/{context.rollout}"
         started = time.time()
 
-        def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
+        def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
             # Without the task: each process of Ray's keeps a metric of every name there ever was, and its export grows.
             judged, archived, summary = worker.ask.options(name=phase.name).remote(phase, context, **given)
-            return Sent((judged, archived), remote.answer(summary), partial(ray.cancel, summary))
+            return PendingCall((judged, archived), remote.answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None
         found = await self._watched.call(send, rank=urgency(phase.name), preferred=preferred)
         if found is not None:
             (judged, archived), summary = found
             return Judgement(judged=judged, archived=archived, summary=summary)
-        error = f"{phase.name} of {label}: {MOST_SENDS} judge workers were lost or fell silent under it, one by one"
+        error = f"{phase.name} of {label}: {MAX_ATTEMPTS} judge workers hung or were lost during it, one after another"
         log.error("%s; it has no value", error)
         failed: Judged[Any] = Judged(value=None, error=error)
         nothing = ray.put(failed)

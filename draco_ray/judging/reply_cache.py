@@ -39,7 +39,7 @@ FILE = "replies.sqlite"
 """In the cache's folder."""
 BUSY_SECONDS = 180.0
 """For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
-(`draco_ray.workers.silence`)."""
+(`draco_ray.workers.monitor`)."""
 CLAIM_SECONDS = 15.0
 """After which a claim ends that was not renewed: whoever asked has died, or is stopped."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"

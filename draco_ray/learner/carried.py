@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import ray
 
 from draco_ray.errors import LearnerError
-from draco_ray.held import HeldFolder
 from draco_ray.learner.checkpoint import Snapshot
 from draco_ray.learner.checkpoint_files import PIECE_BYTES, start_checkpoint_files
 from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.temp_dirs import PrivateTempDir
 
 
 class Checkpoints(Protocol):
@@ -55,7 +55,7 @@ class Carried:
 
     def save(self, snapshot: Snapshot, directory: Path) -> None:
         """See `Checkpoints`."""
-        with HeldFolder() as folder:
+        with PrivateTempDir() as folder:
             snapshot.write_files(folder)
             ray.get(self._files.begin.remote(directory))
             for file in sorted(folder.iterdir()):
@@ -68,7 +68,7 @@ class Carried:
 
     def load(self, learner: LoraLearner, directory: Path) -> None:
         """See `Checkpoints`."""
-        with HeldFolder() as folder:
+        with PrivateTempDir() as folder:
             for name in ray.get(self._files.names.remote(directory)):
                 with (folder / name).open("wb") as written:
                     while data := ray.get(self._files.read.remote(directory, name, written.tell())):

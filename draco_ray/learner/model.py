@@ -19,7 +19,6 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_shape import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.held import HeldFolder
 from draco_ray.learner.context import Context
 from draco_ray.learner.delta import use_kernels
 from draco_ray.learner.frozen import round_base
@@ -30,6 +29,7 @@ from draco_ray.learner.pointwise import fuse, kernels
 from draco_ray.learner.segments import NotPlainError, install
 from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
+from draco_ray.temp_dirs import PrivateTempDir
 
 PACKING_TOLERANCE = 0.1
 """Largest mean relative difference between the decoder's outputs in a row of sequences and alone: bfloat16 rounds, and
@@ -270,7 +270,7 @@ def _architectures(path: str) -> tuple[str, ...]:
 
 def _as_saved(config: Any) -> dict[str, object]:
     """`adapter_config.json` as PEFT writes it for inference."""
-    with HeldFolder() as folder:
+    with PrivateTempDir() as folder:
         config.save_pretrained(folder)
         saved: dict[str, object] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     # PEFT writes the target modules, a set, in hash order.

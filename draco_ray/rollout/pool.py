@@ -19,12 +19,12 @@ from draco_ray.records import EpisodeEnd, Usage
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.summaries import RolloutSummary
 from draco_ray.workers import remote
-from draco_ray.workers.elastic import ElasticWorkers, Place
-from draco_ray.workers.silence import Sent, WatchedWorkers
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
+from draco_ray.workers.monitor import MonitoredWorkers, PendingCall
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 1800.0
+TIMEOUT_SECONDS = 1800.0
 """After which a rollout worker that does not answer is taken for stopped: environments and agents of other authors may
 keep its event loop for as long as they compute."""
 
@@ -56,10 +56,10 @@ class Played:
 
 
 class RolloutWorkers:
-    """Rollout workers that come and go with the rollouts that wait; which of them takes one is in `WatchedWorkers`.
+    """Rollout workers that come and go with the rollouts that wait; which of them takes one is in `MonitoredWorkers`.
 
-    A worker that was out of reach gets no rollout until it answers, and those that it had are played elsewhere. One
-    that loses its worlds rests while others do not (`draco_ray.workers.elastic.ElasticWorkers.did`).
+    A worker that is out of reach gets no rollout until it answers, and its rollouts are retried elsewhere. One that
+    loses its worlds backs off while others do not (`draco_ray.workers.elastic.ElasticWorkers.record`).
     """
 
     def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
@@ -69,16 +69,16 @@ class RolloutWorkers:
             start: asks Ray for the worker of that number and returns its handle at once.
             config: bounds and times.
         """
-        self.places: ElasticWorkers[Any] = ElasticWorkers(
+        self.elastic: ElasticWorkers[Any] = ElasticWorkers(
             start,
             slots=config.slots_of_worker,
-            fewest=config.min_workers,
-            most=config.workers,
+            min_workers=config.min_workers,
+            max_workers=config.workers,
             idle_seconds=config.idle_seconds,
-            most_calls=config.slots,
+            max_calls=config.slots,
         )
-        self.watched = WatchedWorkers(
-            self.places, up=remote.up, end=self._end, renew=remote.renew, silent_seconds=SILENT_SECONDS
+        self.watched = MonitoredWorkers(
+            self.elastic, up=remote.up, end=self._end, restart=remote.restart, timeout_seconds=TIMEOUT_SECONDS
         )
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -89,7 +89,7 @@ class RolloutWorkers:
     async def stop(self) -> None:
         """Start and watch no worker any more, and end those there are; their names are free then."""
         self.watched.close()
-        for place in self.places.places:
+        for place in self.elastic.pooled:
             if place.up:
                 self._end(place.worker)
             else:
@@ -158,27 +158,27 @@ class RolloutPool:
     @property
     def waiting(self) -> int:
         """Rollouts that wait for a slot."""
-        return self._workers.places.waiting
+        return self._workers.elastic.waiting
 
     @property
     def in_flight(self) -> int:
         """Rollouts that hold a slot."""
-        return self._workers.places.in_flight
+        return self._workers.elastic.in_flight
 
     async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
         """Play it once, whatever becomes of it; None where its worker was lost."""
         asked: list[ray.ObjectRef[Any]] = []
-        given: list[Place[int]] = []
+        given: list[PooledWorker[int]] = []
 
-        def send(worker: Any) -> Sent[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], RolloutSummary]:
-            given.append(policy := self._policies.at_once())
+        def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], RolloutSummary]:
+            given.append(policy := self._policies.acquire_nowait())
             # Under no name of its own: see `draco_ray.judging.pool.JudgePool.ask`.
             trajectory, summary, evaluation = worker.rollout.remote(request, policy.worker)
             asked.append(summary)
-            return Sent((trajectory, evaluation), remote.answer(summary), partial(ray.cancel, summary))
+            return PendingCall((trajectory, evaluation), remote.answer(summary), partial(ray.cancel, summary))
 
         try:
-            found = await self._workers.watched.call(send, rank=priority, sends=1, well=_has_played)
+            found = await self._workers.watched.call(send, rank=priority, attempts=1, ok=_has_played)
         except asyncio.CancelledError:
             for call in asked:
                 ray.cancel(call)

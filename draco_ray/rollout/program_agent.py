@@ -16,7 +16,6 @@ from draco_ray.environments.base import World
 from draco_ray.environments.program import Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE
 from draco_ray.errors import ConfigError, EnvironmentCrashed
-from draco_ray.held import HeldFolder
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
 from draco_ray.rollout.agent_prompt import fill_agent_prompt
@@ -24,6 +23,7 @@ from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.world_tools import WorldTools
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
+from draco_ray.temp_dirs import PrivateTempDir
 
 RUNNER = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
@@ -74,7 +74,7 @@ class ProgramAgent:
         episode = Episode(task, request, self._policy, self._config)
         tools = WorldTools(world, self._config) if task.tools else None
         try:
-            with HeldFolder() as scratch:
+            with PrivateTempDir() as scratch:
                 async with shared_endpoint().serving(episode, tools) as base_url:
                     ran = await run_program(
                         self._words,

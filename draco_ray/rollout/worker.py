@@ -28,12 +28,12 @@ from draco_ray.environments.base import (
     make_environment,
 )
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
-from draco_ray.held import HeldFolder
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, find_agent
 from draco_ray.rollout.agent_prompt import agent_template
 from draco_ray.summaries import RolloutSummary
+from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class RolloutWorkerActor:
             if self._kept.parent.is_dir():
                 await world.keep(folder)
                 return
-            with HeldFolder() as aside:
+            with PrivateTempDir() as aside:
                 await world.keep(aside / EPISODES)
                 if (aside / EPISODES).exists():
                     raise FileNotFoundError(f"this node does not see the run directory {self._kept.parent}")

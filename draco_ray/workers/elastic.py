@@ -1,4 +1,4 @@
-"""Workers that come and go with the calls that wait for them; nothing of Ray is in here."""
+"""A pool of workers that scales with the number of waiting calls. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 WorkerT = TypeVar("WorkerT")
-MOST_GROUPS = 10_000
-"""Whose last worker is known."""
-REST_SECONDS, MOST_REST_SECONDS = 30.0, 600.0
-"""For which a worker gets no call after one that it could not do: the first time, each time in a row twice as long."""
+MAX_GROUPS = 10_000
+"""Groups for which the last worker is remembered; the least recently used are forgotten."""
+BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 30.0, 600.0
+"""Pause after a call that a worker could not do; it doubles with each failure in a row, up to the maximum."""
 
 
-class Place(Generic[WorkerT]):
-    """One worker of the pool, from the moment it is asked for."""
+class PooledWorker(Generic[WorkerT]):
+    """One worker of the pool, from the moment it is requested."""
 
     def __init__(self, worker: WorkerT, number: int, now: float) -> None:
         self.worker = worker
         self.number = number
-        """Counts the workers asked for so far; the number of a worker that left is not used again."""
+        """Index in order of request; never reused."""
         self.up = False
-        """Whether it answers. One that waits for a node, or for its restart, is not up."""
+        """Whether it answers. False while it waits for a node or restarts."""
         self.calls = 0
-        """Calls it has been given and has not answered."""
+        """Number of unanswered calls."""
         self.idle_since = now
-        self.given_up = asyncio.Event()
-        """Set when it stopped answering while another answers: its calls are to be made there."""
+        self.abandoned = asyncio.Event()
+        """Set when it stops answering while another worker answers: its calls move there."""
         self.failures = 0
-        """Calls in a row that it could not do."""
-        self.rests_until = -float("inf")
+        """Number of failed calls in a row."""
+        self.backoff_until = -float("inf")
 
 
 class ElasticWorkers(Generic[WorkerT]):
-    """Slots of workers between two bounds; a call gets a slot of one that is up, or waits.
+    """A pool with a minimum and a maximum number of workers; a call gets a slot of one that is up, or waits.
 
-    The oldest ``fewest`` workers share the calls evenly; a younger one gets a call only while all before it are full,
-    so the youngest are idle first. Where a call names a group, the worker that had the group's last call comes before
-    all others while it has room: what the group's prompts share is in its memory.
+    The oldest ``min_workers`` workers share the calls evenly. A younger one gets a call only while all older ones are
+    full, so the youngest become idle first. A call that names a group prefers the worker that had the group's last
+    call, whose prefix cache holds what the group's prompts share.
     """
 
     def __init__(
@@ -49,212 +49,212 @@ class ElasticWorkers(Generic[WorkerT]):
         start: Callable[[int], WorkerT],
         *,
         slots: int,
-        fewest: int,
-        most: int,
+        min_workers: int,
+        max_workers: int,
         idle_seconds: float,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the pool; nothing is started before the first `adjust`.
 
         Args:
-            start: asks for the worker of that number.
-            slots: calls of one worker at a time.
-            fewest: workers there are at any time.
-            most: workers there are at most; never fewer than ``fewest``.
-            idle_seconds: after which a worker that is not needed goes.
-            most_calls: of all workers together at a time, where that is less than they have slots.
-            clock: seconds, for tests.
+            start: requests the worker with that number.
+            slots: concurrent calls of one worker.
+            min_workers: minimum number of workers.
+            max_workers: maximum number of workers; at least ``min_workers``.
+            idle_seconds: an unneeded worker is removed after being idle for so long.
+            max_calls: maximum number of concurrent calls over all workers; None: as many as there are slots.
+            clock: monotonic time in seconds; replaced by tests.
         """
         self._start = start
         self._slots = slots
-        self._fewest = fewest
-        self._most = max(fewest, most)
+        self._min_workers = min_workers
+        self._max_workers = max(min_workers, max_workers)
         self._idle_seconds = idle_seconds
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._clock = clock
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, int, str, asyncio.Future[Place[WorkerT]]]] = []
-        self._last: OrderedDict[str, Place[WorkerT]] = OrderedDict()
-        """Of each group, the worker that had its last call."""
+        self._waiting: list[tuple[int, int, str, asyncio.Future[PooledWorker[WorkerT]]]] = []
+        self._last: OrderedDict[str, PooledWorker[WorkerT]] = OrderedDict()
+        """By group: the worker that had its last call."""
         self._arrivals = itertools.count()
         self._full_use_at = -float("inf")
-        """When every worker there is was needed last."""
+        """Last time at which every worker was needed."""
         self._grow_after = -float("inf")
-        self._silent: set[Place[WorkerT]] = set()
-        self.places: list[Place[WorkerT]] = []
-        """By age, the oldest first."""
+        self._unresponsive: set[PooledWorker[WorkerT]] = set()
+        self.pooled: list[PooledWorker[WorkerT]] = []
+        """All workers, the oldest first."""
 
     @property
     def waiting(self) -> int:
-        """Calls without a slot."""
+        """Number of calls that wait for a slot."""
         return sum(not future.done() for *_, future in self._waiting)
 
     @property
     def in_flight(self) -> int:
-        """Calls that hold a slot."""
-        return sum(place.calls for place in self.places)
+        """Number of calls that hold a slot."""
+        return sum(pooled.calls for pooled in self.pooled)
 
     @property
     def up(self) -> int:
-        """Workers that answer."""
-        return sum(place.up for place in self.places)
+        """Number of workers that answer."""
+        return sum(pooled.up for pooled in self.pooled)
 
     @property
     def wanted(self) -> int:
-        """Workers that would hold every call there is, within the bounds."""
+        """Number of workers needed for all calls, in flight and waiting, within the bounds."""
         needed = -(-(self.in_flight + self.waiting) // self._slots)
-        return min(max(needed, self._fewest), self._most)
+        return min(max(needed, self._min_workers), self._max_workers)
 
-    def adjust(self) -> tuple[list[Place[WorkerT]], list[Place[WorkerT]]]:
-        """Ask for workers that are missing, and let those go that have been idle for long.
+    def adjust(self) -> tuple[list[PooledWorker[WorkerT]], list[PooledWorker[WorkerT]]]:
+        """Request missing workers, and remove workers that have been idle for ``idle_seconds``.
 
-        Returns: the places that are new, and those that left the pool, whose workers the caller ends.
+        Returns: the new workers, and the removed ones, which the caller ends.
         """
         now = self._clock()
         wanted = self.wanted
-        if wanted >= len(self.places):
+        if wanted >= len(self.pooled):
             self._full_use_at = now
-        missing = wanted - len(self.places) if now >= self._grow_after else 0
+        missing = wanted - len(self.pooled) if now >= self._grow_after else 0
         come = [self._ask() for _ in range(missing)]
-        # Workers that never came up are let go first, then the youngest.
-        unneeded = sorted(self.places, key=lambda place: (place.up, -place.number))
+        # Workers that are not up are removed first, then the youngest.
+        unneeded = sorted(self.pooled, key=lambda pooled: (pooled.up, -pooled.number))
         gone = [
-            place
-            for place in unneeded[: max(0, len(self.places) - wanted)]
-            if not place.calls and now - max(place.idle_since, self._full_use_at) >= self._idle_seconds
+            pooled
+            for pooled in unneeded[: max(0, len(self.pooled) - wanted)]
+            if not pooled.calls and now - max(pooled.idle_since, self._full_use_at) >= self._idle_seconds
         ]
-        for place in gone:
-            self.places.remove(place)
-            self._silent.discard(place)
-        # Those that have rested are there for whoever waits.
+        for pooled in gone:
+            self.pooled.remove(pooled)
+            self._unresponsive.discard(pooled)
+        # Workers whose backoff has ended can take waiting calls.
         self._serve()
         return come, gone
 
-    async def acquire(self, rank: int = 0, group: str = "") -> Place[WorkerT]:
-        """A slot of a worker that is up; waits for one, the lowest rank first and equals in order of arrival.
+    async def acquire(self, rank: int = 0, group: str = "") -> PooledWorker[WorkerT]:
+        """Take a slot of a worker that is up; wait for one, lowest rank first, then in order of arrival.
 
-        Raises: what `lost` or `refuse` was told.
+        Raises: the error given to `mark_lost` or `fail_waiting`.
         """
-        place = self._free(group)
-        if place is not None and not self.waiting:
-            return self._given(place, group)
-        future: asyncio.Future[Place[WorkerT]] = asyncio.get_running_loop().create_future()
+        pooled = self._free(group)
+        if pooled is not None and not self.waiting:
+            return self._given(pooled, group)
+        future: asyncio.Future[PooledWorker[WorkerT]] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (rank, next(self._arrivals), group, future))
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                # The slot was assigned just before the wait was cancelled: hand it back.
+                # The slot was assigned just before the wait was cancelled: release it.
                 self.release(future.result())
             raise
 
-    def at_once(self) -> Place[WorkerT]:
-        """A slot of the worker with the fewest calls, of one that is up where any is; waits for none."""
-        place = self._free("") or min(self.places, key=lambda place: (place.calls, place.number))
-        return self._given(place, "")
+    def acquire_nowait(self) -> PooledWorker[WorkerT]:
+        """Take a slot without waiting: of a worker that is up if possible, else of the one with the fewest calls."""
+        pooled = self._free("") or min(self.pooled, key=lambda pooled: (pooled.calls, pooled.number))
+        return self._given(pooled, "")
 
-    def release(self, place: Place[WorkerT]) -> None:
-        """Give a slot back."""
-        place.calls -= 1
-        if not place.calls:
-            place.idle_since = self._clock()
+    def release(self, pooled: PooledWorker[WorkerT]) -> None:
+        """Release a slot."""
+        pooled.calls -= 1
+        if not pooled.calls:
+            pooled.idle_since = self._clock()
         self._serve()
 
-    def came_up(self, place: Place[WorkerT]) -> None:
-        """Note that a worker answers: it gets calls from now on."""
-        if not place.up:
-            place.up, place.given_up = True, asyncio.Event()
-            place.idle_since = self._clock()
-        self._silent.discard(place)
-        self._give_up_the_silent()
+    def mark_up(self, pooled: PooledWorker[WorkerT]) -> None:
+        """Mark a worker as answering: it gets calls from now on."""
+        if not pooled.up:
+            pooled.up, pooled.abandoned = True, asyncio.Event()
+            pooled.idle_since = self._clock()
+        self._unresponsive.discard(pooled)
+        self._abandon_unresponsive()
         self._serve()
 
-    def went_down(self, place: Place[WorkerT]) -> None:
-        """Note that a worker does not answer: it gets no call until it does, and its calls go to others that are up."""
-        place.up = False
-        self._silent.add(place)
-        self._give_up_the_silent()
+    def mark_down(self, pooled: PooledWorker[WorkerT]) -> None:
+        """Mark a worker as not answering: it gets no calls until it does, and its calls move to workers that are up."""
+        pooled.up = False
+        self._unresponsive.add(pooled)
+        self._abandon_unresponsive()
 
-    def did(self, place: Place[WorkerT], *, well: bool) -> None:
-        """Note whether a worker could do a call. One that could not rests while others are there that need not.
+    def record(self, pooled: PooledWorker[WorkerT], *, ok: bool) -> None:
+        """Record whether a worker succeeded at a call. After a failure it backs off while other workers are available.
 
-        It is free at once, where others still work: without a rest a worker on which everything fails would be given
-        all that waits.
+        A worker that fails at everything is free sooner than the others: without a backoff it would get every waiting
+        call.
         """
-        place.failures = 0 if well else place.failures + 1
-        rest = 0.0 if well else min(REST_SECONDS * 2.0 ** (place.failures - 1), MOST_REST_SECONDS)
-        place.rests_until = self._clock() + rest
+        pooled.failures = 0 if ok else pooled.failures + 1
+        backoff = 0.0 if ok else min(BACKOFF_SECONDS * 2.0 ** (pooled.failures - 1), MAX_BACKOFF_SECONDS)
+        pooled.backoff_until = self._clock() + backoff
 
-    def lost(self, place: Place[WorkerT], error: BaseException) -> None:
-        """Note that a worker is gone for good. Where it was the last one, whoever waits is told ``error``."""
-        place.up = False
-        self._silent.discard(place)
-        if place in self.places:
-            self.places.remove(place)
-        # A new worker would most likely be lost in the same way if it were asked for at once.
+    def mark_lost(self, pooled: PooledWorker[WorkerT], error: BaseException) -> None:
+        """Remove a worker that is lost for good. If it was the last one, waiting calls raise ``error``."""
+        pooled.up = False
+        self._unresponsive.discard(pooled)
+        if pooled in self.pooled:
+            self.pooled.remove(pooled)
+        # A new worker would probably be lost in the same way: do not request one at once.
         self._grow_after = self._clock() + self._idle_seconds
-        if not self.places:
-            self.refuse(error)
+        if not self.pooled:
+            self.fail_waiting(error)
 
-    def refuse(self, error: BaseException) -> None:
-        """Tell ``error`` to whoever waits."""
+    def fail_waiting(self, error: BaseException) -> None:
+        """Raise ``error`` in every waiting call."""
         while self._waiting:
             *_, future = heapq.heappop(self._waiting)
             if not future.done():
                 future.set_exception(error)
 
-    def _ask(self) -> Place[WorkerT]:
+    def _ask(self) -> PooledWorker[WorkerT]:
         number = next(self._numbers)
-        place = Place(self._start(number), number, self._clock())
-        self.places.append(place)
-        return place
+        pooled = PooledWorker(self._start(number), number, self._clock())
+        self.pooled.append(pooled)
+        return pooled
 
-    def _given(self, place: Place[WorkerT], group: str) -> Place[WorkerT]:
-        place.calls += 1
+    def _given(self, pooled: PooledWorker[WorkerT], group: str) -> PooledWorker[WorkerT]:
+        pooled.calls += 1
         if group:
-            self._last[group] = place
+            self._last[group] = pooled
             self._last.move_to_end(group)
-            if len(self._last) > MOST_GROUPS:
+            if len(self._last) > MAX_GROUPS:
                 self._last.popitem(last=False)
-        return place
+        return pooled
 
-    def _free(self, group: str) -> Place[WorkerT] | None:
-        if self._most_calls is not None and self.in_flight >= self._most_calls:
+    def _free(self, group: str) -> PooledWorker[WorkerT] | None:
+        if self._max_calls is not None and self.in_flight >= self._max_calls:
             return None
         now = self._clock()
-        none_fit = all(place.rests_until > now for place in self.places if place.up)
+        none_fit = all(pooled.backoff_until > now for pooled in self.pooled if pooled.up)
 
-        def has_room(place: Place[WorkerT]) -> bool:
-            return place.up and place.calls < self._slots and (none_fit or place.rests_until <= now)
+        def has_room(pooled: PooledWorker[WorkerT]) -> bool:
+            return pooled.up and pooled.calls < self._slots and (none_fit or pooled.backoff_until <= now)
 
         last = self._last.get(group)
-        if last is not None and last in self.places and has_room(last):
+        if last is not None and last in self.pooled and has_room(last):
             return last
         ranked = [
-            (max(0, age - self._fewest + 1), place.calls, age)
-            for age, place in enumerate(self.places)
-            if has_room(place)
+            (max(0, age - self._min_workers + 1), pooled.calls, age)
+            for age, pooled in enumerate(self.pooled)
+            if has_room(pooled)
         ]
-        return self.places[min(ranked)[-1]] if ranked else None
+        return self.pooled[min(ranked)[-1]] if ranked else None
 
     def _serve(self) -> None:
-        while self._waiting and (place := self._free(self._waiting[0][2])) is not None:
+        while self._waiting and (pooled := self._free(self._waiting[0][2])) is not None:
             _, _, group, future = heapq.heappop(self._waiting)
             if not future.done():
-                future.set_result(self._given(place, group))
+                future.set_result(self._given(pooled, group))
 
-    def _give_up_the_silent(self) -> None:
+    def _abandon_unresponsive(self) -> None:
         if self.up:
-            for place in self._silent:
-                place.given_up.set()
+            for pooled in self._unresponsive:
+                pooled.abandoned.set()
 
 
-def standing(workers: int, slots: int) -> ElasticWorkers[int]:
-    """So many workers that are up for good, each of them its number."""
+def fixed_workers(workers: int, slots: int) -> ElasticWorkers[int]:
+    """A pool of constant size whose workers are always up; each worker is its number."""
     pool: ElasticWorkers[int] = ElasticWorkers(
-        lambda number: number, slots=slots, fewest=workers, most=workers, idle_seconds=0.0
+        lambda number: number, slots=slots, min_workers=workers, max_workers=workers, idle_seconds=0.0
     )
-    for place in pool.adjust()[0]:
-        pool.came_up(place)
+    for pooled in pool.adjust()[0]:
+        pool.mark_up(pooled)
     return pool

@@ -1,4 +1,4 @@
-"""The Ray side of workers that come and go: actors with a method ``up``, restarted by Ray as often as it takes."""
+"""Pooled workers as Ray actors: they have a method ``up``, and Ray restarts them without a limit."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from draco_ray.workers.silence import Away, Gone
+from draco_ray.workers.monitor import WorkerLost, WorkerUnavailable
 
 AnswerT = TypeVar("AnswerT")
 
 
-def comes_back(error: RayActorError) -> bool:
-    """Whether an actor that Ray restarts without end is only away.
+def is_temporary(error: RayActorError) -> bool:
+    """Whether an actor with unlimited restarts is only temporarily unavailable.
 
-    Once its node was asked to go, Ray says "died" instead of "unavailable" of a call that is cut off: on spot nodes,
-    and where the autoscaler has asked a node that was no longer idle, which refused and stays.
+    For a call to a node that is being drained Ray reports "died" instead of "unavailable": on spot nodes, and where the
+    autoscaler tried to drain a node that was no longer idle.
     """
     return isinstance(error, ActorUnavailableError) or error.preempted
 
 
 async def up(worker: Any) -> None:
-    """Return once an actor answers. Raises: `Away`, `Gone`."""
+    """Return once an actor answers. Raises: `WorkerUnavailable`, `WorkerLost`."""
     try:
         await worker.up.remote()
     except RayError as error:
-        if isinstance(error, RayActorError) and not comes_back(error):
-            raise Gone from error
-        raise Away(str(error)) from error
+        if isinstance(error, RayActorError) and not is_temporary(error):
+            raise WorkerLost from error
+        raise WorkerUnavailable(str(error)) from error
 
 
 async def answer(call: Awaitable[AnswerT]) -> AnswerT:
-    """The answer to a call. Raises: `Away`, and what the call raises."""
+    """Return the answer to a call. Raises: `WorkerUnavailable`, and what the call raises."""
     try:
         return await call
     except RayActorError as error:
-        raise Away(str(error)) from error
+        raise WorkerUnavailable(str(error)) from error
 
 
-def renew(worker: Any) -> None:
-    """End an actor's process; Ray starts another."""
+def restart(worker: Any) -> None:
+    """Kill an actor's process; Ray starts another."""
     ray.kill(worker, no_restart=False)

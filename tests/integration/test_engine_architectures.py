@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
     architecture: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_TORCHVISION:
-        # Also for the engine core: a spawned process gets this one's sys.path.
+        # A spawned engine core gets this process's sys.path; the process in which vLLM inspects the model does not.
         monkeypatch.syspath_prepend(str(STUB))
+        monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     path = tmp_path / "model"

@@ -71,7 +71,7 @@ async def test_an_engine_joins_with_the_current_adapter_and_takes_over_what_anot
     fleet = EngineFleet(engines, config)
     clients = [EngineClient(index, "joins", 2) for index in range(2)]
     await fleet.start()
-    (first,) = [place.worker for place in fleet.workers.places if place.up]
+    (first,) = [place.worker for place in fleet.workers.pooled if place.up]
     await fleet.load(ray.put(learner.adapter(1)))
     await fleet.prove(canary)
 

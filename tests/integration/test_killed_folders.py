@@ -63,7 +63,7 @@ def answer(prompt):
 rollouts = Rollouts(Path(json.loads(sys.argv[1])), ScriptedSampler(answer))
 asyncio.run(rollouts.play("import time; ask('a'); time.sleep(600)"))
 """
-NEXT = "from draco_ray.held import HeldFolder; HeldFolder().remove()"
+NEXT = "from draco_ray.temp_dirs import PrivateTempDir; PrivateTempDir().remove()"
 TOOLS = '''
 def orders() -> list[str]:
     """List the orders."""

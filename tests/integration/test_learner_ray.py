@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -267,6 +268,8 @@ async def test_a_worker_that_hangs_in_a_command_is_started_anew_and_does_it_agai
 ) -> None:
     alone = LoraLearner(model, CONFIG, seed=0)
     (before,) = worker_pids()
+    # A worker cannot import this module.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     await learner.accumulate(ray.put(HangsOnce(tmp_path / "first", make_group(1, 0))))
     alone.accumulate(make_group(1, 0))
     assert worker_pids() != [before]

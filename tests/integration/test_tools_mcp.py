@@ -24,7 +24,7 @@ from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
-from draco_ray.held import PREFIX
+from draco_ray.temp_dirs import PREFIX
 from tests.conftest import REPOSITORY
 from tests.support.http_mcp_server import DROP, error, reply, serving
 

@@ -61,7 +61,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 
     asking = [asyncio.create_task(keep_asking()) for _ in range(ASKERS)]
     merging = asyncio.create_task(merge(pool))
-    places = pool._workers.places
+    places = pool._workers.pooled
     await until(lambda: pool.up == MOST and all(place.calls for place in places))
     most, nodes, busy = pool.up, added_nodes(), [place for place in places if place.calls]
     enough.set()
@@ -84,8 +84,8 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 
 async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     """As many calls as the workers hold, one of which is stopped under them: neither dead nor alive."""
-    pool._watched.silent_seconds, pool._watched.look_seconds = 10.0, 0.2
-    place = pool._workers.places[0]
+    pool._watched.timeout_seconds, pool._watched.ping_seconds = 10.0, 0.2
+    place = pool._workers.pooled[0]
     process = await place.worker.__ray_call__.remote(_process_id)
     calls = [asyncio.create_task(ask(pool, -1 - number)) for number in range(2 * MOST)]
     await until(lambda: place.calls == 2)

@@ -20,7 +20,7 @@ from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.worker import rollout_starter
 from draco_ray.training.cluster import connect
-from draco_ray.workers.elastic import standing
+from draco_ray.workers.elastic import fixed_workers
 from tests.support.autoscaling import added_nodes, lose_node, until
 from tests.support.small_run import a_trajectory
 
@@ -75,12 +75,12 @@ class Waits:
 async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder: Path) -> dict[str, Any]:
     """More rollouts than slots; a node that is lost under one; then nothing."""
     workers.open()
-    pool = RolloutPool(workers, standing(1, SLOTS), 1, seed=0)
+    pool = RolloutPool(workers, fixed_workers(1, SLOTS), 1, seed=0)
     seen: dict[str, Any] = {}
 
     def alone(when: str) -> bool:
         # What was seen is what is told: a node that was asked for before its worker had a place may come, and go.
-        seen.update({f"up_{when}": workers.places.up, f"nodes_{when}": len(added_nodes())})
+        seen.update({f"up_{when}": workers.elastic.up, f"nodes_{when}": len(added_nodes())})
         return (seen[f"up_{when}"], seen[f"nodes_{when}"]) == (1, 0)
 
     await until(lambda: alone("at_first"))
@@ -89,25 +89,25 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
         for rollout in range(ROLLOUTS)
     ]
     await until(lambda: len(list(folder.glob("*.0"))) == SLOTS)
-    seen |= {"most_up": workers.places.up, "waiting": pool.waiting, "nodes": len(before := added_nodes())}
+    seen |= {"most_up": workers.elastic.up, "waiting": pool.waiting, "nodes": len(before := added_nodes())}
     # The last that came is on one of the nodes; its rollout is played by whoever comes.
     process = int((folder / f"{SLOTS - 1}.0").read_text())
     lose_node(process)
-    await until(lambda: workers.places.up == SLOTS - 1)
-    await until(lambda: workers.places.up == SLOTS)
+    await until(lambda: workers.elastic.up == SLOTS - 1)
+    await until(lambda: workers.elastic.up == SLOTS)
     seen["another_node"] = len(added_nodes() - before)
     (folder / "go").touch()
     played = await asyncio.gather(*playing)
     seen["rollouts"] = sorted(each.member.rollout for each in played if each.member is not None)
     seen["most_attempts"] = max(each.attempts for each in played)
-    workers.places._idle_seconds = IDLE_SECONDS
+    workers.elastic._idle_seconds = IDLE_SECONDS
     await until(lambda: alone("at_last"))
     await workers.stop()
     # As the workers of a later evaluation, which have the names of those of an earlier one.
     again.open()
-    await until(lambda: again.places.up == 1)
+    await until(lambda: again.elastic.up == 1)
     await again.stop()
-    return seen | {"up_again": again.places.up}
+    return seen | {"up_again": again.elastic.up}
 
 
 def main(folder: Path) -> None:

@@ -113,7 +113,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 async def fleet_of(*engines: Engine, fewest: int | None = None, **config: Any) -> AsyncIterator[EngineFleet]:
     settings = EngineConfig(engines=len(engines), min_engines=fewest, **config)
     fleet = EngineFleet(engines, settings)
-    fleet._watched.look_seconds = 0.0
+    fleet._watched.ping_seconds = 0.0
     try:
         yield fleet
     finally:
@@ -198,12 +198,12 @@ async def test_an_engine_lost_in_the_middle_of_a_sync_does_not_hold_it_up() -> N
     async with fleet_of(first, second, fewest=1) as fleet:
         await fleet.start()
         # Between two looks another process has come, which has no model yet.
-        fleet._watched.look_seconds = 3600.0
+        fleet._watched.ping_seconds = 3600.0
         await turns()
         second.lose()
         second.come_back()
         await fleet.load("weights 1")  # type: ignore[arg-type]
-        assert [place.worker for place in fleet.workers.places if place.up] == [0]
+        assert [place.worker for place in fleet.workers.pooled if place.up] == [0]
 
 
 async def test_a_sync_waits_while_fewer_than_the_fewest_have_the_weights() -> None:

@@ -16,7 +16,7 @@ from draco_ray.rollout import pool as pool_module
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.summaries import RolloutSummary
-from draco_ray.workers.elastic import REST_SECONDS, standing
+from draco_ray.workers.elastic import BACKOFF_SECONDS, fixed_workers
 from tests.support.away import ASKED_TO_GO, OUT_OF_REACH
 
 
@@ -113,12 +113,12 @@ class Crew:
         self.made = list(made)
         settings = EnvironmentConfig(slots=slots, slots_per_worker=each, **config)
         self.workers = RolloutWorkers(lambda number: self.made[number], settings)
-        self.workers.watched.look_seconds = 0.0
+        self.workers.watched.ping_seconds = 0.0
         self.workers.open()
         self.playing: list[asyncio.Task[Any]] = []
 
     def pool(self, policies: int = 1, retries: int = 0) -> RolloutPool:
-        return RolloutPool(self.workers, standing(policies, 100), retries, seed=0)
+        return RolloutPool(self.workers, fixed_workers(policies, 100), retries, seed=0)
 
 
 def play(pool: RolloutPool, rollout: int) -> asyncio.Task[Any]:
@@ -179,7 +179,7 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
     made = [Worker() for _ in range(4)]
     crew = Crew(made, slots=6, each=2, min_slots=2, idle_seconds=1e-6)
     pool = crew.pool()
-    assert len(crew.workers.places.places) == 1
+    assert len(crew.workers.elastic.pooled) == 1
     playing = [play(pool, rollout) for rollout in range(7)]
     await until(lambda: len(made[0].ends) == 2)
     assert pool.waiting == 5
@@ -195,7 +195,7 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
     # The one that waited has the place of one that ended; its worker is needed, the other is not.
     await until(lambda: [worker.killed for worker in made] == [False, False, True, False])
     assert made[2].stopped
-    assert crew.workers.places.up == 2
+    assert crew.workers.elastic.up == 2
     for worker in made[:2]:
         for rollout, end in worker.ends.items():
             if not end.done():
@@ -256,7 +256,7 @@ async def test_a_worker_out_of_reach_gets_no_rollout_until_it_answers(said: RayA
     assert [played.attempts for played in finished] == [2 if rollout in lost else 1 for rollout in range(6)]
     assert (list(away.ends), set(there.ends), pool.lost) == (lost, set(range(6)), 0)
     away.answers = None
-    await until(lambda: crew.workers.places.up == 2)
+    await until(lambda: crew.workers.elastic.up == 2)
     again = [play(pool, rollout) for rollout in (7, 8, 9, 10)]
     await until(lambda: len(away.ends) == 4)
     for rollout in (7, 8, 9, 10):
@@ -270,8 +270,8 @@ async def test_a_worker_that_loses_every_world_is_not_given_all_that_waits() -> 
     crew = Crew([sick, sound], slots=2, each=1)
     pool = crew.pool(retries=1)
     now = 0.0
-    crew.workers.places._clock = lambda: now
-    await until(lambda: crew.workers.places.up == 2)
+    crew.workers.elastic._clock = lambda: now
+    await until(lambda: crew.workers.elastic.up == 2)
     playing = [play(pool, rollout) for rollout in range(8)]
 
     async def until_played(number: int) -> None:
@@ -288,12 +288,12 @@ async def test_a_worker_that_loses_every_world_is_not_given_all_that_waits() -> 
 
     await until_played(3)
     assert len(sick.ends) == 1
-    now = REST_SECONDS
+    now = BACKOFF_SECONDS
     crew.workers.watched._adjust()
     await until_played(3)
     assert len(sick.ends) == 2
     # The second rest in a row is longer.
-    now = 2 * REST_SECONDS
+    now = 2 * BACKOFF_SECONDS
     crew.workers.watched._adjust()
     await until_played(2)
     assert len(sick.ends) == 2
@@ -301,12 +301,12 @@ async def test_a_worker_that_loses_every_world_is_not_given_all_that_waits() -> 
     assert all(each.member is not None for each in played)
     assert sorted(each.attempts for each in played) == [1] * 6 + [2] * 2
     # Where nobody is better it is asked all the same.
-    crew.workers.places.went_down(crew.workers.places.places[1])
+    crew.workers.elastic.mark_down(crew.workers.elastic.pooled[1])
     again = play(pool, 8)
     await until(lambda: 8 in sick.ends)
     sick.finish(8)
     assert (await again).member is not None
-    assert crew.workers.places.places[0].failures == 0
+    assert crew.workers.elastic.pooled[0].failures == 0
 
 
 async def test_rollouts_of_a_worker_that_is_stopped_are_played_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +314,8 @@ async def test_rollouts_of_a_worker_that_is_stopped_are_played_elsewhere(monkeyp
     renewed: list[Worker] = []
     monkeypatch.setattr(ray, "kill", lambda worker, no_restart=True: renewed.append(worker))
     crew = Crew([stopped, there], slots=2, each=1)
-    assert crew.workers.watched.silent_seconds == 1800
-    crew.workers.watched.silent_seconds = 0.2
+    assert crew.workers.watched.timeout_seconds == 1800
+    crew.workers.watched.timeout_seconds = 0.2
     pool = crew.pool(retries=1)
     playing = [play(pool, rollout) for rollout in range(2)]
     await until(lambda: len(stopped.ends) + len(there.ends) == 2)
@@ -356,7 +356,7 @@ async def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_the_others(m
     """Of an evaluation, say, which ends its workers before the training goes on."""
     monkeypatch.setattr(pool_module, "STOP_SECONDS", 0.01)
     crew = Crew([Worker(), Worker()], slots=2, each=1)
-    await until(lambda: crew.workers.places.up == 2)
+    await until(lambda: crew.workers.elastic.up == 2)
     crew.made[0].silent = True
     await crew.workers.stop()
     assert [(worker.stopped, worker.killed) for worker in crew.made] == [(False, True), (True, True)]

@@ -29,7 +29,7 @@ from draco_ray.training.order import TaskOrder
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import Trainer
-from draco_ray.workers.elastic import standing
+from draco_ray.workers.elastic import fixed_workers
 from tests.unit.test_training_metrics import an_update
 
 STEPS, PROMPTS = 5, 3
@@ -83,7 +83,7 @@ class Run:
         self.looked_for: dict[int, list[int]] = {}
         """Step -> versions of which recorded rollouts were looked for."""
         self.taken_over: list[tuple[str, str]] = []
-        self._slots = standing(1, slots)
+        self._slots = fixed_workers(1, slots)
         self._grad_norm = grad_norm
         console = Console(quiet=True)
         learner: Any = SimpleNamespace(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from draco_ray.workers.elastic import ElasticWorkers, Place, standing
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker, fixed_workers
 
 IDLE = 60.0
 
@@ -14,12 +14,17 @@ IDLE = 60.0
 class Pool:
     """Three slots a worker, two to four of them, and a clock that is set by hand."""
 
-    def __init__(self, fewest: int = 2, most: int = 4) -> None:
+    def __init__(self, min_workers: int = 2, max_workers: int = 4) -> None:
         self.now = 1000.0
         self.workers: ElasticWorkers[str] = ElasticWorkers(
-            "worker-{}".format, slots=3, fewest=fewest, most=most, idle_seconds=IDLE, clock=lambda: self.now
+            "worker-{}".format,
+            slots=3,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            idle_seconds=IDLE,
+            clock=lambda: self.now,
         )
-        self.calls: list[asyncio.Task[Place[str]]] = []
+        self.calls: list[asyncio.Task[PooledWorker[str]]] = []
 
     async def call(self, number: int) -> None:
         """So many calls that stay under way."""
@@ -28,7 +33,7 @@ class Pool:
 
     def bring_up(self) -> None:
         for place in self.workers.adjust()[0]:
-            self.workers.came_up(place)
+            self.workers.mark_up(place)
 
     def end_all_calls(self) -> None:
         for call in self.calls:
@@ -42,7 +47,7 @@ class Pool:
 
     @property
     def names(self) -> list[str]:
-        return [place.worker for place in self.workers.places]
+        return [place.worker for place in self.workers.pooled]
 
 
 async def test_the_fewest_are_asked_for_at_once_and_calls_wait_for_the_first_that_is_up() -> None:
@@ -53,7 +58,7 @@ async def test_the_fewest_are_asked_for_at_once_and_calls_wait_for_the_first_tha
     await pool.call(2)
     assert await pool.given() == []
     assert pool.workers.waiting == 2
-    pool.workers.came_up(come[1])
+    pool.workers.mark_up(come[1])
     assert await pool.given() == ["worker-1", "worker-1"]
     assert (pool.workers.waiting, pool.workers.in_flight, pool.workers.up) == (0, 2, 1)
 
@@ -72,7 +77,7 @@ async def test_calls_beyond_the_room_bring_workers_up_to_the_most() -> None:
     await pool.call(50)
     assert len(pool.workers.adjust()[0]) == 1
     assert len(pool.names) == 4
-    pool.workers.came_up(third)
+    pool.workers.mark_up(third)
     assert (await pool.given())[6:] == ["worker-2"] * 3
 
 
@@ -136,7 +141,7 @@ async def test_a_load_that_comes_back_in_time_keeps_its_workers() -> None:
 
 
 async def test_a_worker_that_never_came_holds_nothing_up_and_goes_first() -> None:
-    pool = Pool(fewest=1)
+    pool = Pool(min_workers=1)
     pool.bring_up()
     await pool.call(9)
     second, _third = pool.workers.adjust()[0]
@@ -149,7 +154,7 @@ async def test_a_worker_that_never_came_holds_nothing_up_and_goes_first() -> Non
             pool.workers.release(call.result())
             pool.calls.remove(call)
     assert pool.calls == []
-    pool.workers.came_up(second)
+    pool.workers.mark_up(second)
     pool.now += 2 * IDLE
     assert [place.worker for place in pool.workers.adjust()[1]] == ["worker-2", "worker-1"]
 
@@ -157,23 +162,23 @@ async def test_a_worker_that_never_came_holds_nothing_up_and_goes_first() -> Non
 async def test_calls_of_a_silent_worker_are_given_up_once_another_answers() -> None:
     pool = Pool()
     one, other = pool.workers.adjust()[0]
-    pool.workers.came_up(one)
+    pool.workers.mark_up(one)
     await pool.call(1)
     await pool.given()
-    pool.workers.went_down(one)
+    pool.workers.mark_down(one)
     # There is nobody else to ask.
-    assert not one.given_up.is_set()
+    assert not one.abandoned.is_set()
     await pool.call(1)
     assert pool.workers.waiting == 1
-    pool.workers.came_up(other)
-    assert one.given_up.is_set()
+    pool.workers.mark_up(other)
+    assert one.abandoned.is_set()
     assert (await pool.given())[-1] == "worker-1"
-    pool.workers.came_up(one)
-    assert not one.given_up.is_set()
+    pool.workers.mark_up(one)
+    assert not one.abandoned.is_set()
 
 
 async def test_a_slot_is_not_lost_to_a_caller_that_gave_up() -> None:
-    pool = Pool(fewest=1, most=1)
+    pool = Pool(min_workers=1, max_workers=1)
     (place,) = pool.workers.adjust()[0]
     await pool.call(3)
     patient = asyncio.create_task(pool.workers.acquire())
@@ -181,7 +186,7 @@ async def test_a_slot_is_not_lost_to_a_caller_that_gave_up() -> None:
     # One before it is served, one at the very moment.
     pool.calls[0].cancel()
     await asyncio.sleep(0)
-    pool.workers.came_up(place)
+    pool.workers.mark_up(place)
     pool.calls[1].cancel()
     assert (await patient).worker == "worker-0"
     await asyncio.gather(*pool.calls, return_exceptions=True)
@@ -192,11 +197,11 @@ async def test_the_last_worker_lost_for_good_is_told_to_whoever_waits() -> None:
     pool = Pool()
     one, other = pool.workers.adjust()[0]
     await pool.call(1)
-    pool.workers.lost(one, RuntimeError("no such prompt"))
+    pool.workers.mark_lost(one, RuntimeError("no such prompt"))
     assert not pool.calls[0].done()
     # What took one would take the next as well: it is asked for later.
     assert pool.workers.adjust() == ([], [])
-    pool.workers.lost(other, RuntimeError("no such prompt"))
+    pool.workers.mark_lost(other, RuntimeError("no such prompt"))
     with pytest.raises(RuntimeError, match="no such prompt"):
         await pool.calls[0]
     pool.now += IDLE
@@ -204,7 +209,7 @@ async def test_the_last_worker_lost_for_good_is_told_to_whoever_waits() -> None:
 
 
 async def test_later_phases_of_a_group_go_before_new_groups() -> None:
-    pool = Pool(fewest=1, most=1)
+    pool = Pool(min_workers=1, max_workers=1)
     pool.bring_up()
     await pool.call(3)
     order: list[str] = []
@@ -224,16 +229,16 @@ async def test_later_phases_of_a_group_go_before_new_groups() -> None:
 
 
 async def test_workers_that_stand_share_calls_evenly_and_one_can_be_had_at_once_whatever_is_up() -> None:
-    workers = standing(2, slots=1)
-    assert [workers.at_once().worker for _ in range(2)] == [0, 1]
-    # No slot is free: what cannot wait has the one with the fewest calls all the same.
-    assert workers.at_once().worker == 0
-    first, second = workers.places
+    workers = fixed_workers(2, slots=1)
+    assert [workers.acquire_nowait().worker for _ in range(2)] == [0, 1]
+    # No slot is free: what cannot wait has the one with the min_workers calls all the same.
+    assert workers.acquire_nowait().worker == 0
+    first, second = workers.pooled
     workers.release(first)
     workers.release(first)
-    workers.went_down(first)
+    workers.mark_down(first)
     workers.release(second)
-    assert workers.at_once() is second
+    assert workers.acquire_nowait() is second
     workers.release(second)
-    workers.went_down(second)
-    assert workers.at_once() is first
+    workers.mark_down(second)
+    assert workers.acquire_nowait() is first

@@ -31,8 +31,8 @@ from draco_ray.environments.program import MARK
 from draco_ray.environments.tasks import KEPT, WORKSPACE
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
-from draco_ray.held import HeldFolder
 from draco_ray.records import Task
+from draco_ray.temp_dirs import PrivateTempDir
 
 JOB = "tau2"
 """Field of an open task: what `draco_ray.benchmarks.tau.play` has to play, without a key."""
@@ -219,7 +219,7 @@ class TauWorld:
 
     def __init__(self, environment: TauEnvironment, task: Task) -> None:
         self._environment = environment
-        self._folder = HeldFolder()
+        self._folder = PrivateTempDir()
         self._kept = self._folder.path / KEPT
         self._kept.mkdir()
         job = json.dumps(environment.job(task.task_id, self._kept))

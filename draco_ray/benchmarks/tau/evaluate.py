@@ -41,9 +41,9 @@ from draco_ray.benchmarks.tau.supervise import run_job
 from draco_ray.config.schema import DracoConfig, TauBenchConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
-from draco_ray.held import HeldFolder
 from draco_ray.judging.pricing import find_price
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, folder: Path, out: 
     tau = config.tau_bench
     keys = jobs.read_keys(tau, policy)
     with ExitStack() as stack:
-        tmp = stack.enter_context(HeldFolder())
+        tmp = stack.enter_context(PrivateTempDir())
         endpoint = None
         if not policy.api:
             withhold = list(jobs.key_variables(tau, policy).values())

@@ -24,7 +24,7 @@ from draco_ray.environments.appworld.template_process import TemplateProcess
 from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, SlotSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, last_line
 from draco_ray.errors import EnvironmentCrashed
-from draco_ray.held import remove_tree
+from draco_ray.temp_dirs import remove_tree
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
-from draco_ray.held import HeldFolder
+from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class TemplateProcess:
     """A running template. Its methods may be called from any thread."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], control: socket.socket, folder: HeldFolder, level: str
+        self, process: subprocess.Popen[bytes], control: socket.socket, folder: PrivateTempDir, level: str
     ) -> None:
         self.level = level
         self.system_calls_refused = False
@@ -77,7 +77,7 @@ class TemplateProcess:
 
         Raises: LevelUnavailable, the process's own words; EnvironmentCrashed when it was killed or takes too long.
         """
-        folder = HeldFolder()
+        folder = PrivateTempDir()
         directory = str(folder.path)
         # SOCK_SEQPACKET keeps messages apart.
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

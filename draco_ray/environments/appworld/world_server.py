@@ -39,7 +39,7 @@ from draco_ray.environments.appworld.saved_world import MAX_SAVED_BYTES, Unusabl
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SHOWN_OF_A_TASK, JailSpec, readable_in_place
 from draco_ray.environments.jail.system_calls import refuse_system_calls
-from draco_ray.held import remove_tree
+from draco_ray.temp_dirs import remove_tree
 
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
 """Of what an evaluation says: a verdict brings the saved files, and JSON may spell a byte with six."""

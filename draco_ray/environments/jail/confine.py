@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from draco_ray.environments.jail import linux
-from draco_ray.held import hold, sweep
+from draco_ray.temp_dirs import lock_shared, remove_abandoned
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
 AUTOMATIC_LEVELS = LEVELS[:-1]
@@ -60,7 +60,7 @@ _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
 """Of a task's folder; its ground truth is not among them."""
 
-JAIL_CODE = ("__init__.py", "held.py", "environments/__init__.py", "environments/jail")
+JAIL_CODE = ("__init__.py", "temp_dirs.py", "environments/__init__.py", "environments/jail")
 """Of this package: what runs in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
@@ -166,12 +166,12 @@ def _leave_caretaker(spec: JailSpec) -> None:
     os.setsid()
     root = Path(spec.directory).parent
     with contextlib.suppress(OSError):
-        held_too = hold(root)
+        held_too = lock_shared(root)
         while os.read(watched, 4096):
             pass
         os.close(held_too)
         # A host that is alive holds it as well, and removes it itself.
-        sweep(root.parent)
+        remove_abandoned(root.parent)
     os._exit(0)
 
 

@@ -23,7 +23,7 @@ from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.environments.tools.process import CODE, CPU_CALLS
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.extras import need
-from draco_ray.held import HeldFolder
+from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class McpSession:
             ) as http:
                 yield streamable_http_client(self._options.url, http_client=http)
             return
-        folder = HeldFolder()
+        folder = PrivateTempDir()
         directory = str(folder.path)
         try:
             stderr = os.fdopen(os.open(os.path.join(directory, "stderr"), os.O_WRONLY | os.O_CREAT, 0o600), "w")

@@ -21,7 +21,7 @@ from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavail
 from draco_ray.environments.tools.options import ToolsOptions
 from draco_ray.environments.tools.server import Setup
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken
-from draco_ray.held import HeldFolder
+from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ToolProcess:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        folder: HeldFolder,
+        folder: PrivateTempDir,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -73,7 +73,7 @@ class ToolProcess:
     async def _start(
         cls, level: str, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]
     ) -> ToolProcess:
-        folder = HeldFolder()
+        folder = PrivateTempDir()
         directory = str(folder.path)
         control, theirs = socket.socketpair()
         files = [os.path.abspath(path) for path in options.tools]

@@ -34,7 +34,7 @@ from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, JailSpec, reada
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 from draco_ray.environments.tools import functions
 from draco_ray.environments.tools.functions import Functions, UnusableTools
-from draco_ray.held import remove_tree
+from draco_ray.temp_dirs import remove_tree
 
 _PROCESSES = 64
 """Threads of a task's process, and what it starts where it may."""

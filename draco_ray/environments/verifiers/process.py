@@ -22,7 +22,7 @@ from draco_ray.environments.jail import linux
 from draco_ray.environments.program import MARK, end_strays, passed_environment
 from draco_ray.environments.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
-from draco_ray.held import HeldFolder
+from draco_ray.temp_dirs import PrivateTempDir
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
@@ -114,7 +114,7 @@ class BridgeProcess:
         process: subprocess.Popen[bytes],
         mark: str,
         said: Any,
-        folder: HeldFolder,
+        folder: PrivateTempDir,
         streams: tuple[Any, asyncio.StreamWriter],
     ) -> None:
         self._process, self._mark, self._said, self._folder = process, mark, said, folder
@@ -137,7 +137,7 @@ class BridgeProcess:
         ours.setblocking(False)
         mark = secrets.token_hex(16)
         said = tempfile.TemporaryFile()  # noqa: SIM115
-        folder = HeldFolder()
+        folder = PrivateTempDir()
         with theirs, tempfile.TemporaryFile() as stdin:
             stdin.write(told_to_bridge(options, config, ground_truth=ground_truth).encode())
             stdin.seek(0)

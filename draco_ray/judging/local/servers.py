@@ -18,7 +18,7 @@ from draco_ray.config.schema import LocalJudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local.server import Look
-from draco_ray.workers.elastic import ElasticWorkers, Place
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +74,16 @@ class JudgeServers:
         self._workers: ElasticWorkers[Replica] = ElasticWorkers(
             start,
             slots=config.calls_per_replica,
-            fewest=config.replicas,
-            most=config.max_replicas,
+            min_workers=config.replicas,
+            max_workers=config.max_replicas,
             idle_seconds=config.idle_seconds,
             clock=clock,
         )
-        self._servers: dict[Place[Replica], Server] = {}
-        self._doing: dict[Place[Replica], tuple[str, float]] = {}
-        self._leases: dict[int, tuple[Place[Replica], float]] = {}
+        self._servers: dict[PooledWorker[Replica], Server] = {}
+        self._doing: dict[PooledWorker[Replica], tuple[str, float]] = {}
+        self._leases: dict[int, tuple[PooledWorker[Replica], float]] = {}
         self._numbers = itertools.count()
-        self._watching: dict[Place[Replica], asyncio.Task[None]] = {}
+        self._watching: dict[PooledWorker[Replica], asyncio.Task[None]] = {}
         self._none_since = clock()
         self._adjusting: asyncio.Task[None] | None = None
 
@@ -95,7 +95,7 @@ class JudgeServers:
     @property
     def numbers(self) -> list[int]:
         """The numbers of the servers there are, the oldest first."""
-        return [place.number for place in self._workers.places]
+        return [place.number for place in self._workers.pooled]
 
     def pending(self) -> list[str]:
         """Each server that does not answer yet, and what it does."""
@@ -116,7 +116,7 @@ class JudgeServers:
         """End all servers, without waiting for it."""
         for task in (*self._watching.values(), *filter(None, [self._adjusting])):
             task.cancel()
-        for place in self._workers.places:
+        for place in self._workers.pooled:
             place.worker.end()
 
     async def acquire(self, group: str = "", rank: int = 0) -> Lease:
@@ -137,7 +137,7 @@ class JudgeServers:
             return
         place, _ = lease
         if lost and place.up:
-            self._workers.went_down(place)
+            self._workers.mark_down(place)
             self._doing[place] = ("answered a call no more", self._clock())
         self._workers.release(place)
 
@@ -154,13 +154,13 @@ class JudgeServers:
             self._forget(place)
             place.worker.end()
         if come or gone:
-            log.info("judge servers: %d up, %d asked for", self.up, len(self._workers.places))
+            log.info("judge servers: %d up, %d asked for", self.up, len(self._workers.pooled))
         if self.up:
             self._none_since = now
         elif now - self._none_since >= self._config.start_timeout_seconds:
             pending = "; ".join(self.pending()) or "none could be started"
             seconds = self._config.start_timeout_seconds
-            self._workers.refuse(
+            self._workers.fail_waiting(
                 JudgeUnavailable(
                     f"no judge server is up after judge.local.start_timeout_seconds={seconds:g}: {pending}; see "
                     "`ray status` for what the cluster offers"
@@ -176,13 +176,13 @@ class JudgeServers:
                 # The servers that are up keep serving.
                 log.exception("the number of judge servers could not be adjusted")
 
-    def _forget(self, place: Place[Replica]) -> None:
+    def _forget(self, place: PooledWorker[Replica]) -> None:
         self._servers.pop(place, None)
         del self._doing[place]
         if (task := self._watching.pop(place)) is not asyncio.current_task():
             task.cancel()
 
-    async def _watch(self, place: Place[Replica]) -> None:
+    async def _watch(self, place: PooledWorker[Replica]) -> None:
         while True:
             looking = asyncio.ensure_future(place.worker.look())
             try:
@@ -200,19 +200,19 @@ class JudgeServers:
                 place.worker.end()
                 told = error if isinstance(error, JudgeUnavailable) else JudgeUnavailable(f"judge server: {reason}")
                 self._forget(place)
-                self._workers.lost(place, told)
+                self._workers.mark_lost(place, told)
                 return
             if look.server is None:
                 self._down(place, look.doing)
             else:
                 self._servers[place] = look.server
                 self._doing[place] = (look.doing, self._clock())
-                self._workers.came_up(place)
+                self._workers.mark_up(place)
             await asyncio.sleep(ADJUST_SECONDS if look.server is None else LOOK_SECONDS)
 
-    def _down(self, place: Place[Replica], doing: str) -> None:
+    def _down(self, place: PooledWorker[Replica], doing: str) -> None:
         before, since = self._doing[place]
         self._doing[place] = (doing, since if before.partition(",")[0] == doing.partition(",")[0] else self._clock())
         if place.up:
             log.warning("judge server %d: %s", place.number, doing)
-        self._workers.went_down(place)
+        self._workers.mark_down(place)

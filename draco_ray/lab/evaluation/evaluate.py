@@ -45,7 +45,7 @@ from draco_ray.training.cluster import connect
 from draco_ray.training.room import begun
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
 from draco_ray.training.watchdog import Pending
-from draco_ray.workers.elastic import standing
+from draco_ray.workers.elastic import fixed_workers
 
 APPWORLD = "appworld"
 """The benchmark whose tools read what rollouts leave."""
@@ -332,7 +332,7 @@ class _Evaluator:
         plan = self._directory.plan
         retries = self._config.environment.rollout_retries
         assert self._workers is not None
-        policies = standing(1, self._config.environment.slots) if self._fleet is None else self._fleet.workers
+        policies = fixed_workers(1, self._config.environment.slots) if self._fleet is None else self._fleet.workers
         pool = RolloutPool(self._workers, policies, retries, self._config.seed)
         total = len(plan.tasks) * plan.runs
         with _progress(self._console) as progress:

@@ -17,9 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from draco_ray.errors import ConfigError, DracoError
-from draco_ray.held import HeldFolder
 from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.temp_dirs import PrivateTempDir
 
 HOST = "127.0.0.1"
 PORT = 8321
@@ -74,7 +74,7 @@ class LivePage:
             state = self.state
             if state != self._state:
                 try:
-                    with HeldFolder() as folder:
+                    with PrivateTempDir() as folder:
                         path = folder / "report.html"
                         write_report(RunDirectory.open(self._run.path), path, live=state)
                         self._page, self._state = path.read_bytes(), state

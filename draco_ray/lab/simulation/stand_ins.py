@@ -22,7 +22,7 @@ from draco_ray.judging.phases.union import Union
 from draco_ray.lab.simulation.critical import LEARNER, UPDATE, Entry
 from draco_ray.lab.simulation.work import WAITS, CallWork, GroupWork, PhaseWork, RolloutWork, Setting, Speeds
 from draco_ray.summaries import RewardSummary
-from draco_ray.workers.elastic import standing
+from draco_ray.workers.elastic import fixed_workers
 
 ROUNDING = 1e-9
 
@@ -108,7 +108,7 @@ class Rollouts:
 
     def __init__(self, book: Book, speeds: Speeds, setting: Setting) -> None:
         self._book = book
-        self._slots = standing(1, setting.slots)
+        self._slots = fixed_workers(1, setting.slots)
         self._engines = [SharedEngine(speeds.engine.slowdown, setting.sequences) for _ in range(setting.engines)]
         self._load = [0] * setting.engines
         self._handover = speeds.handover.get("rollout", 0.0)
@@ -160,7 +160,7 @@ class Judges:
     def __init__(self, book: Book, speeds: Speeds, setting: Setting) -> None:
         self._book = book
         self._handover = speeds.handover
-        self._workers = standing(setting.judge_workers, setting.calls_per_worker)
+        self._workers = fixed_workers(setting.judge_workers, setting.calls_per_worker)
         self._line = Line(setting)
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Any:

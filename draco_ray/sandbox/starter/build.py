@@ -25,13 +25,13 @@ from draco_ray.environments.appworld.data_root import check_data_root, load_spli
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.extras import need
-from draco_ray.held import HeldFolder
 from draco_ray.records import Task
 from draco_ray.rollout.agent_prompt import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
 from draco_ray.sandbox.starter.settings import StarterSettings, default_settings
 from draco_ray.sandbox.world.build import read_manifest
 from draco_ray.sandbox.world.scripts import Family, families
+from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def build_starter(
         raise ConfigError(f"{out} exists and holds no {RECIPE}: not a starter policy, choose another folder")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with HeldFolder(out.parent) as folder:
+    with PrivateTempDir(out.parent) as folder:
         made, old = folder / "new", folder / "old"
         made.mkdir()
         _build(made, world, manifest, agent, settings, seed, _Report(console))

@@ -25,7 +25,6 @@ from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.environments.jail import linux
 from draco_ray.errors import WorldError
-from draco_ray.held import HeldFolder
 from draco_ray.records import Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
@@ -33,6 +32,7 @@ from draco_ray.rollout.code_agent import CodeAgent
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.sandbox.world.scripts import Family, Fault
+from draco_ray.temp_dirs import PrivateTempDir
 
 OnDone = Callable[[int, int], None]
 """Called with (how many are done, how many there are)."""
@@ -204,7 +204,7 @@ class _Recording:
 @contextmanager
 def _borrowed_root(world: Path) -> Iterator[Path]:
     """An AppWorld root with the world's data whose outputs go elsewhere and are removed."""
-    with HeldFolder() as folder:
+    with PrivateTempDir() as folder:
         (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
         yield folder
 

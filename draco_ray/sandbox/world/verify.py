@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.held import HeldFolder
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Family, Fault, families
+from draco_ray.temp_dirs import PrivateTempDir
 
 LOADED = "draco_ray.sandbox.world.loaded"
 TASKS_A_WORKER = 10
@@ -64,7 +64,7 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([LOADED])
     with (
-        HeldFolder() as scratch,
+        PrivateTempDir() as scratch,
         context.Pool(jobs, _start_worker, (str(root), str(scratch)), TASKS_A_WORKER) as pool,
     ):
         for found in pool.imap_unordered(check_task, tasks):

@@ -21,11 +21,11 @@ from typing import Any
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.jail import linux
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.held import HeldFolder
 from draco_ray.lab.analysis.attribution.rubric import faults_of, known_verdicts
 from draco_ray.records import IntArray
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Fault, families
+from draco_ray.temp_dirs import PrivateTempDir
 
 EXECUTE = Path(__file__).with_name("execute.py")
 REFERENCE, BENIGN = "reference", "benign"
@@ -135,7 +135,7 @@ def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> lis
     Raises:
         WorldError: AppWorld's Python is missing or fails.
     """
-    with HeldFolder() as folder, ThreadPoolExecutor(processes) as pool:
+    with PrivateTempDir() as folder, ThreadPoolExecutor(processes) as pool:
         (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
         shares = [rollouts[start::processes] for start in range(min(processes, len(rollouts)))]
         results = list(pool.map(lambda share: list(_execute(share, folder)), shares))

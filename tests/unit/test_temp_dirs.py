@@ -1,4 +1,4 @@
-"""Temporary folders of processes: they go with the process, or with the next one that makes some."""
+"""Temporary directories are removed at exit, or, after a kill, by the next process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import draco_ray
-from draco_ray.held import PREFIX, HeldFolder, hold, sweep
+from draco_ray.temp_dirs import PREFIX, PrivateTempDir, lock_shared, remove_abandoned
 
 HOLDS = """\
 import os, sys
-from draco_ray.held import HeldFolder
-folder = HeldFolder()
+from draco_ray.temp_dirs import PrivateTempDir
+folder = PrivateTempDir()
 (folder.path / "left").touch()
 """
 WAITS = """\
@@ -43,7 +43,7 @@ os.read(reading, 2)
 """
 IN_TURN = """\
 for _ in range(30):
-    with HeldFolder() as own:
+    with PrivateTempDir() as own:
         (own / "file").touch()
         assert (own / "file").exists()
 """
@@ -77,15 +77,15 @@ def killed(process: subprocess.Popen[str]) -> None:
 def test_what_a_killed_process_leaves_goes_with_the_next_one_that_is_made(temporary: Path) -> None:
     with owner() as (process, left):
         assert left.parent.parent == temporary
-        first = HeldFolder()
+        first = PrivateTempDir()
         assert (left / "left").exists()
         killed(process)
     # A process looks once; what it makes meanwhile lies beside.
-    second = HeldFolder()
+    second = PrivateTempDir()
     assert (left / "left").exists()
     for folder in (first, second, second):
         folder.remove()
-    third = HeldFolder()
+    third = PrivateTempDir()
     assert set(temporary.iterdir()) == {third.path.parent}
     third.remove()
     assert list(temporary.iterdir()) == []
@@ -99,32 +99,32 @@ def test_a_process_that_ends_leaves_nothing(temporary: Path) -> None:
 
 
 def test_a_folder_whose_place_was_cleared_is_made_anew(temporary: Path) -> None:
-    with HeldFolder() as first:
+    with PrivateTempDir() as first:
         first.rmdir()
         first.parent.rmdir()
-        with HeldFolder() as second:
+        with PrivateTempDir() as second:
             assert second.is_dir()
     assert list(temporary.iterdir()) == []
 
 
 def test_a_folder_is_kept_while_somebody_else_holds_it(temporary: Path) -> None:
     with owner() as (process, left):
-        lock = hold(left.parent)
+        lock = lock_shared(left.parent)
         killed(process)
-    sweep(temporary)
+    remove_abandoned(temporary)
     assert (left / "left").exists()
     os.close(lock)
-    sweep(temporary)
+    remove_abandoned(temporary)
     assert list(temporary.iterdir()) == []
 
 
 def test_a_fork_neither_holds_nor_removes_a_folder(temporary: Path) -> None:
     with owner(FORKS) as (process, left):
-        sweep(temporary)
+        remove_abandoned(temporary)
         assert (left / "left").exists()
         killed(process)
         # The second child still waits for its input.
-        sweep(temporary)
+        remove_abandoned(temporary)
         assert list(temporary.iterdir()) == []
         process.communicate("")
 
@@ -142,7 +142,7 @@ def test_nothing_a_task_may_have_made_is_followed_or_stays(temporary: Path) -> N
     (closed / "file").touch()
     closed.chmod(0)
     (temporary / f"{PREFIX}link").symlink_to(outside, target_is_directory=True)
-    sweep(temporary)
+    remove_abandoned(temporary)
     assert (outside / "file").exists()
     assert set(temporary.iterdir()) == {outside, temporary / f"{PREFIX}link"}
 
@@ -168,7 +168,7 @@ def test_processes_that_start_at_once_leave_each_other_alone(temporary: Path) ->
 def test_what_another_host_has_made_is_left_alone(temporary: Path) -> None:
     theirs = temporary / "draco-000000-abcdefgh"
     theirs.mkdir()
-    sweep(temporary)
+    remove_abandoned(temporary)
     assert theirs.exists()
 
 
@@ -181,12 +181,12 @@ def test_where_there_are_no_locks_folders_are_made_and_nothing_is_swept(
     left = temporary / f"{PREFIX}left"
     left.mkdir()
     monkeypatch.setattr(fcntl, "flock", refused)
-    with HeldFolder() as folder:
+    with PrivateTempDir() as folder:
         assert folder.is_dir()
     assert list(temporary.iterdir()) == [left]
 
 
-def test_every_temporary_folder_of_the_package_is_held() -> None:
+def test_the_package_makes_temporary_directories_in_no_other_way() -> None:
     package = Path(draco_ray.__file__).parent
     makers = {
         str(file.relative_to(package))
@@ -194,4 +194,4 @@ def test_every_temporary_folder_of_the_package_is_held() -> None:
         if re.search("mkdtemp|TemporaryDirectory", file.read_text(encoding="utf-8"))
     }
     # A slot's lies in its template's.
-    assert makers == {"held.py", "environments/appworld/server_process.py"}
+    assert makers == {"temp_dirs.py", "environments/appworld/server_process.py"}

@@ -1,7 +1,7 @@
-"""Temporary folders that go with the process that made them; those of one that was killed, with the next one made.
+"""Private temporary directories that are removed at exit, or, if the process was killed, by the next process.
 
-A process's lie in one folder, which it holds locked: one that nobody holds was left. So a start looks at one lock for
-each process, however many folders that has.
+All directories of a process lie below one root, which the process keeps locked. A root that nobody has locked is
+abandoned, and the first process that makes a directory beside it removes it.
 
 Standard library only: jails import this too.
 """
@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = f"draco-{zlib.crc32(os.uname().nodename.encode()) & 0xFFFFFF:06x}-"
-"""With the host in it: where hosts share a folder, one need not see another's locks. Short, as a socket's path is."""
+"""Contains a hash of the host name: locks may not be visible across hosts. Short: Unix socket paths are."""
 
 _numbers = itertools.count()
 _roots: dict[Path, int] = {}
-"""This process's folders, one in each place, and their locks."""
+"""This process's roots, one per parent directory, and the descriptors of their locks."""
 _changing = threading.Lock()
 
 
-class HeldFolder:
-    """A private folder, under a name that is short: sockets are to lie in it."""
+class PrivateTempDir:
+    """A private temporary directory with a path short enough for Unix sockets."""
 
     def __init__(self, place: Path | None = None) -> None:
-        """Make it, and with a process's first one remove what others have left there.
+        """Make the directory; the first one of a process also removes abandoned ones.
 
         Args:
-            place: where; None is where temporary files are.
+            place: the parent directory; None is the default for temporary files.
         """
         with _changing:
             root = _root((place or Path(tempfile.gettempdir())).absolute())
@@ -45,11 +45,11 @@ class HeldFolder:
             self.path.mkdir(0o700)
 
     def remove(self) -> None:
-        """Remove it. Safe to call twice."""
+        """Remove the directory. Safe to call twice."""
         remove_tree(str(self.path))
         root = self.path.parent
         with _changing, contextlib.suppress(OSError):
-            root.rmdir()  # Fails while there are others in it.
+            root.rmdir()  # Fails while it holds other directories.
             if (lock := _roots.pop(root, None)) is not None:
                 os.close(lock)
 
@@ -64,24 +64,24 @@ def _root(place: Path) -> Path:
     for root in _roots:
         if root.parent == place and root.is_dir():
             return root
-    sweep(place)
+    remove_abandoned(place)
     while True:
         root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        # Another process that begins at this moment may take it for one that was left.
+        # Until it is locked, another process may take it for abandoned and remove it.
         with contextlib.suppress(FileNotFoundError):
-            lock = hold(root)
+            lock = lock_shared(root)
             if root.exists():
-                # To be passed through by the users that tasks become.
+                # Other users, as whom tasks may run, can traverse it.
                 root.chmod(0o711)
                 _roots[root] = lock
                 return root
             os.close(lock)
 
 
-def sweep(place: Path) -> None:
-    """Remove what processes of this host have left in ``place``."""
+def remove_abandoned(place: Path) -> None:
+    """Remove the abandoned roots of this host in ``place``."""
     for left in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # Another user's, or just removed.
+        with contextlib.suppress(OSError):  # It belongs to another user, or was just removed.
             lock = try_lock(left)
             if lock is not None:
                 if os.fstat(lock).st_uid == os.getuid():
@@ -89,16 +89,16 @@ def sweep(place: Path) -> None:
                 os.close(lock)
 
 
-def hold(directory: Path) -> int:
-    """Keep a directory from being swept until the descriptor is closed or this process ends; others may hold it too."""
+def lock_shared(directory: Path) -> int:
+    """Take a shared lock: the directory is not abandoned until the descriptor is closed or this process ends."""
     descriptor = _opened(directory)
-    with contextlib.suppress(OSError):  # Where there are no locks nobody sweeps either.
+    with contextlib.suppress(OSError):  # Without file locks nothing is removed either.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def try_lock(directory: Path) -> int | None:
-    """Lock a directory until the descriptor is closed or this process ends; None if somebody has a lock on it."""
+    """Lock a directory until the descriptor is closed or this process ends; None if somebody else has locked it."""
     descriptor = _opened(directory)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,14 +115,14 @@ def _opened(directory: Path) -> int:
 
 
 def remove_tree(folder: str, *, itself: bool = True, uid: int | None = None) -> bool:
-    """Remove what is in a folder, whatever a task has made of it. No link is followed, no file's mode is changed.
+    """Remove a directory tree, even a hostile one. No link is followed, no file's mode is changed.
 
-    At last by a program: folders can be nested deeper than Python's recursion goes.
+    Trees that are nested deeper than Python's recursion limit are removed by ``find``.
 
     Args:
-        itself: and the folder.
-        uid: the user to do it as; None is the caller's.
-    Returns: whether it is gone.
+        itself: remove the directory itself, not only its contents.
+        uid: the user to run as; None is the caller's.
+    Returns: whether it was removed.
     """
     if itself and uid is None:
         with contextlib.suppress(RecursionError):
@@ -138,7 +138,7 @@ def remove_tree(folder: str, *, itself: bool = True, uid: int | None = None) -> 
 
     if find("-delete"):
         return True
-    # Folders whose mode keeps even their owner out.
+    # Directories whose mode locks out even their owner.
     find("-type", "d", "!", "-perm", "-u=rwx", "-execdir", "chmod", "u+rwx", "{}", ";")
     return find("-delete")
 
@@ -150,7 +150,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked: what there is belongs to the one that forked it, and goes with that."""
+    """After a fork, in the child: the directories belong to the parent, which removes them."""
     global _changing
     _changing = threading.Lock()
     for lock in _roots.values():

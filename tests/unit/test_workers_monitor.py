@@ -1,4 +1,4 @@
-"""Calls outlive workers that fall silent; nothing of Ray is in it."""
+"""Health checks and retries of a pool of workers, without Ray."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
-from draco_ray.workers.elastic import ElasticWorkers, Place
-from draco_ray.workers.silence import ADJUST_SECONDS, MOST_SENDS, SILENT_PARTS, Away, Gone, Sent, WatchedWorkers
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
+from draco_ray.workers.monitor import (
+    ADJUST_SECONDS,
+    MAX_ATTEMPTS,
+    TIMEOUT_PARTS,
+    MonitoredWorkers,
+    PendingCall,
+    WorkerLost,
+    WorkerUnavailable,
+)
 from tests.support.turns import LoopClock, outcome, turns, until
 
 
@@ -35,38 +43,38 @@ class Worker:
         if self.error is not None:
             raise self.error
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         self.renewed += 1
-        self.error = Away("restarting")
+        self.error = WorkerUnavailable("restarting")
         self.there.set()
 
-    def send(self) -> Sent[int, int]:
+    def send(self) -> PendingCall[int, int]:
         call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.calls.append(call)
 
         def cancel() -> None:
             self.cancelled += 1
 
-        return Sent(self.number, call, cancel)
+        return PendingCall(self.number, call, cancel)
 
 
 class Pool:
-    """So many workers of one slot each, which are silent the moment they do not answer."""
+    """Workers with one slot each, unresponsive the moment they do not answer."""
 
-    def __init__(self, number: int, most: int = 0) -> None:
+    def __init__(self, number: int, max_workers: int = 0) -> None:
         self.made: list[Worker] = []
         self.fails: Exception | None = None
         self.workers: ElasticWorkers[Worker] = ElasticWorkers(
-            self._make, slots=1, fewest=number, most=most or number, idle_seconds=1e9
+            self._make, slots=1, min_workers=number, max_workers=max_workers or number, idle_seconds=1e9
         )
-        self.watched = WatchedWorkers(
+        self.watched = MonitoredWorkers(
             self.workers,
             up=Worker.up,
             end=lambda worker: setattr(worker, "ended", True),
-            renew=Worker.renew,
-            look_seconds=0.0,
+            restart=Worker.restart,
+            ping_seconds=0.0,
         )
-        self.watched.silent_seconds = 0.0
+        self.watched.timeout_seconds = 0.0
 
     def _make(self, number: int) -> Worker:
         if self.fails is not None:
@@ -74,7 +82,7 @@ class Pool:
         self.made.append(Worker(number))
         return self.made[-1]
 
-    def ask(self, preferred: Place[Worker] | None = None, **how: Any) -> asyncio.Task[tuple[int, int] | None]:
+    def ask(self, preferred: PooledWorker[Worker] | None = None, **how: Any) -> asyncio.Task[tuple[int, int] | None]:
         return asyncio.create_task(self.watched.call(Worker.send, preferred=preferred, **how))
 
     async def open(self) -> None:
@@ -101,25 +109,25 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
     return LoopClock(monkeypatch)
 
 
-async def test_a_call_of_a_silent_worker_is_made_at_one_that_answers(two: Pool) -> None:
+async def test_a_call_of_an_unresponsive_worker_is_retried_at_one_that_answers(two: Pool) -> None:
     asked = two.ask()
-    silent, other = await two.holder()
-    silent.there.clear()
+    stuck, other = await two.holder()
+    stuck.there.clear()
     await until(lambda: other.calls)
-    assert silent.cancelled == 1
+    assert stuck.cancelled == 1
     other.calls[0].set_result(7)
     assert await outcome(asked) == (other.number, 7)
     assert (two.workers.up, two.workers.in_flight) == (1, 0)
-    # It was given up on, and is started anew, once.
-    await until(lambda: silent.renewed)
-    silent.error = None
+    # It was abandoned and restarted, once.
+    await until(lambda: stuck.renewed)
+    stuck.error = None
     await until(lambda: two.workers.up == 2)
-    assert (silent.renewed, other.renewed) == (1, 0)
+    assert (stuck.renewed, other.renewed) == (1, 0)
 
 
-async def test_a_stop_of_this_process_silences_nobody(two: Pool, clock: LoopClock) -> None:
-    """All answers that were on their way would be late at once, each worker started anew for the other's sake."""
-    two.watched.silent_seconds = 60.0
+async def test_a_pause_of_this_process_makes_no_worker_unresponsive(two: Pool, clock: LoopClock) -> None:
+    """Otherwise all answers would be late at once, and every worker would be restarted."""
+    two.watched.timeout_seconds = 60.0
     # What was begun with no such time.
     await clock.pass_(0)
     for worker in two.made:
@@ -128,14 +136,14 @@ async def test_a_stop_of_this_process_silences_nobody(two: Pool, clock: LoopCloc
     await clock.pass_(90)
     assert two.workers.up == 2
     two.made[0].there.set()
-    # The other one is really silent, for a time in which this process runs.
-    for _ in range(SILENT_PARTS):
+    # The other one is really unresponsive, while this process runs.
+    for _ in range(TIMEOUT_PARTS):
         await clock.pass_(60)
     assert (two.made[0].renewed, two.made[1].renewed) == (0, 1)
 
 
-async def test_a_worker_is_silent_when_it_has_not_answered_for_so_long(two: Pool, clock: LoopClock) -> None:
-    two.watched.silent_seconds, two.watched.look_seconds = 60.0, 5.0
+async def test_a_worker_is_unresponsive_after_the_timeout(two: Pool, clock: LoopClock) -> None:
+    two.watched.timeout_seconds, two.watched.ping_seconds = 60.0, 5.0
     first, second = two.made
     await turns(50)
     looks = second.looks
@@ -145,9 +153,9 @@ async def test_a_worker_is_silent_when_it_has_not_answered_for_so_long(two: Pool
     await clock.pass_(0.1)
     assert second.looks == looks + 1
     # Its look began now, and is waited for in parts.
-    for _ in range(SILENT_PARTS - 1):
-        await clock.pass_(60 / SILENT_PARTS)
-    await clock.pass_(60 / SILENT_PARTS - 0.1)
+    for _ in range(TIMEOUT_PARTS - 1):
+        await clock.pass_(60 / TIMEOUT_PARTS)
+    await clock.pass_(60 / TIMEOUT_PARTS - 0.1)
     assert (two.workers.up, first.renewed) == (2, 0)
     await clock.pass_(0.1)
     assert (two.workers.up, first.renewed, second.renewed) == (1, 1, 0)
@@ -160,8 +168,8 @@ async def test_a_worker_is_silent_when_it_has_not_answered_for_so_long(two: Pool
 async def test_one_that_has_not_come_up_yet_is_left_to_come(two: Pool) -> None:
     late = Worker(2)
     late.there.clear()
-    place = Place(late, 2, 0.0)
-    two.watched.watch(place)
+    place = PooledWorker(late, 2, 0.0)
+    two.watched.monitor(place)
     looks = two.made[0].looks
     await until(lambda: two.made[0].looks > looks + 20)
     assert (late.looks, late.renewed, place.up) == (1, 0, False)
@@ -179,12 +187,12 @@ async def test_a_call_stays_where_it_is_while_nobody_else_answers(two: Pool) -> 
     assert await outcome(asked) == (holder.number, 1)
 
 
-async def test_a_call_that_silences_every_worker_is_given_up() -> None:
-    pool = Pool(MOST_SENDS + 1)
+async def test_a_call_that_makes_every_worker_unresponsive_fails() -> None:
+    pool = Pool(MAX_ATTEMPTS + 1)
     await pool.open()
     asked = pool.ask()
-    for sends in range(1, MOST_SENDS + 1):
-        await until(lambda sends=sends: sum(len(worker.calls) for worker in pool.made) == sends)
+    for attempts in range(1, MAX_ATTEMPTS + 1):
+        await until(lambda attempts=attempts: sum(len(worker.calls) for worker in pool.made) == attempts)
         for worker in pool.made:
             if worker.calls:
                 worker.there.clear()
@@ -193,14 +201,14 @@ async def test_a_call_that_silences_every_worker_is_given_up() -> None:
     pool.watched.close()
 
 
-async def test_one_that_cannot_be_asked_comes_back_and_one_that_is_lost_does_not(two: Pool) -> None:
+async def test_an_unavailable_worker_comes_back_and_a_lost_one_does_not(two: Pool) -> None:
     away, gone = two.made
-    away.error = Away("restarting")
+    away.error = WorkerUnavailable("restarting")
     await until(lambda: two.workers.up == 1)
     away.error = None
     await until(lambda: two.workers.up == 2)
-    gone.error = Gone()
-    await until(lambda: len(two.workers.places) == 1)
+    gone.error = WorkerLost()
+    await until(lambda: len(two.workers.pooled) == 1)
     looks = gone.looks
     await until(lambda: away.looks > looks + 5)
     assert gone.looks == looks
@@ -212,18 +220,18 @@ async def test_calls_of_a_worker_out_of_reach_are_made_at_the_other_and_none_is_
     asked = two.ask()
     lost, other = await two.holder()
     lost.there.clear()
-    lost.calls[0].set_exception(Away("its node does not answer"))
+    lost.calls[0].set_exception(WorkerUnavailable("its node does not answer"))
     await until(lambda: other.calls)
     # The one slot that answers is taken: whoever asks now waits, and is not given to the one that does not.
-    more = [two.ask() for _ in range(MOST_SENDS)]
-    await until(lambda: two.workers.waiting == MOST_SENDS)
+    more = [two.ask() for _ in range(MAX_ATTEMPTS)]
+    await until(lambda: two.workers.waiting == MAX_ATTEMPTS)
     assert (len(lost.calls), two.workers.in_flight) == (1, 1)
     for index, call in enumerate([asked, *more]):
         await until(lambda index=index: len(other.calls) > index)
         other.calls[index].set_result(index)
         assert await outcome(call) == (other.number, index)
     assert len(lost.calls) == 1
-    assert caplog.messages == [f"worker {lost.number} cannot be asked: its node does not answer"]
+    assert caplog.messages == [f"worker {lost.number} cannot be reached: its node does not answer"]
     lost.there.set()
     await until(lambda: two.workers.up == 2)
 
@@ -233,13 +241,13 @@ async def test_a_call_waits_where_every_worker_is_out_of_reach_and_fails_where_i
     await pool.open()
     (worker,) = pool.made
     asked = pool.ask()
-    for sends in range(1, MOST_SENDS + 1):
-        await until(lambda sends=sends: len(worker.calls) == sends)
+    for attempts in range(1, MAX_ATTEMPTS + 1):
+        await until(lambda attempts=attempts: len(worker.calls) == attempts)
         worker.there.clear()
-        worker.calls[-1].set_exception(Away("restarting"))
+        worker.calls[-1].set_exception(WorkerUnavailable("restarting"))
         await until(lambda: not pool.workers.up)
         await turns(20)
-        assert len(worker.calls) == sends
+        assert len(worker.calls) == attempts
         worker.there.set()
     assert await outcome(asked) is None
     assert pool.workers.in_flight == 0
@@ -253,7 +261,7 @@ async def test_the_last_worker_lost_tells_its_cause_to_whoever_waits() -> None:
     await until(lambda: pool.made and pool.made[0].calls)
     waiting = pool.ask()
     await until(lambda: pool.workers.waiting == 1)
-    pool.made[0].error = Gone()
+    pool.made[0].error = WorkerLost()
     pool.made[0].error.__cause__ = ValueError("no memory")
     with pytest.raises(ValueError, match="no memory"):
         await outcome(waiting)
@@ -281,7 +289,7 @@ async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_draine
         holder.calls[0].set_exception(ValueError("nobody reads this"))
     await outcome(draining)
     assert two.workers.in_flight == 0
-    assert not two.watched._abandoned
+    assert not two.watched._cancelled_calls
     # Nor does asyncio complain that nobody has.
     del asked, draining
     holder.calls.clear()
@@ -290,8 +298,8 @@ async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_draine
 
 
 async def test_a_place_beside_the_workers_is_preferred_while_it_is_up(two: Pool) -> None:
-    beside = Place(Worker(9), -1, 0.0)
-    two.watched.watch(beside)
+    beside = PooledWorker(Worker(9), -1, 0.0)
+    two.watched.monitor(beside)
     await until(lambda: beside.up)
     asked, again = two.ask(beside), two.ask(beside)
     await until(lambda: len(beside.worker.calls) == 2)
@@ -332,16 +340,16 @@ async def test_the_lowest_rank_is_called_first_and_a_call_that_names_none_has_ra
 
 
 async def test_a_worker_that_answers_but_not_well_rests_while_the_other_takes_the_calls(two: Pool) -> None:
-    asked = two.ask(well=lambda answer: answer > 0)
+    asked = two.ask(ok=lambda answer: answer > 0)
     bad, good = await two.holder()
     bad.calls[0].set_result(0)
     assert await outcome(asked) == (bad.number, 0)
     for index in range(3):
-        again = two.ask(well=lambda answer: answer > 0)
+        again = two.ask(ok=lambda answer: answer > 0)
         await until(lambda index=index: len(good.calls) > index)
         good.calls[index].set_result(1)
         assert await outcome(again) == (good.number, 1)
-    # Where nobody says what is well, every answer is.
+    # Where nobody says what is ok, every answer is.
     for index in range(2):
         again = two.ask()
         await until(lambda index=index: len(good.calls) > 3 + index)
@@ -351,9 +359,9 @@ async def test_a_worker_that_answers_but_not_well_rests_while_the_other_takes_th
 
 
 async def test_a_call_is_given_to_no_more_workers_than_it_may(two: Pool) -> None:
-    asked = two.ask(sends=1)
+    asked = two.ask(attempts=1)
     holder, other = await two.holder()
-    holder.calls[0].set_exception(Away("restarting"))
+    holder.calls[0].set_exception(WorkerUnavailable("restarting"))
     assert await outcome(asked) is None
     assert (holder.cancelled, other.calls) == (1, [])
 
@@ -388,7 +396,7 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
     clock: LoopClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    pool = Pool(1, most=2)
+    pool = Pool(1, max_workers=2)
     # That nothing was begun is no reason to fail.
     pool.watched.close()
     await pool.open()
@@ -426,7 +434,7 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
 async def test_workers_that_cannot_be_adjusted_now_are_adjusted_later(
     clock: LoopClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = Pool(1, most=2)
+    pool = Pool(1, max_workers=2)
     await pool.open()
     asked = [pool.ask() for _ in range(2)]
     pool.fails = RuntimeError("the head is away")
@@ -443,26 +451,26 @@ async def test_workers_that_cannot_be_adjusted_now_are_adjusted_later(
     pool.watched.close()
 
 
-async def test_who_falls_silent_goes_away_or_is_lost_is_named_once_on_one_line(
+async def test_an_unresponsive_unavailable_or_lost_worker_is_logged_once_on_one_line(
     two: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     first, second = two.made
-    first.error = Away("its node\ndoes not answer" + " at all" * 100)
+    first.error = WorkerUnavailable("its node\ndoes not answer" + " at all" * 100)
     await until(lambda: two.workers.up == 1)
     await turns(50)
-    assert caplog.messages == [f"worker 0 cannot be asked: {('its node does not answer' + ' at all' * 100)[:300]}"]
+    assert caplog.messages == [f"worker 0 cannot be reached: {('its node does not answer' + ' at all' * 100)[:300]}"]
     first.error = None
     await until(lambda: two.workers.up == 2)
     first.there.clear()
     await until(lambda: first.renewed)
-    assert caplog.messages[1:] == ["worker 0 does not answer and is started anew"]
-    second.error = Gone("ended\nby Ray" + "!" * 400)
-    await until(lambda: len(two.workers.places) == 1)
+    assert caplog.messages[1:] == ["worker 0 does not answer and is restarted"]
+    second.error = WorkerLost("ended\nby Ray" + "!" * 400)
+    await until(lambda: len(two.workers.pooled) == 1)
     assert caplog.messages[2:] == [f"worker 1 is lost: {('ended by Ray' + '!' * 400)[:300]}"]
     first.error = None
     await until(lambda: two.workers.up == 1)
-    first.error = Gone()
+    first.error = WorkerLost()
     first.error.__cause__ = MemoryError("killed")
-    await until(lambda: not two.workers.places)
+    await until(lambda: not two.workers.pooled)
     assert caplog.messages[3:] == ["worker 0 is lost: killed"]

@@ -1,0 +1,251 @@
+"""Health checks for a pool of workers, and retries of the calls of unresponsive or lost ones. Independent of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
+
+log = logging.getLogger(__name__)
+
+WorkerT = TypeVar("WorkerT")
+AnswerT = TypeVar("AnswerT")
+HandleT = TypeVar("HandleT")
+
+ADJUST_SECONDS = 1.0
+"""Interval at which the number of workers is adjusted."""
+PING_SECONDS = 5.0
+"""Pause between a worker's answer to a health check and the next check."""
+TIMEOUT_SECONDS = 60.0
+"""A worker that does not answer a health check for so long is unresponsive: its calls are retried elsewhere."""
+TIMEOUT_PARTS = 6
+"""The timeout is waited for in so many parts, so that a pause of this process itself uses up one part at most."""
+MAX_ATTEMPTS = 4
+"""Attempts of a call. One under which so many workers became unresponsive is probably the cause: it fails before it
+takes down the rest."""
+
+
+class WorkerUnavailable(Exception):
+    """A worker cannot be reached now; it may come back."""
+
+
+class WorkerLost(Exception):
+    """A worker is lost for good; waiting calls raise the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCall(Generic[HandleT, AnswerT]):
+    """A call that was sent to a worker."""
+
+    handle: HandleT
+    """Returned to the caller beside the answer."""
+    answer: Awaitable[AnswerT]
+    """Raises `WorkerUnavailable` if the worker died or is out of reach."""
+    cancel: Callable[[], object]
+    """Cancels the call at the worker."""
+
+
+class MonitoredWorkers(Generic[WorkerT]):
+    """`ElasticWorkers` with health checks and retries.
+
+    A call goes to a worker that is up. If that worker stops answering while another one answers, dies, or is out of
+    reach, the call is retried at another worker that is up, `MAX_ATTEMPTS` times in all. A worker that failed counts as
+    up only after it has answered a health check, so no attempt is wasted on a dead node.
+    """
+
+    def __init__(
+        self,
+        workers: ElasticWorkers[WorkerT],
+        *,
+        up: Callable[[WorkerT], Awaitable[object]],
+        end: Callable[[WorkerT], object],
+        restart: Callable[[WorkerT], object],
+        ping_seconds: float = PING_SECONDS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Prepare the pool; nothing is started yet.
+
+        Args:
+            workers: the workers.
+            up: the health check: returns once a worker answers. Raises `WorkerUnavailable` or `WorkerLost`.
+            end: ends an unneeded worker, which holds no call.
+            restart: restarts the process of an unresponsive worker whose calls were moved: it may hold a lock that the
+                others wait for.
+            ping_seconds: see `PING_SECONDS`.
+            timeout_seconds: see `TIMEOUT_SECONDS`; longer where a worker may be too busy to answer.
+        """
+        self.workers, self._up, self._end, self._restart = workers, up, end, restart
+        self.ping_seconds, self.timeout_seconds = ping_seconds, timeout_seconds
+        self._monitors: dict[PooledWorker[WorkerT], asyncio.Task[None]] = {}
+        self._adjusting: asyncio.Task[None] | None = None
+        self._cancelled_calls: set[asyncio.Task[None]] = set()
+
+    def open(self) -> None:
+        """Request the minimum number of workers and return at once; needs a running event loop."""
+        self._adjust()
+        self._adjusting = asyncio.create_task(self._keep_adjusting())
+
+    def monitor(self, pooled: PooledWorker[WorkerT]) -> None:
+        """Check a worker's health until it is lost; it need not belong to the pool."""
+        self._monitors[pooled] = asyncio.create_task(self._monitor(pooled))
+
+    def close(self) -> None:
+        """Stop checking and adjusting; the workers stay."""
+        for task in (*self._monitors.values(), *filter(None, [self._adjusting])):
+            task.cancel()
+
+    async def call(
+        self,
+        send: Callable[[WorkerT], PendingCall[HandleT, AnswerT]],
+        *,
+        rank: int = 0,
+        preferred: PooledWorker[WorkerT] | None = None,
+        attempts: int = MAX_ATTEMPTS,
+        ok: Callable[[AnswerT], bool] = lambda answer: True,
+    ) -> tuple[HandleT, AnswerT] | None:
+        """Make a call; retry it at another worker if one becomes unresponsive or is lost.
+
+        Args:
+            send: sends it to a worker.
+            rank: see `ElasticWorkers.acquire`.
+            preferred: a worker outside the pool that takes the call while it is up, however busy.
+            attempts: maximum number of attempts.
+            ok: whether an answer counts as a success of its worker.
+
+        Returns: the call's handle and answer; None if all ``attempts`` failed.
+        Raises: what the call or `ElasticWorkers.acquire` raises.
+        """
+        for _ in range(attempts):
+            if preferred is not None and preferred.up:
+                pooled = preferred
+                pooled.calls += 1
+            else:
+                pooled = await self.workers.acquire(rank)
+            sent = send(pooled.worker)
+            answer = await self._finish(pooled, sent, ok)
+            if answer is not None:
+                return sent.handle, answer.result()
+        return None
+
+    async def drain(self, seconds: float) -> None:
+        """Wait for calls whose caller was cancelled, at most ``seconds``."""
+        if self._cancelled_calls:
+            await asyncio.wait(self._cancelled_calls, timeout=seconds)
+
+    async def _finish(
+        self, pooled: PooledWorker[WorkerT], sent: PendingCall[HandleT, AnswerT], ok: Callable[[AnswerT], bool]
+    ) -> asyncio.Future[AnswerT] | None:
+        """Wait for a call's answer; None if its worker was abandoned or is out of reach."""
+        answer = asyncio.ensure_future(sent.answer)
+        abandoned = asyncio.ensure_future(pooled.abandoned.wait())
+        try:
+            await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # The worker goes on with the call, and its slot stays taken until the call ends.
+            task = asyncio.create_task(self._release_after(pooled, answer))
+            self._cancelled_calls.add(task)
+            task.add_done_callback(self._cancelled_calls.discard)
+            raise
+        finally:
+            abandoned.cancel()
+        ended = answer.done() and not answer.cancelled()
+        error = answer.exception() if ended else None
+        # Before its slot is released: the retry of this very call would take it.
+        if isinstance(error, WorkerUnavailable):
+            self._down(pooled, error)
+        elif ended and error is None:
+            self.workers.record(pooled, ok=ok(answer.result()))
+        self._release(pooled)
+        if answer.done() and not isinstance(error, WorkerUnavailable):
+            return answer
+        answer.cancel()
+        sent.cancel()
+        return None
+
+    async def _release_after(self, pooled: PooledWorker[WorkerT], answer: asyncio.Future[AnswerT]) -> None:
+        await asyncio.wait({answer})
+        # Retrieve the error, so that asyncio does not report it as never retrieved.
+        _ = answer.cancelled() or answer.exception()
+        self._release(pooled)
+
+    def _release(self, pooled: PooledWorker[WorkerT]) -> None:
+        if pooled in self.workers.pooled:
+            self.workers.release(pooled)
+        else:
+            pooled.calls -= 1
+
+    async def _keep_adjusting(self) -> None:
+        while True:
+            await asyncio.sleep(ADJUST_SECONDS)
+            try:
+                self._adjust()
+            except Exception:
+                # Workers that are up go on; if the failure affects them too, their calls raise it.
+                log.exception("the number of workers could not be adjusted")
+
+    def _adjust(self) -> None:
+        come, gone = self.workers.adjust()
+        for pooled in come:
+            self.monitor(pooled)
+        for pooled in gone:
+            self._monitors.pop(pooled).cancel()
+            self._end(pooled.worker)
+        if come or gone:
+            log.info(
+                "workers: %d up, %d asked for, %d calls in flight, %d waiting",
+                *(self.workers.up, len(self.workers.pooled), self.workers.in_flight, self.workers.waiting),
+            )
+
+    async def _restart_if_abandoned(self, pooled: PooledWorker[WorkerT], answer: asyncio.Future[Any]) -> None:
+        """Wait until an unresponsive worker answers, or is abandoned and restarted."""
+        abandoned = asyncio.ensure_future(pooled.abandoned.wait())
+        try:
+            await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            abandoned.cancel()
+        if not answer.done():
+            log.warning("worker %d does not answer and is restarted", pooled.number)
+            self._restart(pooled.worker)
+
+    def _down(self, pooled: PooledWorker[WorkerT], error: WorkerUnavailable) -> None:
+        if pooled.up:
+            log.warning("worker %d cannot be reached: %s", pooled.number, " ".join(str(error).split())[:300])
+        self.workers.mark_down(pooled)
+
+    async def _ping(self, pooled: PooledWorker[WorkerT]) -> None:
+        await self._up(pooled.worker)
+        # Without an await in between: what the health check has established still holds.
+        self.workers.mark_up(pooled)
+
+    async def _answered(self, answer: asyncio.Future[Any]) -> bool:
+        """Whether it comes within `timeout_seconds`, not counting pauses of this process."""
+        for _ in range(TIMEOUT_PARTS):
+            done, _ = await asyncio.wait({answer}, timeout=self.timeout_seconds / TIMEOUT_PARTS)
+            if done:
+                return True
+        return False
+
+    async def _monitor(self, pooled: PooledWorker[WorkerT]) -> None:
+        while True:
+            answer = asyncio.create_task(self._ping(pooled))
+            try:
+                if not await self._answered(answer):
+                    answered = pooled.up
+                    self.workers.mark_down(pooled)
+                    if answered:
+                        await self._restart_if_abandoned(pooled, answer)
+                await answer
+            except WorkerLost as error:
+                cause = error.__cause__ or error
+                log.warning("worker %d is lost: %s", pooled.number, " ".join(str(cause).split())[:300])
+                self.workers.mark_lost(pooled, cause)
+                return
+            except WorkerUnavailable as error:
+                self._down(pooled, error)
+            finally:
+                answer.cancel()
+            await asyncio.sleep(self.ping_seconds)
