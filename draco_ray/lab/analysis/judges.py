@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.registry import find
 from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 
 RULES = "rules"
 """Name of the offline rule judge on the command line."""
@@ -50,6 +52,18 @@ class RuleComplete:
         """Do nothing: it always answers."""
 
 
+def configured_rules(config: DracoConfig) -> RuleComplete:
+    """The rule judge of a configuration, with the rules and the noise that it has there.
+
+    Raises:
+        ConfigError: ``judge.rule_judge.use`` names nothing.
+    """
+    rules = config.judge.rule_judge
+    noise = rules.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
+    answers = find("judge.rule_judge.use", rules.use, ANSWERS)
+    return RuleComplete(Noise(**noise, seed=config.seed).blur(answers))
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamedJudge:
     """Who is asked, as a command line names it."""
@@ -76,12 +90,11 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
     model = judge.model
     if model == OWN:
         return _own(config, judge, cache)
-    provider = model.partition("/")[0] if "/" in model else "openai"
     return config.model_copy(
         update={
             "model": model,
             "api_base": judge.api_base,
-            "api_key_env": judge.api_key_env or f"{provider.upper()}_API_KEY",
+            "api_key_env": judge.api_key_env,
             "extra_body": {} if model != config.model else config.extra_body,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),

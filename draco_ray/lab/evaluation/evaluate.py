@@ -287,12 +287,11 @@ class _Evaluator:
 
     def _api_policies(self, model: str) -> ApiPolicies:
         config, api = self._config, self._api
-        provider = model.split("/", 1)[0] if "/" in model else "openai"
         client = config.judge.model_copy(
             update={
                 "model": model,
                 "api_base": api.api_base,
-                "api_key_env": api.api_key_env or f"{provider.upper()}_API_KEY",
+                "api_key_env": api.api_key_env,
                 "temperature": api.temperature,
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
