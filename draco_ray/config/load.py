@@ -8,12 +8,14 @@ the key, what was found, what is expected, and the nearest right key.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import errno
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ MAX_VALUES = 100_000
 _ABSENT = object()
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one source sets; later layers win."""
+
+    tree: Mapping[str, Any]
+    whole: bool = False
+    """Whether it is the resolved configuration of a run, which holds every key."""
+    theirs: Path | None = None
+    """The file, where it is somebody else's run directory or was named by one."""
+
+
 def load_config(
     source: str | None = None, overrides: Iterable[str] = (), setting: str | None = None, *, trust: bool = False
 ) -> DracoConfig:
@@ -57,23 +70,65 @@ def load_config(
     Raises:
         ConfigError: one line per mistake.
     """
-    tree: dict[str, Any] = {}
-    foreign: dict[str, Path] = {}
+    layers: list[_Layer] = []
     if source is not None:
         source, argument = _argument(source)
-        _merge(tree, _read(source, foreign))
-        _merge(tree, argument)
-    for own in [*([_read_setting(setting)] if setting is not None else []), *map(_parse_override, overrides)]:
-        _merge(tree, own)
-        _note_keys(own, foreign, None)
+        layers += [*_read(source), _Layer(argument)]
+    if setting is not None:
+        layers.append(_Layer(_read_setting(setting)))
+    layers += map(_Layer, map(_parse_override, overrides))
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        _merge(tree, layer.tree)
     _check_keys(tree)
     try:
         config = DracoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
+    _check_one_judge(config, layers)
     if not trust:
-        _refuse_foreign(config, foreign)
+        _refuse_foreign(config, layers)
     return config
+
+
+def typed_keys(overrides: Iterable[str]) -> list[str]:
+    """The keys that ``KEY=VALUE`` words set: of a value that is a mapping those below it.
+
+    >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
+    ['seed', 'judge.limits.dollars']
+    """
+    leaves = set(dotted_keys())
+
+    def below(tree: Mapping[str, Any], prefix: str) -> list[str]:
+        found: list[str] = []
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            found += below(value, f"{key}.") if isinstance(value, Mapping) and key not in leaves else [key]
+        return found
+
+    return [key for each in overrides for key in below(_parse_override(each), "")]
+
+
+def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
+    """Refuse typed keys that change nothing.
+
+    Args:
+        command: for messages.
+        overrides: ``KEY=VALUE`` words.
+        read: the keys, and sections, that the command acts on.
+        idle: keys and sections of these that have no effect this time -> why. The longest that fits a key holds for
+            it; one without a reason has an effect.
+
+    Raises:
+        ConfigError: one of them has no effect.
+    """
+    for key in typed_keys(overrides):
+        parts = key.split(".")
+        above = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        if not any(each in read for each in above):
+            raise ConfigError(f"{command}: {key} has no effect; of the configuration it takes {', '.join(read)}")
+        if reason := next((idle[each] for each in above if each in idle), ""):
+            raise ConfigError(f"{command}: {key} has no effect {reason}")
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -112,10 +167,8 @@ def project_file(path: Path) -> Path:
     raise ConfigError(f"{path}: no such file in {Path.cwd()} or {PACKAGE}")
 
 
-def _read(
-    source: str, foreign: dict[str, Path], children: tuple[Path, ...] = (), *, named_by_theirs: bool = False
-) -> dict[str, Any]:
-    """The tree of a source and of what it extends; notes in ``foreign`` which run directory of others a key is from.
+def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool = False) -> list[_Layer]:
+    """The layers of a source, after those of what it extends.
 
     What somebody else's file extends is theirs wherever it lies, presets aside.
     """
@@ -134,12 +187,11 @@ def _read(
         raise ConfigError(f"config {path}: damaged: {problem}")
     ours = run.name == CONFIG_FILE and is_ours(run.parent, text)
     theirs = not ours and (of_run or named_by_theirs) and real.parent != PRESETS
-    base: dict[str, Any] = {}
+    layers: list[_Layer] = []
     for parent in parents if isinstance(parents, list) else [parents]:
-        _merge(base, _read(str(parent), foreign, (*children, real), named_by_theirs=theirs))
-    _note_keys(tree, foreign, path if theirs else None)
-    _merge(base, tree)
-    return base
+        layers += _read(str(parent), (*children, real), named_by_theirs=theirs)
+    whole = of_run and run.name == CONFIG_FILE
+    return [*layers, _Layer(tree, whole=whole, theirs=path if theirs else None)]
 
 
 def _argument(source: str) -> tuple[str, dict[str, Any]]:
@@ -181,21 +233,41 @@ def _source_file(source: str) -> Path:
     raise ConfigError(f"config {source!r}: neither a file nor a preset ({', '.join(preset_names())}){hint}")
 
 
-def _note_keys(tree: Mapping[str, Any], foreign: dict[str, Path], theirs: Path | None) -> None:
-    """Which of the keys that need confirmation this tree sets, and whether it is somebody else's file."""
-    for key, _ in confirmed_keys():
-        node: Any = tree
-        for part in key.split("."):
-            node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
-        if node is not _ABSENT:
+def _node(tree: Mapping[str, Any], key: str) -> Any:
+    """What a tree has under a dotted key, or `_ABSENT`."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+    return node
+
+
+def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer]) -> None:
+    """Refuse a judge that is named after, or beside, a switch that has somebody else answer."""
+
+    def last(key: str) -> int:
+        """The last layer that sets a key; -1: none does."""
+        return max((place for place, each in enumerate(layers) if _node(each.tree, key) is not _ABSENT), default=-1)
+
+    switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
+    for switch in (name for name, part in switches.items() if getattr(part, name.rpartition(".")[2])):
+        for key in ("judge.model", "judge.api_base", "judge.api_key_env"):
+            if (named := last(key)) >= last(switch) and not layers[named].whole:
+                raise ConfigError(
+                    f"{key}={_leaf(config, key)} has no effect with {switch}=true; set that to false or leave {key} out"
+                )
+
+
+def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
+    foreign: dict[str, Path] = {}
+    for layer in layers:
+        for key, _ in confirmed_keys():
+            if (node := _node(layer.tree, key)) is _ABSENT:
+                continue
             # A mapping is merged: what somebody else's has beside it stays theirs.
             if not isinstance(node, Mapping):
                 foreign.pop(key, None)
-            if theirs is not None:
-                foreign[key] = theirs
-
-
-def _refuse_foreign(config: DracoConfig, foreign: Mapping[str, Path]) -> None:
+            if layer.theirs is not None:
+                foreign[key] = layer.theirs
     default = DracoConfig()
     marks = dict(confirmed_keys())
     named = {
@@ -300,7 +372,7 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+            into[key] = copy.deepcopy(value)
 
 
 @functools.cache

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from draco_ray.config.keys import described_keys, dotted_keys
-from draco_ray.config.load import PRESETS, dump_config, load_config, preset_names, setting_names
+from draco_ray.config.load import PRESETS, check_effect, dump_config, load_config, preset_names, setting_names
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
+from draco_ray.runs.directory import RunDirectory
 
 
 def test_the_defaults_are_a_valid_configuration() -> None:
@@ -247,3 +248,32 @@ def test_a_source_that_is_no_plain_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("queue.yaml", "loop.yaml", "run"):
         assert name in one_line(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("switch", ["judge.rule_judge.start", "judge.self_judge.enabled"])
+def test_a_judge_that_would_not_be_asked_is_not_named_in_vain(switch: str, tmp_path: Path) -> None:
+    on = ["judge.rule_judge.start=false", f"{switch}=true"]
+    for key in ("judge.model=openai/m", "judge.api_base=http://m/v1", "judge.api_key_env=M"):
+        with pytest.raises(ConfigError, match=f"{key} has no effect with {switch}=true; set that to false"):
+            load_config("sandbox", [*on, key])
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: sandbox\njudge: {model: openai/m}\n")
+    with pytest.raises(ConfigError, match="judge.model=openai/m has no effect with judge.rule_judge.start=true"):
+        load_config(str(file))
+    file.write_text("extends: sandbox\njudge: {model: openai/m, rule_judge: {start: false}}\n")
+    # A setting that comes later has another judge, and that is what was asked for.
+    assert load_config(str(file), [], "self-judge").judge.self_judge.enabled
+    run = RunDirectory.create(tmp_path / "run", dump_config(load_config(str(file), [f"{switch}=true"])))
+    assert load_config(str(run.path)).judge.model == "openai/m"
+
+
+def test_keys_without_an_effect_are_named_with_the_reason() -> None:
+    idle = {"judge": "alone", "judge.limits": "", "judge.limits.dollars": "twice"}
+    check_effect("it", ["judge.limits={requests_per_minute: 3}", "seed=1"], ("judge", "seed"), idle)
+    for typed, said in (
+        ("judge.model=m", "it: judge.model has no effect alone"),
+        ("judge.limits={dollars: 3}", "it: judge.limits.dollars has no effect twice"),
+        ("train={steps: 3}", "it: train.steps has no effect; of the configuration it takes judge, seed"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_effect("it", [typed], ("judge", "seed"), idle)
