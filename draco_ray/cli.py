@@ -495,9 +495,12 @@ def judge(
         list[str],
         typer.Argument(metavar="PATH", help="Files of traces, folders with them, or run directories or their URLs."),
     ],
-    judge: Annotated[str, typer.Option(help="LiteLLM's name of the judge, or rules, the offline judge.")] = (
-        "openai/gpt-5.4"
-    ),
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="LiteLLM's name of the judge, or rules, the offline judge; else the configuration's [openai/gpt-5.4]."
+        ),
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Run directory for the results, or its URL; the same again goes on there."),
@@ -530,13 +533,16 @@ def judge(
     ray: Annotated[
         bool, typer.Option("--ray", help="Ask through the judge pool of a Ray cluster (ray.address, or started here).")
     ] = False,
-    api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
+    api_base: Annotated[
+        str | None, typer.Option(help="The judge's endpoint; else the configuration's, whatever --judge names.")
+    ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
+        str | None,
+        typer.Option(help="The variable that holds its key; else the configuration's, else <PROVIDER>_API_KEY."),
     ] = None,
     context: Annotated[int | None, typer.Option(min=1000, help="Tokens that the judge reads, where unknown.")] = None,
     config: Annotated[
-        str | None, typer.Option(help="A configuration whose judge.* and algorithm.* keys to take.")
+        str | None, typer.Option(help="A preset, a YAML file or a run, whose judge.* and algorithm.* to take.")
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of it; may be repeated.")
@@ -567,6 +573,7 @@ def judge(
                 api_key_env=api_key_env,
                 context=context,
                 config=load_config(config, override or []),
+                typed=override or [],
                 batch=batch,
                 ray=ray,
                 dry_run=dry_run,
