@@ -47,8 +47,6 @@ class _Layer:
     """What one source sets; later layers win."""
 
     tree: Mapping[str, Any]
-    whole: bool = False
-    """Whether it is the resolved configuration of a run, which holds every key."""
     theirs: Path | None = None
     """The file, where it is somebody else's run directory or was named by one."""
 
@@ -76,7 +74,10 @@ def load_config(
         layers += [*_read(source), _Layer(argument)]
     if setting is not None:
         layers.append(_Layer(_read_setting(setting)))
-    layers += map(_Layer, map(_parse_override, overrides))
+    typed: dict[str, Any] = {}
+    for words in overrides:
+        _merge(typed, _parse_override(words))
+    layers.append(_Layer(typed))
     tree: dict[str, Any] = {}
     for layer in layers:
         _merge(tree, layer.tree)
@@ -85,7 +86,7 @@ def load_config(
         config = DracoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
-    _check_one_judge(config, layers)
+    _check_one_judge(config, layers, typed)
     if not trust:
         _refuse_foreign(config, layers)
     return config
@@ -190,8 +191,7 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
     layers: list[_Layer] = []
     for parent in parents if isinstance(parents, list) else [parents]:
         layers += _read(str(parent), (*children, real), named_by_theirs=theirs)
-    whole = of_run and run.name == CONFIG_FILE
-    return [*layers, _Layer(tree, whole=whole, theirs=path if theirs else None)]
+    return [*layers, _Layer(tree, path if theirs else None)]
 
 
 def _argument(source: str) -> tuple[str, dict[str, Any]]:
@@ -241,8 +241,11 @@ def _node(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer]) -> None:
-    """Refuse a judge that is named after, or beside, a switch that has somebody else answer."""
+def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
+    """Refuse a judge that is named after a switch that has somebody else answer, or typed beside it.
+
+    A file may hold both: `draco config` prints every key.
+    """
 
     def last(key: str) -> int:
         """The last layer that sets a key; -1: none does."""
@@ -251,7 +254,7 @@ def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer]) -> None:
     switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
     for switch in (name for name, part in switches.items() if getattr(part, name.rpartition(".")[2])):
         for key in ("judge.model", "judge.api_base", "judge.api_key_env"):
-            if (named := last(key)) >= last(switch) and not layers[named].whole:
+            if last(key) > last(switch) or _node(typed, key) is not _ABSENT:
                 raise ConfigError(
                     f"{key}={_leaf(config, key)} has no effect with {switch}=true; set that to false or leave {key} out"
                 )
