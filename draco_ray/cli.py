@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from draco_ray import __version__
 from draco_ray.commands.tau import tau
+from draco_ray.config.effect import check_training
 from draco_ray.config.load import load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
@@ -141,13 +142,16 @@ def train(
             from draco_ray.training.run import resume_or_start as run_on
 
             loaded = load_config(config, overrides, setting, trust=trust)
+            check_training(overrides, loaded)
             _say_how_sure(run_on(loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
             return
         if allow_changed_config:
             raise ConfigError("--allow-changed-config: only together with --resume DIR")
         from draco_ray.training.run import train as run_training
 
-        _say_how_sure(run_training(load_config(config, overrides, setting, trust=trust)))
+        loaded = load_config(config, overrides, setting, trust=trust)
+        check_training(overrides, loaded)
+        _say_how_sure(run_training(loaded))
         return
     if config is not None and "=" in config:
         # The first word names the configuration only where there is one to name.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draco_ray.config.load import check_effect, typed_keys
+from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging.endpoint import introduced
@@ -162,11 +162,11 @@ def _check_together(wanted: Wanted, judge: str | None) -> None:
 def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
     """Keys that `READ` names and nothing reads this time, with the reason."""
     judge = settled.config.judge
-    idle = {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
+    named = wanted.judge is not None or judge.model != RULES
+    # `plan` has settled whether the cluster serves the judge, and leaves the rule judge's keys to the configuration.
+    idle = judge_idle(settled.config if named else wanted.config)
+    idle |= {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
-    if wanted.judge is not None or not wanted.config.judge.rule_judge.start:
-        idle |= dict.fromkeys(("judge.rule_judge", "judge.self_judge"), "on this judge")
-        idle |= dict.fromkeys(("judge.rule_judge.start", "judge.self_judge.enabled"), "")
     if not wanted.ray:
         pool = ("workers", "max_workers", "idle_seconds", "start_timeout_seconds")
         idle |= dict.fromkeys(("ray", *(f"judge.{key}" for key in pool)), "without --ray")

@@ -76,7 +76,7 @@ def load_config(
         layers.append(_Layer(_read_setting(setting)))
     typed: dict[str, Any] = {}
     for words in overrides:
-        _merge(typed, _parse_override(words))
+        _merge(typed, parse_override(words))
     layers.append(_Layer(typed))
     tree: dict[str, Any] = {}
     for layer in layers:
@@ -90,46 +90,6 @@ def load_config(
     if not trust:
         _refuse_foreign(config, layers)
     return config
-
-
-def typed_keys(overrides: Iterable[str]) -> list[str]:
-    """The keys that ``KEY=VALUE`` words set: of a value that is a mapping those below it.
-
-    >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
-    ['seed', 'judge.limits.dollars']
-    """
-    leaves = set(dotted_keys())
-
-    def below(tree: Mapping[str, Any], prefix: str) -> list[str]:
-        found: list[str] = []
-        for name, value in tree.items():
-            key = f"{prefix}{name}"
-            found += below(value, f"{key}.") if isinstance(value, Mapping) and key not in leaves else [key]
-        return found
-
-    return [key for each in overrides for key in below(_parse_override(each), "")]
-
-
-def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
-    """Refuse typed keys that change nothing.
-
-    Args:
-        command: for messages.
-        overrides: ``KEY=VALUE`` words.
-        read: the keys, and sections, that the command acts on.
-        idle: keys and sections of these that have no effect this time -> why. The longest that fits a key holds for
-            it; one without a reason has an effect.
-
-    Raises:
-        ConfigError: one of them has no effect.
-    """
-    for key in typed_keys(overrides):
-        parts = key.split(".")
-        above = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        if not any(each in read for each in above):
-            raise ConfigError(f"{command}: {key} has no effect; of the configuration it takes {', '.join(read)}")
-        if reason := next((idle[each] for each in above if each in idle), ""):
-            raise ConfigError(f"{command}: {key} has no effect {reason}")
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -349,7 +309,8 @@ def _check_values(node: Any, where: str) -> None:
     size(node, "", ())
 
 
-def _parse_override(text: str) -> dict[str, Any]:
+def parse_override(text: str) -> dict[str, Any]:
+    """The tree of one ``KEY=VALUE``. Raises: ConfigError."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4")

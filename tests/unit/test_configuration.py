@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.config.effect import check_effect
 from draco_ray.config.keys import described_keys, dotted_keys
-from draco_ray.config.load import PRESETS, check_effect, dump_config, load_config, preset_names, setting_names
+from draco_ray.config.load import PRESETS, dump_config, load_config, preset_names, setting_names
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 
