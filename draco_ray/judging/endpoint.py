@@ -216,6 +216,6 @@ class Endpoint:
         """Return the error without line breaks and without the key, should a server echo it."""
         if isinstance(error, TimeoutError):
             return f"no answer within {self._config.request_timeout_seconds:g} s"
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).partition("Traceback (most recent")[0].split())
         key = os.environ.get(self._config.key_variable)
         return (text.replace(key, "***") if key else text)[:400]
