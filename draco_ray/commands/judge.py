@@ -136,7 +136,7 @@ def _unlimited(config: DracoConfig) -> DracoConfig:
 
 
 def _offline_judge(wanted: Wanted) -> RuleComplete:
-    return RuleComplete() if wanted.judge == RULES else configured_rules(wanted.config)
+    return RuleComplete() if wanted.judge == RULES else configured_rules(wanted.config.judge, wanted.config.seed)
 
 
 def _check_together(wanted: Wanted, judge: str | None) -> None:

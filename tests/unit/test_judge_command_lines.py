@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,7 +98,7 @@ TRACES = str(FILES / "openai_chat.jsonl")
 
 
 def test_who_is_asked_is_what_the_configuration_says_as_far_as_no_argument_says_otherwise() -> None:
-    def asked(model: str | None = None, judge: dict[str, object] = PRIVATE, **told: str) -> tuple[str | None, ...]:
+    def asked(model: str | None = None, judge: Mapping[str, Any] = PRIVATE, **told: Any) -> tuple[str | None, ...]:
         found = plan(model, config=DracoConfig.model_validate({"judge": judge}), **told).config.judge
         return found.model, found.api_base, found.key_variable
 

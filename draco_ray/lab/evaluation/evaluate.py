@@ -26,6 +26,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
+from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
 from draco_ray.lab.evaluation.api_policy import ApiPolicies
@@ -301,6 +302,7 @@ class _Evaluator:
                 "cache": None,
             }
         )
+        self._console.print(f"policy: {introduced(client)}")
         limiter = start_evaluation_limiter(client, self._directory.path, self._name)
         leases = None
         if limiter is not None:
