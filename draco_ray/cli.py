@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import io
@@ -9,15 +10,16 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.main import get_command
 
 from draco_ray import __version__
-from draco_ray.commands.tau import tau
+from draco_ray.commands.tau import Beside, Form, tau
+from draco_ray.config.effect import TRAINING, check_effect, check_training, judge_idle
 from draco_ray.config.load import load_config, preset_names, project_file, setting_names
 from draco_ray.errors import DracoError
 from draco_ray.extras import naming_extras
@@ -47,6 +49,8 @@ app.add_typer(tau, name="tau")
 new = typer.Typer(no_args_is_help=True, help="Begin something of your own.")
 app.add_typer(new, name="new")
 
+OptionsT = TypeVar("OptionsT")
+
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
 Variety = Annotated[
@@ -57,6 +61,25 @@ Variety = Annotated[
 def _of_variety(path: Path, variety: str) -> Path:
     """Where a variety's world or starter policy is, unless told."""
     return path if variety == "standard" else path.with_name(f"{path.name}-{variety}")
+
+
+def _taken(kind: type[OptionsT], options: Mapping[str, Any], **others: Any) -> OptionsT:
+    """A dataclass of options, from those of the same names in ``options`` (a command's `locals()`), and ``others``."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in options.items() if name in names} | others)
+
+
+def _no_effect(context: typer.Context, why: str, *names: str) -> None:
+    """Refuse those of these options that were typed. Raises: ConfigError."""
+    from draco_ray.errors import ConfigError
+
+    typed = [
+        each.opts[0] if each.param_type_name == "option" else "KEY=VALUE"
+        for each in context.command.params
+        if each.name in names and getattr(context.get_parameter_source(each.name), "name", "") == "COMMANDLINE"
+    ]
+    if typed:
+        raise ConfigError(f"{', '.join(typed)}: no effect {why}")
 
 
 def _phase(name: str) -> str:
@@ -82,6 +105,14 @@ RunArgument = Annotated[
 Setting = Annotated[
     str | None,
     typer.Option("--setting", "-s", help=f"What is trained: {', '.join(setting_names())}."),
+]
+
+
+ApiBase = Annotated[
+    str | None, typer.Option(help="The asked model's endpoint; else the configured one, or its provider's.")
+]
+KeyVariable = Annotated[
+    str | None, typer.Option(help="The variable that holds its key; else the configured one, or <PROVIDER>_API_KEY.")
 ]
 
 
@@ -141,13 +172,16 @@ def train(
             from draco_ray.training.run import resume_or_start as run_on
 
             loaded = load_config(config, overrides, setting, trust=trust)
+            check_training(overrides, loaded)
             _say_how_sure(run_on(loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
             return
         if allow_changed_config:
             raise ConfigError("--allow-changed-config: only together with --resume DIR")
         from draco_ray.training.run import train as run_training
 
-        _say_how_sure(run_training(load_config(config, overrides, setting, trust=trust)))
+        loaded = load_config(config, overrides, setting, trust=trust)
+        check_training(overrides, loaded)
+        _say_how_sure(run_training(loaded))
         return
     if config is not None and "=" in config:
         # The first word names the configuration only where there is one to name.
@@ -192,6 +226,7 @@ def show_config(
     epilog="Try:  draco plan qwen3.6-27b --gpu-memory-gib 140      draco plan --simulate runs/NAME --rollouts 1024"
 )
 def plan(
+    context: typer.Context,
     config: Annotated[
         str | None, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")
     ] = None,
@@ -236,18 +271,14 @@ def plan(
         "tokens_per_minute": tokens_per_minute,
     }
     if simulate is None:
-        given = [
-            name for name, value in {**number, "rollouts": rollouts, "compare": compare, "out": out}.items() if value
-        ]
-        if config is None or given:
-            wanted = (
-                f"--{given[0].replace('_', '-')} needs --simulate RUN" if given else "name CONFIG or --simulate RUN"
-            )
-            raise ConfigError(f"plan: {wanted}")
+        _no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "gpu_dollars", "seed", "out")
+        if config is None:
+            raise ConfigError("plan: name CONFIG or --simulate RUN")
         _plan_memory(config, overrides, setting, gpu_memory_gib, model_config, assume)
         return
     if config is not None:
         raise ConfigError(f"plan --simulate: takes its configuration from the run; found {config!r} beside it")
+    _no_effect(context, "with --simulate RUN", "setting", "gpu_memory_gib", "model_config", "assume")
     from draco_ray.commands.simulate import simulate_run
 
     simulate_run(
@@ -302,7 +333,9 @@ def sandbox_verify(
 
 @starter.command(name="build")
 def starter_build(
-    variety: Variety = "standard",
+    variety: Annotated[
+        Literal["standard", "hard"] | None, typer.Option(help="Kind of world [standard]; with --world it must be that.")
+    ] = None,
     world: Annotated[
         Path | None,
         typer.Option(help=f"The sandbox to learn from (its training split); {SANDBOX_ROOT}[-hard] unless told."),
@@ -315,11 +348,12 @@ def starter_build(
     """Train the starter policy on scripted rollouts, good and faulty; returns at once when it is there already."""
     from draco_ray.sandbox.starter import build_starter
 
+    kind = variety or "standard"
     build_starter(
-        out or _of_variety(STARTER_MODEL, variety),
-        world or _of_variety(SANDBOX_ROOT, variety),
+        out or _of_variety(STARTER_MODEL, kind),
+        world or _of_variety(SANDBOX_ROOT, kind),
         seed=seed,
-        variety=variety if world is None else None,
+        variety=kind if world is None else variety,
         progress=True,
     )
 
@@ -341,6 +375,7 @@ def new_environment(folder: Annotated[Path, typer.Argument(help="The folder to w
     "draco sft CONFIG runs/NAME --best 2 --out warm"
 )
 def sft(
+    context: typer.Context,
     config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}), a YAML file or a run.")],
     source: Annotated[Path, typer.Argument(help="JSONL of messages, or a run directory for its best rollouts.")],
     overrides: Overrides = None,
@@ -355,8 +390,11 @@ def sft(
     ] = False,
 ) -> None:
     """Warm start: fit model.path to demonstrations and write it as a model to train from."""
-    from draco_ray.commands.sft import fine_tune
+    from draco_ray.commands.sft import READ, fine_tune, idle_keys
 
+    if not source.is_dir():
+        _no_effect(context, "on demonstrations; it is about the rollouts of a run", "best")
+    check_effect("draco sft", overrides or [], READ, idle_keys(new=new))
     fine_tune(load_config(config, overrides or []), source, out, epochs=epochs, best=best, new=new)
 
 
@@ -454,6 +492,7 @@ def runs_inspect(
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
+    context: typer.Context,
     directories: Annotated[
         list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
     ],
@@ -476,6 +515,8 @@ def report(
     from draco_ray.commands.report import serve_page, write
     from draco_ray.errors import ConfigError
 
+    if not serve:
+        _no_effect(context, "without --serve", "port")
     if serve:
         if len(directories) > 1 or figures or tables or out is not None:
             raise ConfigError("--serve: the page of one run; expected one DIR, and no --figures, --tables or --out")
@@ -495,9 +536,12 @@ def judge(
         list[str],
         typer.Argument(metavar="PATH", help="Files of traces, folders with them, or run directories or their URLs."),
     ],
-    judge: Annotated[str, typer.Option(help="LiteLLM's name of the judge, or rules, the offline judge.")] = (
-        "openai/gpt-5.4"
-    ),
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="LiteLLM's name of the judge, or rules, the offline judge; else the configuration's [openai/gpt-5.4]."
+        ),
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Run directory for the results, or its URL; the same again goes on there."),
@@ -530,13 +574,11 @@ def judge(
     ray: Annotated[
         bool, typer.Option("--ray", help="Ask through the judge pool of a Ray cluster (ray.address, or started here).")
     ] = False,
-    api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
-    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
     context: Annotated[int | None, typer.Option(min=1000, help="Tokens that the judge reads, where unknown.")] = None,
     config: Annotated[
-        str | None, typer.Option(help="A configuration whose judge.* and algorithm.* keys to take.")
+        str | None, typer.Option(help="A preset, a YAML file or a run, whose judge.* and algorithm.* to take.")
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of it; may be repeated.")
@@ -546,33 +588,16 @@ def judge(
 
     Exit code: 0 all judged, 3 mean reward below --fail-under, 4 some traces could not be read or judged.
     """
+    options = locals()
     from draco_ray.commands.judge import Wanted, run
     from draco_ray.runs.remote.place import results_folder
     from draco_ray.terminal import PlainConsole
 
     console = PlainConsole(width=120)
     with results_folder(None if dry_run else out, console.print) as folder:
-        code = run(
-            Wanted(
-                paths=[_run_folder(path) for path in paths],
-                judge=judge,
-                out=folder,
-                format=format,
-                group_by=group_by,
-                mapping=mapping,
-                rubric=rubric,
-                budget=budget,
-                fail_under=fail_under,
-                api_base=api_base,
-                api_key_env=api_key_env,
-                context=context,
-                config=load_config(config, override or []),
-                batch=batch,
-                ray=ray,
-                dry_run=dry_run,
-            ),
-            console,
-        )
+        settled = {"config": load_config(config, override or []), "typed": override or [], "out": folder}
+        wanted = _taken(Wanted, options, paths=[_run_folder(path) for path in paths], **settled)
+        code = run(wanted, console)
     if code:
         raise typer.Exit(code)
 
@@ -581,6 +606,7 @@ def judge(
     epilog="Try:  draco replay runs/NAME      draco replay runs/NAME --judge openai/gpt-5.4-mini --step 1 --step 50"
 )
 def replay(
+    context: typer.Context,
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="A run directory or its URL; it is not changed but for --out.")
     ],
@@ -607,18 +633,14 @@ def replay(
             help="With --judge: which of its calls; may be repeated; score and credit unless told.",
         ),
     ] = None,
-    api_base: Annotated[str | None, typer.Option(help="With --judge: its endpoint.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="With --judge: the variable that holds its key, else <PROVIDER>_API_KEY.")
-    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
     pairing: Annotated[
         str | None,
         typer.Option(help="With --phase stage1, stage2 or union: the third model that compares criteria, or rules."),
     ] = None,
-    pairing_api_base: Annotated[str | None, typer.Option(help="Its endpoint.")] = None,
-    pairing_api_key_env: Annotated[
-        str | None, typer.Option(help="The variable that holds its key, else <PROVIDER>_API_KEY.")
-    ] = None,
+    pairing_api_base: ApiBase = None,
+    pairing_api_key_env: KeyVariable = None,
     static_rubric: Annotated[
         Path | None,
         typer.Option(help="With --judge: score the recorded rollouts against this rubric, and no --phase unless told."),
@@ -629,21 +651,18 @@ def replay(
     """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
     from draco_ray.algorithm.rules import RULES, find_rule
     from draco_ray.commands.replay import replay_algorithm, replay_judge
-    from draco_ray.errors import ConfigError
     from draco_ray.lab.analysis.judges import NamedJudge
     from draco_ray.terminal import PlainConsole
 
     console = PlainConsole(width=120)
     for name in rule or ():
         find_rule(name)
-    if judge is None and any(
-        (phase, api_base, api_key_env, pairing, pairing_api_base, pairing_api_key_env, static_rubric)
-    ):
-        raise ConfigError(
-            "--phase, --api-base, --api-key-env, --pairing... and --static-rubric: only together with --judge MODEL"
-        )
-    if judge is not None and rule:
-        raise ConfigError("--rule: not together with --judge, which asks about verdicts only")
+    if judge is None:
+        _no_effect(context, "without --judge MODEL", "phase", "api_base", "api_key_env", "pairing", "static_rubric")
+    else:
+        _no_effect(context, "with --judge, which asks about verdicts only", "rule")
+    if pairing is None:
+        _no_effect(context, "without --pairing MODEL", "pairing_api_base", "pairing_api_key_env")
     folder = _run_folder(directory, checkpoints=judge == "policy")
     if judge is None:
         written = replay_algorithm(folder, rules=rule or list(RULES), steps=step, out=out, console=console)
@@ -670,6 +689,7 @@ def replay(
     "openai/gpt-5.4-mini"
 )
 def agreement(
+    context: typer.Context,
     labels: Annotated[list[Path], typer.Argument(metavar="FILE", help="Labels exported from draco report's page.")],
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The labelled run: try examples of corrected verdicts.")
@@ -679,10 +699,8 @@ def agreement(
     ] = "own",
     examples: Annotated[int, typer.Option(min=1, help="With --run: most corrected verdicts to show.")] = 12,
     folds: Annotated[int, typer.Option(min=2, help="With --run: parts, each judged with the others' examples.")] = 4,
-    api_base: Annotated[str | None, typer.Option(help="With --run: the judge's endpoint.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="With --run: the variable that holds its key, else <PROVIDER>_API_KEY.")
-    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the tables; none are written unless told.")] = None,
     trust: Trust = False,
 ) -> None:
@@ -696,12 +714,9 @@ def agreement(
     if run is not None:
         named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
         held = Held(run=run, judge=named, examples=examples, folds=folds, trust=trust)
-    elif judge != "own" or api_base or api_key_env:
-        from draco_ray.errors import ConfigError
-
-        raise ConfigError(
-            "--judge, --api-base, --api-key-env: only together with --run DIR, whose prompts are asked again"
-        )
+    else:
+        asked = ("judge", "examples", "folds", "api_base", "api_key_env")
+        _no_effect(context, "without --run DIR, whose prompts are asked again", *asked)
     for path in measure(labels, held, out=out, console=PlainConsole(width=120)):
         typer.echo(path)
 
@@ -712,7 +727,14 @@ def agreement(
     "openai/gpt-5.4-mini",
 )
 def attribution_bench(
-    judge: Annotated[str, typer.Option(help="LiteLLM model, or rules: the offline judge in this process.")] = "rules",
+    context: typer.Context,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="LiteLLM model, own (that of --config or --run), or rules, the offline judge in this process; else "
+            "the one that --config names, else rules."
+        ),
+    ] = None,
     run: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Plant faults in this run's successful rollouts, not in reference solutions."),
@@ -731,10 +753,8 @@ def attribution_bench(
     config: Annotated[
         str | None, typer.Option(help="A preset, a YAML file or a run, for the judge's prompts, sampling and limits.")
     ] = None,
-    api_base: Annotated[str | None, typer.Option(help="The judge's endpoint.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="The variable that holds the judge's key, else <PROVIDER>_API_KEY.")
-    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
     wrong_step: Annotated[
         float, typer.Option(min=0, max=1, help="With --judge rules: share of citations that name another step.")
     ] = 0.0,
@@ -747,9 +767,15 @@ def attribution_bench(
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
     from draco_ray.commands.attribution_bench import Solutions
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
-    from draco_ray.lab.analysis.judges import NamedJudge
+    from draco_ray.lab.analysis.judges import NamedJudge, names_judge
     from draco_ray.terminal import PlainConsole
 
+    if run is None:
+        _no_effect(context, "without --run DIR", "step")
+    else:
+        _no_effect(context, "with --run DIR, whose rollouts are taken", "split")
+    if judge is None:
+        judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
     written = run_bench(
         Solutions(
             run=run, steps=step, world=world, sandbox=SANDBOX_ROOT, split=split, tasks=tasks, processes=processes
@@ -789,10 +815,14 @@ def evaluate(
     train_curve: Annotated[
         bool, typer.Option("--train-curve", help="With --run: success on the training split by checkpoint.")
     ] = False,
-    every: Annotated[int, typer.Option(min=1, help="With --train-curve: every so many training steps.")] = 1,
-    benchmark: Annotated[str, typer.Option(help="appworld, or tau-banking (docs/tau_bench.md).")] = "appworld",
+    every: Annotated[
+        int | None, typer.Option(min=1, help="With --train-curve: every so many training steps [1].")
+    ] = None,
+    benchmark: Annotated[
+        Literal["appworld", "tau-banking"], typer.Option(help="docs/tau_bench.md is about the second.")
+    ] = "appworld",
     split: Annotated[str | None, typer.Option(help="AppWorld's dataset; else data.eval_split.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Independent rollouts per task.")] = 3,
+    runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task [3].")] = None,
     config: Annotated[
         str | None,
         typer.Option(help="A preset, a YAML file or a run; else the run's own, sandbox for starter, or the defaults."),
@@ -801,10 +831,8 @@ def evaluate(
         Path | None, typer.Option(help="Evaluation directory; an unfinished one of the same plan is continued.")
     ] = None,
     label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
-    api_base: Annotated[str | None, typer.Option(help="API model: its endpoint.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="API model: the variable that holds its key, else <PROVIDER>_API_KEY.")
-    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
     api_temperature: Annotated[float | None, typer.Option(help="API model: else the provider's default.")] = None,
     retry_errors: Annotated[
         bool,
@@ -822,29 +850,15 @@ def evaluate(
     from draco_ray.errors import ConfigError
     from draco_ray.runs.remote.place import is_url
 
-    if benchmark not in ("appworld", "tau-banking"):
-        raise ConfigError(f"--benchmark {benchmark!r}: unknown; expected appworld or tau-banking")
     if is_url(run) and out is None:
         raise ConfigError(f"--run {run}: --out DIR says where the evaluation of a run in an object store goes")
     if is_url(policy):
         policy = str(_run_folder(policy or "", checkpoints=True))
-    options = EvaluateOptions(
-        policy=policy,
+    options = _taken(
+        EvaluateOptions,
+        locals(),
         run=None if run is None else _run_folder(run, checkpoints=True),
-        last_epochs=last_epochs,
-        train_curve=train_curve,
-        every=every,
-        split=split,
-        runs=runs,
-        config=config,
         overrides=overrides or [],
-        out=out,
-        label=label,
-        api_base=api_base,
-        api_key_env=api_key_env,
-        api_temperature=api_temperature,
-        retry_errors=retry_errors,
-        trust=trust,
     )
     if benchmark == "tau-banking":
         from draco_ray.commands.tau import evaluate as run_tau_bench
@@ -888,8 +902,8 @@ def eval_set(
         Path | None, typer.Option(help="Folder of the set; unless told, evaluations/ and FILE's name.")
     ] = None,
     against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
-    form: Annotated[TableFormat, typer.Option("--format", help="Form of the table.")] = TableFormat.TEXT,
-    show: Annotated[Shown, typer.Option(help="What stands beside a mean.")] = Shown.INTERVAL,
+    form: Form = TableFormat.TEXT,
+    show: Beside = Shown.INTERVAL,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Play again what was lost.")] = False,
     trust: Trust = False,
 ) -> None:
@@ -899,20 +913,8 @@ def eval_set(
     finished, 1 an evaluation failed, 2 what was typed cannot be used, 3 too many rollouts were lost, 130 Ctrl-C."""
     from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set
 
-    options = EvalSetOptions(
-        words=words or [],
-        settings=setting or [],
-        splits=split or [],
-        runs=runs,
-        last_epochs=last_epochs,
-        max_lost_share=max_lost_share,
-        out=out,
-        retry_errors=retry_errors,
-        trust=trust,
-        form=form,
-        shown=show,
-        against=against,
-    )
+    lists = {"words": words or [], "settings": setting or [], "splits": split or []}
+    options = _taken(EvalSetOptions, locals(), shown=show, **lists)
     evaluate_set(options, STARTER_MODEL)
 
 
@@ -925,6 +927,7 @@ def reevaluate(
     """Have AppWorld's evaluator judge the worlds of an evaluation again, in the jail; exit code 1 where it differs."""
     from draco_ray.commands.evaluate import reevaluate as evaluate_again
 
+    check_effect("draco reevaluate", overrides or [], ("data.root", "environment"), {})
     if not evaluate_again(directory, config, overrides or []):
         raise typer.Exit(1)
 
@@ -933,6 +936,7 @@ def reevaluate(
     epilog="Try:  draco tables Base=evaluations/base DRACO=evaluations/draco --against Base --table main --show std"
 )
 def tables(
+    context: typer.Context,
     directories: Annotated[
         list[str],
         typer.Argument(
@@ -948,19 +952,17 @@ def tables(
             "may be repeated; all unless told.",
         ),
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="text, markdown, csv or latex.")] = "text",
-    show: Annotated[str, typer.Option(help="Beside each mean: none, std or interval.")] = "none",
+    form: Form = TableFormat.TEXT,
+    show: Beside = Shown.NOTHING,
     against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write every table to, in every format.")] = None,
 ) -> None:
     """Print evaluated settings side by side as the paper's tables."""
     from draco_ray.commands.evaluate import print_tables
-    from draco_ray.errors import ConfigError
 
-    for name, value, known in (("--format", form, TableFormat), ("--show", show, Shown)):
-        if value not in set(known):
-            raise ConfigError(f"{name} {value!r}: expected one of {', '.join(known)}")
-    print_tables(directories, tables=table or [], form=TableFormat(form), shown=Shown(show), against=against, out=out)
+    if out is not None:
+        _no_effect(context, "with --out, where every format is written", "form")
+    print_tables(directories, tables=table or [], form=form, shown=show, against=against, out=out)
 
 
 @prompts.command(name="import")
@@ -1007,10 +1009,11 @@ def rubric_author(
     """Author a static rubric from rollouts of the untrained policy: propose, reduce, measure, prune."""
     from draco_ray.lab.rubric_authoring.author import AuthoringSettings, author_rubric
 
-    settings = AuthoringSettings(
-        rollouts=rollouts, tasks=tasks, min_applicability=min_applicability, min_discrimination=min_discrimination
-    )
-    author_rubric(load_config(config, overrides or [], trust=trust), out, settings)
+    loaded = load_config(config, overrides or [], trust=trust)
+    idle = {"algorithm.rubric": "here: one is written", "algorithm.group_size": "here; --rollouts says it"}
+    idle |= {"algorithm.static_rubric": "here: one is written", "algorithm.rule": "on a rubric", **judge_idle(loaded)}
+    check_effect("draco rubric author", overrides or [], tuple(each for each in TRAINING if each != "train"), idle)
+    author_rubric(loaded, out, _taken(AuthoringSettings, locals()))
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:

@@ -14,18 +14,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from draco_ray.adapters.conversations import judge_conversations
+from draco_ray.adapters.conversations import Judging
 from draco_ray.errors import TraceError
 
 
-def draco_scorer(model: str, **options: Any) -> Any:
+def draco_scorer(model: str | None = None, **options: Any) -> Any:
     """A ``@scorer`` whose value is the share of criteria that pass, 0 .. 1.
 
     Args:
-        model: LiteLLM's name of the judge.
-        options: of `draco_ray.judge`: budget, rubric, api_base, ...
+        model: LiteLLM's name of the judge; None: that of ``config``.
+        options: of `draco_ray.judge`: budget (of all samples together), rubric, api_base, ...; no ``out``.
+
+    Raises: see `Judging`.
     """
     from inspect_ai.scorer import Score, mean, scorer, stderr
+
+    judging = Judging(model, **options)
 
     @scorer(metrics=[mean(), stderr()], name="draco")
     def draco() -> Any:
@@ -33,7 +37,7 @@ def draco_scorer(model: str, **options: Any) -> Any:
             messages = [message.model_dump(mode="json", exclude_none=True) for message in state.messages]
             record = {"task_id": str(state.sample_id), "messages": messages}
             try:
-                (judged,) = await judge_conversations([record], model, **options)
+                (judged,) = await judging([record])
             except TraceError as error:
                 return Score(value=float("nan"), explanation=str(error))
             if judged is None or judged.trace.reward is None:

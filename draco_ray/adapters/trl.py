@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.adapters.conversations import JudgedConversation, judge_conversations
+from draco_ray.adapters.conversations import JudgedConversation, Judging
 from draco_ray.adapters.tokens import token_advantages
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,15 @@ class StepCredit:
 
     __name__ = "draco"
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | None = None, **options: Any) -> None:
         """
         Args:
-            model: LiteLLM's name of the judge.
-            options: of `draco_ray.judge`: budget, rubric, api_base, ...
+            model: LiteLLM's name of the judge; None: that of ``config``.
+            options: of `draco_ray.judge`: budget (of all generations together), rubric, api_base, ...; no ``out``.
+
+        Raises: see `Judging`.
         """
-        self._model, self._options = model, options
+        self._judging = Judging(model, **options)
         self._latest: list[JudgedConversation | None] = []
 
     def __call__(
@@ -58,7 +60,7 @@ class StepCredit:
         ]
         # TRL may call from within a running loop.
         with ThreadPoolExecutor(max_workers=1) as thread:
-            judging = thread.submit(asyncio.run, judge_conversations(records, self._model, **self._options))
+            judging = thread.submit(asyncio.run, self._judging(records))
             self._latest = judging.result()
         return [None if each is None else each.trace.reward for each in self._latest]
 

@@ -14,7 +14,7 @@ from draco_ray.commands.printing import print_overall
 from draco_ray.commands.replay import judges_own_config, open_run
 from draco_ray.errors import ConfigError
 from draco_ray.judging.labels import Label, last_words, read_labels, taken_back
-from draco_ray.lab.analysis.judges import POLICY, NamedJudge, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.judges import POLICY, NamedJudge, asked, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.labels import against_people, between_people, citations, with_examples
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.evaluation.intervals import Interval
@@ -108,7 +108,12 @@ def _examples(labels: Sequence[Label], held: Held, folder: Path | None, console:
     cache = None if folder is None else folder / "judge_cache"
     config = judge_config(own, held.judge, cache)
     judge = folder_name(held.judge.model)
-    found = asyncio.run(with_examples(run, mine, open_complete(config), judge, most=held.examples, folds=held.folds))
+    console.print(f"labelled verdicts to {asked(judge, config)}")
+    found = asyncio.run(
+        with_examples(
+            run, mine, open_complete(config, run.setting("seed")), judge, most=held.examples, folds=held.folds
+        )
+    )
     shown = f"{min(found.shown)} to {max(found.shown)}" if min(found.shown) < max(found.shown) else f"{found.shown[0]}"
     title = f"{held.judge.model} on labels of other scenarios than its {shown} examples"
     print_overall(console, title, found.agreement, KEYS)

@@ -20,8 +20,8 @@ from draco_ray.lab.analysis.attribution.bench import judge_groups
 from draco_ray.lab.analysis.attribution.measure import RULES, STEP_MEASURES, measures, rollout_rows
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout, planted_groups
 from draco_ray.lab.analysis.attribution.plant_recorded import recorded_groups
+from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.judges import RULES as RULE_JUDGE
-from draco_ray.lab.analysis.judges import NamedJudge, RuleComplete, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -112,15 +112,22 @@ def attribution_bench(
     recorded = None if solutions.run is None else open_run(solutions.run, solutions.steps)
     check_folder(out)
     source = config if config is not None or recorded is None else str(recorded.path)
-    settings = judge_config(judges_own_config(source, [judge], trust=trust).judge, judge, out / "judge_cache")
+    configured = judges_own_config(source, [judge], trust=trust)
+    settings = judge_config(configured.judge, judge, out / "judge_cache")
     prompts = prompts_of(settings)
     groups, world = solutions.plant(out / ROLLOUTS, trust=trust)
     faults = sum(rollout.fault is not None for group in groups for rollout in group)
     console.print(
-        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; judge {judge.model}"
+        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; "
+        f"judge {asked(judge.model, settings)}"
     )
-    name = f"{judge.model}, {wrong_step:.0%} of steps wrong" if wrong_step else judge.model
-    complete = RuleComplete(Noise(wrong_step=wrong_step).blur(answer)) if wrong_step else open_complete(settings)
+    name = settings.model if judge.model == OWN else judge.model
+    name += f", {wrong_step:.0%} of steps wrong" if wrong_step else ""
+    complete = (
+        RuleComplete(Noise(wrong_step=wrong_step).blur(answer))
+        if wrong_step
+        else open_complete(settings, configured.seed)
+    )
     judged = asyncio.run(judge_groups(Judge(complete, prompts, settings), groups, world))
     found = measures(judged, name)
     _print(console, found)

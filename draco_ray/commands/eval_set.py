@@ -10,7 +10,16 @@ from typing import Any
 
 import typer
 
-from draco_ray.commands.evaluate import EvaluateOptions, check_options, find_policy_and_config, print_tables
+from draco_ray.commands.evaluate import (
+    READ,
+    RUNS,
+    EvaluateOptions,
+    check_api_options,
+    check_options,
+    find_policy_and_config,
+    print_tables,
+)
+from draco_ray.config.effect import check_effect
 from draco_ray.config.load import read_tree
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.evaluation_set import (
@@ -68,6 +77,9 @@ def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
     wanted, out = read_set(options)
     if options.against is not None and options.against not in wanted.settings:
         raise ConfigError(f"--against {options.against!r}: expected one of {', '.join(wanted.settings)}")
+    typed = [*wanted.overrides, *(words for each in wanted.settings.values() for words in each.overrides)]
+    idle = {"tau_bench.trials": "beside runs"} if wanted.runs is not None else {}
+    check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out)
     # Whatever is wrong with the last of them is said before the first is run.
     ready = [_prepare(each, wanted, options, starter) for each in planned]
@@ -112,6 +124,8 @@ def read_set(options: EvalSetOptions) -> tuple[EvaluationSet, Path]:
         if tree.get("settings"):
             raise ConfigError(f"--setting: {file} names settings already; expected them in one place")
         tree["settings"] = _named_settings(options.settings, options.last_epochs)
+        if options.last_epochs is not None and not any("run" in each for each in tree["settings"].values()):
+            raise ConfigError("--last-epochs: no effect, none of the settings is a run")
     elif options.last_epochs is not None:
         raise ConfigError("--last-epochs: is about run directories of --setting; a file says `last_epochs`")
     told = {"splits": list(options.splits), "runs": options.runs, "max_lost_share": options.max_lost_share}
@@ -173,7 +187,7 @@ def _options(
         run=planned.run,
         last_epochs=None if planned.run is None else setting.last_epochs,
         train_curve=False,
-        every=1,
+        every=None,
         split=planned.split,
         runs=wanted.runs,
         config=setting.config,
@@ -193,6 +207,7 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
     from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy, plan_policy
 
     policy, config = find_policy_and_config(told, starter)
+    check_api_options(told, policy)
     if not make_environment(config.environment, config.data).evaluates:
         raise ConfigError(
             f"{planned.title}: the environment {config.environment.use} has no evaluator; `draco evaluate` measures "
@@ -201,12 +216,12 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
     api = ApiOptions(api_base=told.api_base, api_key_env=told.api_key_env, temperature=told.api_temperature)
     return _Ready(
         planned=planned,
-        plan=plan_policy(policy, config, split=planned.split, runs=told.runs, label=planned.label, api=api),
+        plan=plan_policy(policy, config, split=planned.split, runs=told.runs or RUNS, label=planned.label, api=api),
         run=lambda: evaluate_policy(
             policy,
             config,
             split=planned.split,
-            runs=told.runs,
+            runs=told.runs or RUNS,
             out=planned.out,
             label=planned.label,
             api=api,

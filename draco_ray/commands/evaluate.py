@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
@@ -32,6 +33,12 @@ from draco_ray.lab.evaluation.tables import (
 )
 from draco_ray.lab.files import check_folder
 
+RUNS = 3
+READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
+"""What of a configuration an evaluation acts on."""
+OF_A_CLIENT = ("limits", "prices", "max_attempts", "request_timeout_seconds", "max_backoff_seconds", "service_tier")
+"""Keys of ``judge`` that hold for an API model as well, beside ``concurrency_per_worker``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
@@ -41,9 +48,10 @@ class EvaluateOptions:
     run: Path | None
     last_epochs: int | None
     train_curve: bool
-    every: int
+    every: int | None
     split: str | None
-    runs: int
+    runs: int | None
+    """Rollouts of a task; None: `RUNS`, or what the benchmark's configuration says."""
     config: str | None
     overrides: Sequence[str]
     out: Path | None
@@ -72,9 +80,11 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     policy, config = find_policy_and_config(options, starter)
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
     out = (options.out or _default_out(options, policy, config.environment.use, split)).resolve()
-    if not make_environment(config.environment, config.data).evaluates:
+    evaluates = make_environment(config.environment, config.data).evaluates
+    check_typed(options, policy, config, judged=not evaluates)
+    if not evaluates:
         cache = None if options.run is None else RunDirectory.open(options.run.resolve()).judge_cache
-        rates = judge_policy(policy, config, split=split, runs=options.runs, out=out, cache=cache)
+        rates = judge_policy(policy, config, split=split, runs=options.runs or RUNS, out=out, cache=cache)
         for name, found in rates.items():
             typer.echo(f"{name} on {split}: {found}")
         typer.echo(f"{out / 'summary.json'}")
@@ -83,7 +93,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         policy,
         config,
         split=split,
-        runs=options.runs,
+        runs=options.runs or RUNS,
         out=out,
         label=options.label,
         api=ApiOptions(api_base=options.api_base, api_key_env=options.api_key_env, temperature=options.api_temperature),
@@ -211,6 +221,46 @@ def check_options(options: EvaluateOptions) -> None:
         raise ConfigError("draco evaluate: --last-epochs and --train-curve are about a run; give it with --run DIR")
     if options.last_epochs is not None and options.train_curve:
         raise ConfigError("draco evaluate: --last-epochs and --train-curve are two evaluations; give one of them")
+    if options.every is not None and not options.train_curve:
+        raise ConfigError("draco evaluate: --every is about a curve; give it with --train-curve")
+
+
+def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: DracoConfig, *, judged: bool) -> None:
+    """Refuse options and keys that have no effect on this policy in this environment.
+
+    Args:
+        judged: whether the judge stands in for an evaluator.
+
+    Raises: ConfigError.
+    """
+    check_api_options(options, policy)
+    only_evaluated = {"--label": options.label, "--retry-errors": options.retry_errors}
+    if judged and (given := [name for name, value in only_evaluated.items() if value]):
+        raise ConfigError(f"{given[0]}: no effect where the judge stands in for an evaluator")
+    idle = judge_idle(config) if judged else dict.fromkeys(("judge", "algorithm"), "where the environment evaluates")
+    idle |= {"judge.prices": "", "learner": "on an evaluation", "learner.lora_rank": ""}
+    if options.split is not None:
+        idle["data.eval_split"] = "beside --split"
+    if policy.api_model is not None:
+        idle |= dict.fromkeys(("judge", "model", "engine", "learner.lora_rank"), "on an API model")
+        idle |= {f"judge.{key}": "" for key in (*OF_A_CLIENT, "concurrency_per_worker")}
+        idle["judge.temperature"] = "on an API model; --api-temperature says it"
+    check_effect("draco evaluate", options.overrides, READ, idle)
+
+
+def check_api_options(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:
+    """Refuse options of an API model where the policy is none, and a model beside the policy. Raises: ConfigError."""
+    api = {
+        "--api-base": options.api_base,
+        "--api-key-env": options.api_key_env,
+        "--api-temperature": options.api_temperature,
+    }
+    if policy.api_model is None and (given := [name for name, value in api.items() if value is not None]):
+        raise ConfigError(f"{given[0]}: no effect on weights; it is for --policy litellm:MODEL")
+    # An adapter's base model may lie elsewhere.
+    alone = policy.model is not None and all(each.adapter is None for each in policy.checkpoints)
+    if alone and "model.path" in typed_keys(options.overrides):
+        raise ConfigError(f"--policy {policy.name} and model.path both name the weights; give one of them")
 
 
 def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
@@ -224,7 +274,7 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
         policy = find_policy(options.policy, starter)
         return policy, _config(options, policy)
     if options.train_curve:
-        policy = every_checkpoint(options.run, options.every)
+        policy = every_checkpoint(options.run, options.every or 1)
         return policy, _config(options, policy)
     policy = last_epochs(options.run, options.last_epochs or 3, _steps_per_epoch(_training_config(options)))
     return policy, _config(options, policy)
@@ -236,15 +286,15 @@ def _training_config(options: EvaluateOptions) -> DracoConfig:
     A run that was copied to another machine may name a data root and a model that are not there: then the evaluation's.
     """
     own = load_config(str(options.run), trust=True)
-    moved = ["data.root="] * (not own.data.root.is_dir())
-    moved += ["model.path="] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
-    kept = [each for each in options.overrides if each.startswith(tuple(moved))]
+    moved = ["data.root"] * (not own.data.root.is_dir())
+    moved += ["model.path"] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
+    kept = [each for each in options.overrides if {*moved} & {*typed_keys([each])}]
     return load_config(str(options.run), kept, trust=True)
 
 
 def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
     config = load_config(options.config or policy.config, options.overrides, trust=options.trust)
-    if policy.model is None or any(override.startswith("model.path=") for override in options.overrides):
+    if policy.model is None or "model.path" in typed_keys(options.overrides):
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": policy.model})})
 

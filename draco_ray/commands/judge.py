@@ -13,10 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.effect import check_effect, judge_idle, typed_keys
+from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
+from draco_ray.judging.endpoint import introduced
+from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
-from draco_ray.lab.analysis.judges import RULES, RuleComplete
+from draco_ray.lab.analysis.judges import RULES, RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import prices, read_calls
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
@@ -32,6 +35,9 @@ BELOW, PARTIAL = 3, 4
 SAY_SECONDS = 15.0
 """Between two lines of progress where nobody watches."""
 SHOWN_PROBLEMS = 20
+READ = ("judge", "algorithm", "ray")
+"""What of a configuration the command acts on."""
+OF_ALGORITHM = ("rubric", "static_rubric", "rule", "std_epsilon", "skip_inert_credit_calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,8 @@ class Wanted:
     """The command's arguments."""
 
     paths: Sequence[Path]
-    judge: str
+    judge: str | None
+    """None: the configuration's."""
     out: Path | None
     format: str
     group_by: str | None
@@ -51,6 +58,8 @@ class Wanted:
     api_key_env: str | None
     context: int | None
     config: DracoConfig
+    typed: Sequence[str]
+    """``KEY=VALUE`` words of it that stand on the command line."""
     batch: bool
     ray: bool
     dry_run: bool
@@ -66,14 +75,14 @@ def run(wanted: Wanted, console: Console) -> int:
     """
     if wanted.out is None and not wanted.dry_run:
         raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
-    if wanted.ray and (wanted.batch or wanted.judge == RULES):
-        raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
+    judge = wanted.judge or _configured(wanted.config)
+    _check_together(wanted, judge)
     # What is wrong with the arguments is said before anything long is read.
+    # The offline judge costs nothing, and nobody knows a price of it.
     settled = plan(
-        wanted.judge,
-        config=wanted.config,
-        # The offline judge costs nothing, and nobody knows a price of it.
-        budget=None if wanted.judge == RULES else wanted.budget,
+        judge,
+        config=_unlimited(wanted.config) if judge == RULES else wanted.config,
+        budget=None if judge == RULES else wanted.budget,
         api_base=wanted.api_base,
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
@@ -83,6 +92,8 @@ def run(wanted: Wanted, console: Console) -> int:
         batch=wanted.batch,
         ray=wanted.ray,
     )
+    judge = settled.config.judge.model
+    check_effect("--set", wanted.typed, READ, _idle(settled, wanted))
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
     for line in _understood(groups, settled):
         console.print(line)
@@ -91,11 +102,12 @@ def run(wanted: Wanted, console: Console) -> int:
         settled.config,
         settled.prompts,
         settled.room,
-        known_price(settled.config.judge, wanted.judge),
+        known_price(settled.config.judge, judge),
         own=settled.rubric is None,
     )
-    console.print(_estimated(guessed, wanted.judge, batch=wanted.batch))
-    if wanted.judge == RULES:
+    console.print(_asked(settled.config.judge))
+    console.print(_estimated(guessed, batch=wanted.batch))
+    if judge == RULES:
         console.print(
             "the offline judge is a stand-in with rules for the sandbox's tasks: of other traces its verdicts show the "
             "form of a judgement, and no more"
@@ -110,12 +122,74 @@ def run(wanted: Wanted, console: Console) -> int:
     return _exit_code(groups, totals, wanted.fail_under, console)
 
 
+def _configured(config: DracoConfig) -> str | None:
+    """Who judges where ``--judge`` names nobody; None leaves it to `plan`."""
+    judge = config.judge
+    if judge.self_judge.enabled or judge.rule_judge.start:
+        return None if judge.self_judge.enabled else RULES
+    # The default is for those who name nobody.
+    return None if "model" in judge.model_fields_set else judge.model
+
+
+def _unlimited(config: DracoConfig) -> DracoConfig:
+    return config.model_copy(update={"judge": config.judge.model_copy(update={"limits": JudgeLimits()})})
+
+
+def _offline_judge(wanted: Wanted) -> RuleComplete:
+    return RuleComplete() if wanted.judge == RULES else configured_rules(wanted.config.judge, wanted.config.seed)
+
+
+def _check_together(wanted: Wanted, judge: str | None) -> None:
+    """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
+    if wanted.ray and (wanted.batch or judge == RULES):
+        raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
+    offline = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
+    if judge == RULES and (given := [name for name, value in offline.items() if value]):
+        raise ConfigError(f"{given[0]}: no effect with the offline judge, which answers in this process")
+    typed = typed_keys(wanted.typed)
+    for option, value, keys in (
+        ("--judge", wanted.judge, ("judge.model", "judge.rule_judge.start", "judge.self_judge.enabled")),
+        ("--api-base", wanted.api_base, ("judge.api_base",)),
+        ("--api-key-env", wanted.api_key_env, ("judge.api_key_env",)),
+        ("--budget", wanted.budget, ("judge.limits.dollars",)),
+        ("--context", wanted.context, ("judge.context_tokens",)),
+        ("--rubric", wanted.rubric, ("algorithm.rubric", "algorithm.static_rubric")),
+    ):
+        if value is not None and (twice := next((key for key in keys if key in typed), None)):
+            raise ConfigError(f"{option} and --set {twice}: give one of them")
+
+
+def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
+    """Keys that `READ` names and nothing reads this time, with the reason."""
+    judge = settled.config.judge
+    named = wanted.judge is not None or judge.model != RULES
+    # `plan` has settled whether the cluster serves the judge, and leaves the rule judge's keys to the configuration.
+    idle = judge_idle(settled.config if named else wanted.config)
+    idle |= {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
+    idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
+    if not wanted.ray:
+        pool = ("workers", "max_workers", "idle_seconds", "start_timeout_seconds")
+        idle |= dict.fromkeys(("ray", *(f"judge.{key}" for key in pool)), "without --ray")
+    if not judge.local.enabled:
+        idle["judge.local"] = "unless the cluster serves the judge: --ray, and a hosted_vllm/ model without an endpoint"
+    if settled.rubric is None:
+        idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
+    if judge.model == RULES:
+        sent = ("api_base", "api_key_env", "temperature", "reasoning_effort", "extra_body", "service_tier", "limits")
+        idle |= dict.fromkeys((f"judge.{key}" for key in sent), "with the offline judge, which answers in this process")
+    if wanted.batch:
+        own = ("service_tier", "prompt_cache", "request_timeout_seconds", "concurrency_per_worker")
+        idle |= dict.fromkeys((f"judge.{key}" for key in own), "with --batch")
+    return idle
+
+
 def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console: Console) -> Totals:
     done = len(settled_before := [*kept.results()])
     if done:
         console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
     del settled_before
-    meter = Meter(RuleComplete()) if wanted.judge == RULES else open_judge(settled)
+    offline = settled.config.judge.model == RULES
+    meter = Meter(_offline_judge(wanted)) if offline else open_judge(settled)
     began = time.monotonic()
     try:
         asyncio.run(_with_progress(kept, settled, meter, calls, console, ray=wanted.ray))
@@ -224,13 +298,23 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
     return lines
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], judge: str, *, batch: bool) -> str:
+def _asked(judge: JudgeConfig) -> str:
+    """Who is asked, and where: nothing is sent before this is said."""
+    if judge.model == RULES:
+        return "judge: the offline judge, in this process"
+    beside = {"jury": judge.jury, "strong": [judge.strong] if judge.strong else [], "fallbacks": judge.fallbacks}
+    others = [f"; {role}: {introduced(other(judge, each))}" for role, members in beside.items() for each in members]
+    where = f"{judge.model}, served on the cluster" if judge.local.enabled else introduced(judge)
+    return f"judge: {where}{''.join(others)}"
+
+
+def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
     share = DISCOUNT if batch else 1.0
     money = "no price of it is known" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
     return (
-        f"judge {judge}: about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
+        f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
     )
 

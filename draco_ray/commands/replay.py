@@ -20,7 +20,16 @@ from draco_ray.lab.analysis import rubric_overlap
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
 from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.lab.analysis.judge_loss import judge_loss
-from draco_ray.lab.analysis.judges import OWN, POLICY, RULES, NamedJudge, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.judges import (
+    OWN,
+    POLICY,
+    RULES,
+    NamedJudge,
+    asked,
+    folder_name,
+    judge_config,
+    open_complete,
+)
 from draco_ray.lab.analysis.replay import PHASES, ArchivedCall, agreement_table, archived_calls, check_steps, replay
 from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
@@ -94,15 +103,15 @@ def replay_judge(
     if not calls and not written and rubric is None:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
     folder = check_folder(out or run.path / REPLAYS)
-    asked = _Replay(run, judge.model, own, judge_config(own, judge, folder / "judge_cache"), folder, console)
+    replayed = _Replay(run, judge.model, own, judge_config(own, judge, folder / "judge_cache"), folder, console)
     found: list[Path] = []
     if calls:
-        found += asked.verdicts(calls)
+        found += replayed.verdicts(calls)
     if written and pairing is not None:
-        found += asked.written(written, judge_config(own, pairing, folder / "judge_cache"))
+        found += replayed.written(written, judge_config(own, pairing, folder / "judge_cache"))
     if rubric is not None:
-        found += asked.static(rubric, steps or run.steps())
-    console.print(f"asked for {asked.dollars:.4f} dollars")
+        found += replayed.static(rubric, steps or run.steps())
+    console.print(f"asked for {replayed.dollars:.4f} dollars")
     return found
 
 
@@ -114,8 +123,6 @@ def _check_named(
     steps: Sequence[int] | None,
 ) -> None:
     if judge.model == POLICY:
-        if judge.api_base is not None or judge.api_key_env is not None:
-            raise ConfigError(f"--judge {POLICY}: it is served here; expected no --api-base and no --api-key-env")
         checkpoints_before(run, steps or run.steps())
     writing = [phase for phase in phases if phase in rubric_overlap.PHASES]
     if pairing is None:
@@ -142,13 +149,15 @@ class _Replay:
         self._judge = judge
         self._own = own
         self._config = config
+        self._seed: int = run.setting("seed")
+        self._asked = asked(judge, config)
         self._tables = folder / folder_name(judge)
         self._console = console
         self.dollars = 0.0
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
         """How far its verdicts and citations agree, and what training would lose."""
-        self._console.print(f"{len(calls)} archived prompts to {self._judge}")
+        self._console.print(f"{len(calls)} archived prompts to {self._asked}")
         replayed = self._ask(
             self._config,
             [call.training_step for call in calls],
@@ -165,8 +174,8 @@ class _Replay:
 
     def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
         """How far its criteria are the same checks, as the third model says."""
-        self._console.print(f"{len(calls)} archived prompts to {self._judge}, paired by {third.model}")
-        model = rubric_overlap.ThirdModel(complete=open_complete(third), config=third)
+        self._console.print(f"{len(calls)} archived prompts to {self._asked}, paired by {asked(third.model, third)}")
+        model = rubric_overlap.ThirdModel(complete=open_complete(third, self._seed), config=third)
         compared = self._ask(
             self._config,
             [call.training_step for call in calls],
@@ -187,6 +196,7 @@ class _Replay:
     def static(self, rubric: Sequence[Criterion], steps: Sequence[int]) -> list[Path]:
         """The recorded rollouts scored against a static rubric, beside the run's own."""
         scorer = self._config.model_copy(update={"score_votes": 1})
+        self._console.print(f"recorded rollouts to {self._asked}")
         prompts = prompts_of(scorer)
         again = self._ask(
             scorer,
@@ -216,7 +226,7 @@ class _Replay:
         async def asked() -> pa.Table:
             # A client of its own each time: another one's locks belong to an event loop that has ended.
             if self._judge != POLICY:
-                return await ask(open_complete(config), wanted)
+                return await ask(open_complete(config, self._seed), wanted)
             # Whether its configuration may be acted on was asked when the judge was named.
             trusted = load_config(str(self._run.path), trust=True)
             async with open_checkpoints(trusted, self._run, wanted) as policy:

@@ -17,6 +17,18 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
+READ = ("seed", "data", "model", "agent", "environment", "learner")
+"""What of a configuration fine-tuning acts on."""
+OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_low", "mask_high")
+"""Keys of ``learner`` that are about rewards."""
+
+
+def idle_keys(*, new: bool) -> dict[str, str]:
+    """Keys that `READ` names and have no effect; see `draco_ray.config.effect.check_effect`."""
+    if new:
+        return dict.fromkeys(("model", "learner"), "with --new")
+    return {f"learner.{key}": "on demonstrations" for key in OF_ROLLOUTS}
+
 
 def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best: int, new: bool) -> None:
     """Train and write ``out``, whole or not at all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +26,12 @@ Overrides = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust", help="Take programs and endpoints from a run directory that others made, too.")
 ]
-Format = Annotated[TableFormat, typer.Option("--format", help="Form of the tables.")]
+Form = Annotated[TableFormat, typer.Option("--format", help="Form of the tables.")]
 Beside = Annotated[Shown, typer.Option("--show", help="What stands beside a mean.")]
+
+
+READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_bench")
+"""What of a configuration tau-bench acts on."""
 
 
 @tau.command(epilog="Try:  draco tau run qwen3.6-27b --policy runs/NAME/checkpoints/step00100 --out tau/draco")
@@ -45,8 +50,8 @@ def run(
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run episodes again that ended in an infrastructure error.")
     ] = False,
-    form: Format = TableFormat.TEXT,
-    shown: Beside = Shown.NOTHING,
+    form: Form = TableFormat.TEXT,
+    show: Beside = Shown.NOTHING,
     trust: Trust = False,
 ) -> None:
     """Serve the policy, run tau2-bench on it, and print the tables."""
@@ -57,16 +62,19 @@ def run(
     say_what_happens()
     resolved = load_config(config, overrides or [], trust=trust)
     policies = [find_policy(name, resolved) for name in policy]
+    check_typed(overrides or [], resolved, [each.api for each in policies])
     evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
-    tables([str(out)], form, shown)
+    tables([str(out)], form, show)
 
 
 @tau.command()
 def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Trust = False) -> None:
     """Say which tau2-bench would be run, or what is missing."""
     from draco_ray.benchmarks.tau.installation import find_tau2
+    from draco_ray.config.effect import check_effect
     from draco_ray.config.load import load_config
 
+    check_effect("draco tau check", overrides or [], ("tau_bench",), {})
     found = find_tau2(load_config(config, overrides or [], trust=trust).tau_bench)
     typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")
 
@@ -74,8 +82,8 @@ def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Tr
 @tau.command(name="tables", epilog="Try:  draco tau tables tau/base tau/draco --format markdown --show interval")
 def tables(
     directories: Annotated[list[str], typer.Argument(metavar="[LABEL=]DIR", help="Finished evaluations.")],
-    form: Format = TableFormat.TEXT,
-    shown: Beside = Shown.NOTHING,
+    form: Form = TableFormat.TEXT,
+    show: Beside = Shown.NOTHING,
 ) -> None:
     """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations."""
     from draco_ray.benchmarks.tau.report import read_summaries, tau_tables
@@ -92,7 +100,7 @@ def tables(
         # Several of one label are its training seeds.
         label = label or EvaluationDirectory.open(Path(name)).plan.label
         summaries.setdefault(label, []).extend(read_summaries(Path(name)))
-    typer.echo("\n".join(render(table, form, shown) for table in tau_tables(settings, summaries)), nl=False)
+    typer.echo("\n".join(render(table, form, show) for table in tau_tables(settings, summaries)), nl=False)
 
 
 def evaluate(options: EvaluateOptions, starter: Path) -> None:
@@ -111,6 +119,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         raise ConfigError(f"--benchmark {BENCHMARK}: has one split, never trained on; leave out --split, --train-curve")
     say_what_happens()
     policy, config = policy_and_config(options, starter)
+    check_typed(options.overrides, config, [policy.api_model is not None], runs=options.runs)
     if options.run is not None:
         out = options.run / "evaluations" / f"{BENCHMARK}-last{options.last_epochs or 3}"
     else:
@@ -123,7 +132,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         label=options.label or policy.label,
         retry_errors=options.retry_errors,
     )
-    tables([str(out)], shown=Shown.INTERVAL)
+    tables([str(out)], show=Shown.INTERVAL)
 
 
 def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
@@ -132,9 +141,10 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
     Raises:
         ConfigError: the options name nothing usable.
     """
-    from draco_ray.commands.evaluate import find_policy_and_config
+    from draco_ray.commands.evaluate import check_api_options, find_policy_and_config
 
     policy, config = find_policy_and_config(options, starter)
+    check_api_options(options, policy)
     agent = config.tau_bench.agent
     if policy.api_model is not None:
         told = {
@@ -143,8 +153,31 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
             "temperature": options.api_temperature,
         }
         agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
-    tau_bench = config.tau_bench.model_copy(update={"trials": options.runs, "agent": agent})
+    trials = options.runs or config.tau_bench.trials
+    tau_bench = config.tau_bench.model_copy(update={"trials": trials, "agent": agent})
     return policy, config.model_copy(update={"tau_bench": tau_bench})
+
+
+def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool], *, runs: int | None = None) -> None:
+    """Refuse typed keys that have no effect on these policies, of which ``api`` are API models. Raises: ConfigError."""
+    from draco_ray.benchmarks.tau.installation import DENSE_RETRIEVAL
+    from draco_ray.config.effect import check_effect
+
+    idle = dict.fromkeys(("judge", "agent", "data"), "on tau-bench")
+    idle |= dict.fromkeys(("judge.prices", "agent.thinking", "data.root"), "")
+    idle["tau_bench.agent.model"] = "beside --policy"
+    if (retrieval := config.tau_bench.retrieval) not in DENSE_RETRIEVAL:
+        idle |= dict.fromkeys(("tau_bench.embedder", "tau_bench.embeddings_cache"), f"with retrieval={retrieval}")
+    if runs is not None:
+        idle["tau_bench.trials"] = "beside --runs"
+    if all(api):
+        served = ("model", "engine", "agent.thinking", "tau_bench.server")
+        idle |= dict.fromkeys(served, "on an API model")
+    if not any(api):
+        idle |= dict.fromkeys(
+            ("tau_bench.agent.api_base", "tau_bench.agent.api_key_env"), "on weights that are served here"
+        )
+    check_effect("tau-bench", overrides, READ, idle)
 
 
 def say_what_happens() -> None:

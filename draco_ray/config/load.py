@@ -8,12 +8,14 @@ the key, what was found, what is expected, and the nearest right key.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import errno
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,15 @@ MAX_VALUES = 100_000
 _ABSENT = object()
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one source sets; later layers win."""
+
+    tree: Mapping[str, Any]
+    theirs: Path | None = None
+    """The file, where it is somebody else's run directory or was named by one."""
+
+
 def load_config(
     source: str | None = None, overrides: Iterable[str] = (), setting: str | None = None, *, trust: bool = False
 ) -> DracoConfig:
@@ -57,22 +68,27 @@ def load_config(
     Raises:
         ConfigError: one line per mistake.
     """
-    tree: dict[str, Any] = {}
-    foreign: dict[str, Path] = {}
+    layers: list[_Layer] = []
     if source is not None:
         source, argument = _argument(source)
-        _merge(tree, _read(source, foreign))
-        _merge(tree, argument)
-    for own in [*([_read_setting(setting)] if setting is not None else []), *map(_parse_override, overrides)]:
-        _merge(tree, own)
-        _note_keys(own, foreign, None)
+        layers += [*_read(source), _Layer(argument)]
+    if setting is not None:
+        layers.append(_Layer(_read_setting(setting)))
+    typed: dict[str, Any] = {}
+    for words in overrides:
+        _merge(typed, parse_override(words))
+    layers.append(_Layer(typed))
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        _merge(tree, layer.tree)
     _check_keys(tree)
     try:
         config = DracoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
+    _check_one_judge(config, layers, typed)
     if not trust:
-        _refuse_foreign(config, foreign)
+        _refuse_foreign(config, layers)
     return config
 
 
@@ -112,10 +128,8 @@ def project_file(path: Path) -> Path:
     raise ConfigError(f"{path}: no such file in {Path.cwd()} or {PACKAGE}")
 
 
-def _read(
-    source: str, foreign: dict[str, Path], children: tuple[Path, ...] = (), *, named_by_theirs: bool = False
-) -> dict[str, Any]:
-    """The tree of a source and of what it extends; notes in ``foreign`` which run directory of others a key is from.
+def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool = False) -> list[_Layer]:
+    """The layers of a source, after those of what it extends.
 
     What somebody else's file extends is theirs wherever it lies, presets aside.
     """
@@ -134,12 +148,10 @@ def _read(
         raise ConfigError(f"config {path}: damaged: {problem}")
     ours = run.name == CONFIG_FILE and is_ours(run.parent, text)
     theirs = not ours and (of_run or named_by_theirs) and real.parent != PRESETS
-    base: dict[str, Any] = {}
+    layers: list[_Layer] = []
     for parent in parents if isinstance(parents, list) else [parents]:
-        _merge(base, _read(str(parent), foreign, (*children, real), named_by_theirs=theirs))
-    _note_keys(tree, foreign, path if theirs else None)
-    _merge(base, tree)
-    return base
+        layers += _read(str(parent), (*children, real), named_by_theirs=theirs)
+    return [*layers, _Layer(tree, path if theirs else None)]
 
 
 def _argument(source: str) -> tuple[str, dict[str, Any]]:
@@ -181,21 +193,44 @@ def _source_file(source: str) -> Path:
     raise ConfigError(f"config {source!r}: neither a file nor a preset ({', '.join(preset_names())}){hint}")
 
 
-def _note_keys(tree: Mapping[str, Any], foreign: dict[str, Path], theirs: Path | None) -> None:
-    """Which of the keys that need confirmation this tree sets, and whether it is somebody else's file."""
-    for key, _ in confirmed_keys():
-        node: Any = tree
-        for part in key.split("."):
-            node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
-        if node is not _ABSENT:
+def _node(tree: Mapping[str, Any], key: str) -> Any:
+    """What a tree has under a dotted key, or `_ABSENT`."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+    return node
+
+
+def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
+    """Refuse a judge that is named after a switch that has somebody else answer, or typed beside it.
+
+    A file may hold both: `draco config` prints every key.
+    """
+
+    def last(key: str) -> int:
+        """The last layer that sets a key; -1: none does."""
+        return max((place for place, each in enumerate(layers) if _node(each.tree, key) is not _ABSENT), default=-1)
+
+    switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
+    for switch in (name for name, part in switches.items() if getattr(part, name.rpartition(".")[2])):
+        for key in ("judge.model", "judge.api_base", "judge.api_key_env"):
+            if last(key) > last(switch) or _node(typed, key) is not _ABSENT:
+                raise ConfigError(
+                    f"{key}={_leaf(config, key)} has no effect with {switch}=true; set that to false or leave {key} out"
+                )
+
+
+def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
+    foreign: dict[str, Path] = {}
+    for layer in layers:
+        for key, _ in confirmed_keys():
+            if (node := _node(layer.tree, key)) is _ABSENT:
+                continue
             # A mapping is merged: what somebody else's has beside it stays theirs.
             if not isinstance(node, Mapping):
                 foreign.pop(key, None)
-            if theirs is not None:
-                foreign[key] = theirs
-
-
-def _refuse_foreign(config: DracoConfig, foreign: Mapping[str, Path]) -> None:
+            if layer.theirs is not None:
+                foreign[key] = layer.theirs
     default = DracoConfig()
     marks = dict(confirmed_keys())
     named = {
@@ -274,7 +309,8 @@ def _check_values(node: Any, where: str) -> None:
     size(node, "", ())
 
 
-def _parse_override(text: str) -> dict[str, Any]:
+def parse_override(text: str) -> dict[str, Any]:
+    """The tree of one ``KEY=VALUE``. Raises: ConfigError."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4")
@@ -300,7 +336,7 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+            into[key] = copy.deepcopy(value)
 
 
 @functools.cache

@@ -291,6 +291,16 @@ LOCAL_PROVIDER = "hosted_vllm/"
 """LiteLLM's for a vLLM server of one's own."""
 
 
+def provider_key(model: str) -> str:
+    """The variable that holds a provider's key.
+
+    >>> provider_key("anthropic/claude-sonnet-4-5"), provider_key("gpt-5.4")
+    ('ANTHROPIC_API_KEY', 'OPENAI_API_KEY')
+    """
+    provider, slash, _ = model.partition("/")
+    return f"{provider.upper() if slash else 'OPENAI'}_API_KEY"
+
+
 class RuleJudgeConfig(Tree):
     """The offline stand-in for a frontier judge: explicit rules behind a real HTTP server (`draco judge-server`)."""
 
@@ -396,8 +406,9 @@ class JudgeConfig(Tree):
     """LiteLLM model name, provider prefix included."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own."""
-    api_key_env: str = Field("OPENAI_API_KEY", json_schema_extra=CONFIRMED)
-    """Environment variable that holds the key; the key itself never enters a config, a log or a command line."""
+    api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """Environment variable that holds the key; null is ``<PROVIDER>_API_KEY``. The key itself never enters a config, a
+    log or a command line."""
     temperature: float | None = Field(0.1, ge=0)
     """null leaves it out of the request; models that LiteLLM knows to take none are sent none."""
     max_tokens: int = Field(16384, ge=256)
@@ -480,6 +491,11 @@ class JudgeConfig(Tree):
     )
     """Reference prices (Section "Evaluation"), by model name without provider; they win over LiteLLM's own, which hold
     for every other model."""
+
+    @property
+    def key_variable(self) -> str:
+        """The environment variable that holds the key."""
+        return self.api_key_env or provider_key(self.model)
 
     @model_validator(mode="after")
     def _local(self) -> Self:
@@ -709,8 +725,9 @@ class TauModelConfig(Tree):
     """LiteLLM model name, provider prefix included."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own. Of agent and user simulator only with openai/ and hosted_vllm/ models."""
-    api_key_env: str = Field("OPENAI_API_KEY", json_schema_extra=CONFIRMED)
-    """Environment variable that holds the key; providers but openai/ and hosted_vllm/ need LiteLLM's own name."""
+    api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """Environment variable that holds the key; null is ``<PROVIDER>_API_KEY``. Providers but openai/ and hosted_vllm/
+    need LiteLLM's own name."""
     temperature: float | None = Field(0.0, ge=0)
     """null leaves it out of the request."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from draco_ray.config.schema import JudgeConfig
+from draco_ray.config.schema import JudgeConfig, provider_key
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.complete import Request
 from draco_ray.judging.model_limits import quiet_litellm
@@ -52,6 +52,20 @@ class Servers(Protocol):
         ...
 
 
+def place_of(config: JudgeConfig) -> str:
+    """Where a model is asked, for messages: LiteLLM takes an endpoint from the provider's variables as well."""
+    provider = provider_key(config.model).removesuffix("_API_KEY")
+    names = [f"{provider}_BASE_URL", f"{provider}_API_BASE"]
+    return config.api_base or next(
+        (f"{os.environ[name]} ({name})" for name in names if os.environ.get(name)), "its provider"
+    )
+
+
+def introduced(config: JudgeConfig) -> str:
+    """Who is asked, where, and whose key: what a command says before its first request."""
+    return f"{config.model} at {place_of(config)}, key in {config.key_variable}"
+
+
 class Endpoint:
     """The configured model at its endpoint."""
 
@@ -86,7 +100,7 @@ class Endpoint:
         Raises:
             JudgeUnavailable: the variable is not set, and the endpoint is the provider's own.
         """
-        name = self._config.api_key_env
+        name = self._config.key_variable
         if key := os.environ.get(name):
             return key
         if self._config.api_base is not None:
@@ -183,7 +197,7 @@ class Endpoint:
 
     def refused(self, error: BaseException) -> JudgeUnavailable:
         """Return the error for an endpoint that will not have us."""
-        name = self._config.api_key_env
+        name = self._config.key_variable
         return JudgeUnavailable(
             f"{self.who()}: refused: {self.one_line(error)}; check {self._settings} and the key in environment "
             f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
@@ -196,12 +210,12 @@ class Endpoint:
 
     def who(self) -> str:
         """Return what messages call it."""
-        return f"{self._role} {self._config.model} at {self._config.api_base or 'its provider'}"
+        return f"{self._role} {self._config.model} at {place_of(self._config)}"
 
     def one_line(self, error: BaseException | str) -> str:
         """Return the error without line breaks and without the key, should a server echo it."""
         if isinstance(error, TimeoutError):
             return f"no answer within {self._config.request_timeout_seconds:g} s"
-        text = " ".join(str(error).split())
-        key = os.environ.get(self._config.api_key_env)
+        text = " ".join(str(error).partition("Traceback (most recent")[0].split())
+        key = os.environ.get(self._config.key_variable)
         return (text.replace(key, "***") if key else text)[:400]

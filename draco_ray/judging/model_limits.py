@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import Any, Literal
 
 
 def quiet_litellm() -> Any:
-    """Import LiteLLM: it takes seconds, and would fetch its price list unless told not to."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    """Import LiteLLM: it takes seconds, and would fetch its price list and Anthropic's headers unless told not to."""
+    for name in ("LITELLM_LOCAL_MODEL_COST_MAP", "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS"):
+        os.environ.setdefault(name, "True")
     import litellm
 
+    if "LITELLM_LOG" not in os.environ:
+        # What goes wrong is raised as well, and said in our words.
+        litellm.verbose_logger.setLevel(logging.CRITICAL)
+    # It would ask huggingface.co how much a model reads.
+    litellm.utils._get_max_position_embeddings = lambda model_name: None
     litellm.suppress_debug_info = True
     litellm.telemetry = False
     return litellm

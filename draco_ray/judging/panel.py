@@ -162,12 +162,11 @@ def _dearer(completion: Completion, dollars: float) -> Completion:
 
 def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
     """The configuration of another judge: its model and endpoint, everything else as of the first."""
-    provider = judge.model.partition("/")[0] if "/" in judge.model else "openai"
     return config.model_copy(
         update={
             "model": judge.model,
             "api_base": judge.api_base,
-            "api_key_env": judge.api_key_env or f"{provider.upper()}_API_KEY",
+            "api_key_env": judge.api_key_env,
             "extra_body": {},
             "context_tokens": None,
             "local": LocalJudgeConfig(),

@@ -83,9 +83,20 @@ def disconnected(error: BaseException) -> bool:
     return any(isinstance(cause, broken) for cause in _causes(error))
 
 
+def misread(error: BaseException) -> bool:
+    """Whether a reply came and was no completion; LiteLLM reports that as a 500, with no error of HTTP behind it."""
+    of_http = ("httpx", "httpcore", "aiohttp", "openai")
+    causes = list(_causes(error))
+    if classify(error) is not Trouble.UNAVAILABLE or any(isinstance(cause, OSError | TimeoutError) for cause in causes):
+        return False
+    return len(causes) > 1 and not any(type(cause).__module__.partition(".")[0] in of_http for cause in causes)
+
+
 def advice(error: BaseException) -> str:
-    """The key that mends a refused parameter, as the end of a message; empty where none does."""
+    """What mends it, as the end of a message; empty where no key does."""
     text = str(error)
+    if misread(error):
+        return "; it answered, but in another format than the provider that judge.model names"
     if _status(error) not in (400, 422) or not re.search(
         r"unsupported|not support|invalid|unknown|unrecognized", text, re.I
     ):

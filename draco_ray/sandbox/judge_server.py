@@ -43,7 +43,7 @@ from starlette.routing import Route
 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.registry import find
-from draco_ray.sandbox.rule_judge.noise import Noise
+from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 from draco_ray.sandbox.rule_judge.reading import reply
 
 MODEL_NAME = "rule-judge"
@@ -56,9 +56,6 @@ LEAST_CACHED = 1024
 CACHED_BLOCKS = 200_000
 START_SECONDS = 180.0
 STOP_SECONDS = 5.0
-
-
-ANSWERS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
 
 
 class Behaviour(BaseModel):

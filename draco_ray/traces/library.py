@@ -12,10 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig, JudgeLimits, RunConfig
+from draco_ray.config.schema import (
+    LOCAL_PROVIDER,
+    DracoConfig,
+    JudgeConfig,
+    JudgeLimits,
+    RuleJudgeConfig,
+    RunConfig,
+    SelfJudgeConfig,
+)
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.endpoint import place_of
 from draco_ray.judging.judge import prompts_of
 from draco_ray.judging.judge_context import judge_tokens
 from draco_ray.judging.labels import examples_of
@@ -62,7 +71,7 @@ class Plan:
 
 
 def plan(
-    model: str,
+    model: str | None = None,
     *,
     config: DracoConfig | None = None,
     budget: float | None = None,
@@ -79,19 +88,20 @@ def plan(
     ``ray``: on a cluster, which serves a ``hosted_vllm/`` model without an endpoint itself (``judge.local``).
 
     Raises:
-        ConfigError: a budget without a known price, or a rubric or prompt set that cannot be used.
+        ConfigError: a budget without a known price, a rubric or prompt set that cannot be used, or no model where the
+            configuration has a judge that only training has.
     """
     base = config or DracoConfig()
-    provider = model.partition("/")[0] if "/" in model else "openai"
-    same = config is not None and base.judge.model == model
+    model = model or _configured_model(base.judge)
+    told = {"api_base": api_base, "api_key_env": api_key_env, "context_tokens": context}
     judge = base.judge.model_copy(
         update={
+            **{name: value for name, value in told.items() if value is not None},
             "model": model,
-            "api_base": api_base or (base.judge.api_base if same else None),
-            "api_key_env": api_key_env or (base.judge.api_key_env if same else f"{provider.upper()}_API_KEY"),
+            "rule_judge": RuleJudgeConfig(),
+            "self_judge": SelfJudgeConfig(),
             "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),
             "cache": None if out is None else (out / "judge_cache").resolve(),
-            "context_tokens": context or (base.judge.context_tokens if same else None),
         }
     )
     judge = _served_here(judge, ray=ray)
@@ -120,6 +130,18 @@ def plan(
         rubric=load_static_rubric(static) if static is not None else None,
         batch=batch,
     )
+
+
+def _configured_model(judge: JudgeConfig) -> str:
+    for switch, on in (
+        ("judge.self_judge.enabled", judge.self_judge.enabled),
+        ("judge.rule_judge.start", judge.rule_judge.start),
+    ):
+        if on:
+            raise ConfigError(f"{switch}=true: that judge is a part of training runs; name a model to judge traces")
+    if "model" not in judge.model_fields_set:
+        raise ConfigError("no judge: expected a model, or judge.model in the configuration")
+    return judge.model
 
 
 def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
@@ -222,7 +244,7 @@ def open_judge(settled: Plan) -> Meter:
     outage = Outage(
         max_seconds=judge.max_outage_seconds,
         max_backoff_seconds=judge.max_backoff_seconds,
-        who=f"judge {judge.model} at {judge.api_base or 'its provider'}",
+        who=f"judge {judge.model} at {place_of(judge)}",
     )
     limiter = Limiter(
         judge.limits,
@@ -281,7 +303,7 @@ async def judge_run(settled: Plan, complete: Complete, run: JudgingRun, asker: A
 
 async def judge(
     groups: Sequence[TraceGroup],
-    model: str,
+    model: str | None = None,
     *,
     budget: float | None = None,
     rubric: str | Path | None = None,
@@ -297,14 +319,14 @@ async def judge(
 
     Args:
         groups: of `draco_ray.load_traces`.
-        model: LiteLLM's name of the judge, such as ``openai/gpt-5.4``.
+        model: LiteLLM's name of the judge, such as ``openai/gpt-5.4``; None: the configuration's.
         budget: dollars that are not exceeded; judging stops before.
         rubric: a YAML file of criteria, or ``static`` for the one that ships, instead of one that the judge writes.
         out: run directory in which everything is kept. The same call again goes on there and pays for nothing twice.
-        api_base: an endpoint of one's own.
-        api_key_env: variable that holds the key; unless told ``<PROVIDER>_API_KEY``.
-        context: tokens that the judge reads; unless told LiteLLM's figure, else `DEFAULT_CONTEXT`.
-        config: prompts, prices, limits and the advantage rule; unless told the defaults.
+        api_base: an endpoint of one's own; None: the configuration's, else the provider's.
+        api_key_env: variable that holds the key; None: the configuration's, else ``<PROVIDER>_API_KEY``.
+        context: tokens that the judge reads; None: the configuration's, else LiteLLM's figure, else `DEFAULT_CONTEXT`.
+        config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise; None: the defaults.
         batch: ask the provider's batch API: half the price, and up to a day for each of five phases.
         complete: answers in place of LiteLLM.
 
@@ -315,6 +337,8 @@ async def judge(
         JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more. What was judged is in
             ``out`` then.
     """
+    if batch and complete is not None:
+        raise ConfigError("batch: has no effect with complete, which answers in the place of the provider")
     folder = None if out is None else Path(out)
     settled = plan(
         model,
@@ -340,16 +364,14 @@ async def judge(
     async def keep(state: GroupJudgement) -> None:
         found[state.index] = judged_group(state)
 
-    await judge_groups(
-        trace_judge(settled, complete or open_judge(settled)),  # type: ignore[arg-type]
-        enumerate(groups),
-        keep,
-        at_once=settled.at_once,
-    )
+    asked: Complete = complete or open_judge(settled)  # type: ignore[assignment]
+    if complete is None and groups:
+        await asked.check()
+    await judge_groups(trace_judge(settled, asked), enumerate(groups), keep, at_once=settled.at_once)
     return [found[index] for index in range(len(groups))]
 
 
-def judge_sync(groups: Sequence[TraceGroup], model: str, **options: object) -> list[JudgedGroup]:
+def judge_sync(groups: Sequence[TraceGroup], model: str | None = None, **options: object) -> list[JudgedGroup]:
     """`judge`, for code that is not asynchronous, a notebook's included; its arguments and errors are the same."""
 
     def run() -> list[JudgedGroup]:

@@ -301,6 +301,8 @@ def load_traces(
     paths = [Path(each) for each in ([path] if isinstance(path, str | Path) else path)]
     if format not in format_names():
         raise ConfigError(f"format {format!r}: unknown; expected one of {', '.join(format_names())}")
+    if mapping is not None and format != AUTO:
+        raise ConfigError(f"format {format} and a mapping both say what the records are; give one of them")
     mapped = None if mapping is None else load_mapping(Path(mapping))
     loader = _Loader(
         Reading(group_by=None if group_by == NO_GROUPS else group_by, **_code(mapped)),
@@ -314,6 +316,11 @@ def load_traces(
         log.warning("files that are of no kind of traces are not read: %s", counted)
     for file in files:
         if is_run(file):
+            if format not in (AUTO, RUN) or mapped is not None or group_by not in (None, NO_GROUPS):
+                raise ConfigError(
+                    f"{file}: a run directory, whose rollouts are grouped by task; format, mapping and a field to "
+                    "group by have no effect on it"
+                )
             for trace in run_traces(file):
                 loader.add(trace)
         elif format == RUN:

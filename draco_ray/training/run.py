@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
+from draco_ray.config.effect import check_training
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig, TrainConfig
 from draco_ray.environments.base import make_environment
@@ -183,6 +184,7 @@ def _resume(
 ) -> Path:
     old = load_config(str(run.path), trust=True)
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
+    check_training(overrides, config)
     config, prompts, order = _checked(config, console)
     with sole_driver(run):
         check_disk(config, run.path)

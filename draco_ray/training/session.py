@@ -22,6 +22,7 @@ from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
+from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
 from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
@@ -184,15 +185,19 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
 
     judge = config.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
+        asked = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
+        console.print(f"judge: {asked}")
         check_judge_context(config, console)
         yield judge
         return
     if judge.local.enabled:
+        console.print(f"judge: {judge.model}, served on the cluster")
         # Its servers are a part of the run: the first worker asks them.
         check_budget(judge, judge.model)
         yield judge
         return
     if not judge.rule_judge.start:
+        console.print(f"judge: {introduced(judge)}")
         # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
         with shown(console, "asking the judge"):
             asyncio.run(_asked(build_judge(judge, None), config, console))

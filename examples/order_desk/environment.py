@@ -1,6 +1,6 @@
 """An order desk, as an example of an environment of one's own: tasks in JSONL, a world in memory, facts for the judge.
 
-draco train examples/order_desk/order_desk.yaml model.path=DIR judge.model=openai/gpt-5.4
+draco train examples/order_desk/order_desk.yaml model.path=DIR judge.rule_judge.start=false judge.model=openai/gpt-5.4
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.support.canned_judge import answer
 from tests.support.chat_traces import chat_traces
 from tests.support.command import draco_here
-from tests.support.scripted_judge_server import ScriptedJudgeServer
+from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.unit.test_traces_load import FILES
 
 pytestmark = pytest.mark.slow
@@ -177,3 +177,22 @@ async def test_the_library_over_http_with_traces_of_another_world(tmp_path: Path
     assert judged[0].rollouts[1].steps[1].advantage < 0
     prompts = [body["messages"][0]["content"] for body in server.requests]
     assert not any("apis." in prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "<html>Please log in</html>",
+        '{"type": "message", "role": "assistant", "content": [{"type": "text", "text": "OK"}]}',
+        '{"object": "text_completion", "choices": [{"text": "OK", "finish_reason": "stop"}]}',
+    ],
+    ids=["a page", "Anthropic's", "an old one"],
+)
+def test_a_judge_of_another_format_is_one_line(raw: str, tmp_path: Path) -> None:
+    with ScriptedJudgeServer(Reply(raw=raw)) as server:
+        more = ("--set", "judge.max_backoff_seconds=0.01")
+        done = draco_here(*command(chat_traces(tmp_path / "t.jsonl", 1), tmp_path / "out", server.base, *more))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "it answered, but in another format than the provider that judge.model names" in line
+    assert "Traceback" not in line

@@ -49,7 +49,7 @@ async def complete(self: Endpoint, request: Request, server: object, max_tokens:
     words = sum(len(message.content) for message in request.messages) // 4
     text = "no JSON" if TASKS[0] in request.messages[0].content and len(request.messages) == 1 else ANSWER
     dollars = (words + 20) * DOLLARS.input / 1e6
-    _pay(Path(self._config.api_key_env), dollars)
+    _pay(Path(self._config.key_variable), dollars)
     usage = SimpleNamespace(prompt_tokens=words, completion_tokens=20, total_tokens=words + 20)
     message = SimpleNamespace(content=text)
     return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")], usage=usage)

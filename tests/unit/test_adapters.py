@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from draco_ray.adapters.art import draco_score_group
 from draco_ray.adapters.conversations import judge_conversations
 from draco_ray.adapters.tokens import advantage_matrix, sampled_runs, token_advantages
 from draco_ray.adapters.trl import StepCredit
-from draco_ray.errors import TraceError
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import BudgetSpent, ConfigError, TraceError
+from tests.support import canned_judge
 from tests.support.adapters import ASK, Canned, said
+from tests.support.scripted_judge_server import ScriptedJudgeServer
 
 MASK = [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1]
 ACTED = (True, True, False)
@@ -85,3 +89,31 @@ async def test_conversations_keep_their_order_whatever_their_groups() -> None:
     with pytest.raises(TraceError, match="no trace: record 1: no known format"):
         await judge_conversations([{"x": 1}], "canned", complete=Canned())
     assert draco_score_group.__doc__
+
+
+def test_a_budget_holds_over_all_generations_of_a_reward_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    config = DracoConfig.model_validate(
+        {"judge": {"model": "openai/m", "prices": {"m": {"input": 0.0, "output": 100.0}}, "max_tokens": 1000}}
+    )
+    with ScriptedJudgeServer(answer=canned_judge.answer) as server:
+        # A reply is 10 tokens, a tenth of a cent, and might be 1,000, ten cents.
+        credit = StepCredit(config=config, api_base=server.base, budget=0.115)
+        prompts, completions = [ASK, ASK], [said("DL9"), said("UA1")]
+        assert credit(prompts, completions) == [1.0, -1.0]
+        # Nine requests, the first of them whether it answers, leave 0.106; each generation needs 0.108 at most.
+        assert len(server.requests) == 9
+        with pytest.raises(BudgetSpent):
+            credit(prompts, completions)
+        assert len(server.requests) < 18
+
+
+def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="budgett"):
+        StepCredit("openai/m", budgett=5.0)
+    with pytest.raises(ConfigError, match="out: holds the traces of one call"):
+        StepCredit("openai/m", out=tmp_path)
+    with pytest.raises(ConfigError, match="no price of openai/m is known"):
+        StepCredit("openai/m", budget=5.0)
+    with pytest.raises(ConfigError, match="no judge: expected a model"):
+        StepCredit()

@@ -185,5 +185,5 @@ def test_another_model_takes_nothing_of_the_old_endpoint() -> None:
         temperature=0.3,
     )
     other = judge_config(offline, NamedJudge(model="anthropic/new"), None)
-    assert (other.model, other.api_base, other.api_key_env) == ("anthropic/new", None, "ANTHROPIC_API_KEY")
+    assert (other.model, other.api_base, other.key_variable) == ("anthropic/new", None, "ANTHROPIC_API_KEY")
     assert (other.temperature, other.extra_body, other.rule_judge.start) == (0.3, {}, False)

@@ -236,7 +236,7 @@ def test_kuberay_pods_are_unprivileged_and_get_their_secrets_from_kubernetes() -
         assert spec.securityContext["runAsNonRoot"] is True
         (container,) = spec.containers
         secret = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in container.env}
-        assert set(secret) == {load_config(PRESETS[0]).judge.api_key_env}
+        assert set(secret) == {load_config(PRESETS[0]).judge.key_variable}
         mounts = {mount["mountPath"]: mount["name"] for mount in container.volumeMounts}
         volumes = {volume["name"]: volume for volume in spec.volumes}
         assert volumes[mounts["/shared"]]["persistentVolumeClaim"]["claimName"] == "draco-shared"

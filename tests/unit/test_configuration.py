@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.config.effect import check_effect
 from draco_ray.config.keys import described_keys, dotted_keys
 from draco_ray.config.load import PRESETS, dump_config, load_config, preset_names, setting_names
 from draco_ray.config.schema import DracoConfig
@@ -138,9 +139,10 @@ def test_every_key_has_a_type_a_value_and_a_meaning() -> None:
     assert keys["algorithm.reward"].kind == "rubric | outcome | random"
     assert keys["run.trackers"].kind == "list of tensorboard | wandb | mlflow"
     # What is printed can be typed.
-    config = load_config("sandbox")
-    for key in keys.values():
-        assert load_config("sandbox", [f"{key.name}={key.value}"]) == config
+    asked = ["judge.rule_judge.start=false"]
+    config = load_config("sandbox", asked)
+    for key in described_keys(config):
+        assert load_config("sandbox", [*asked, f"{key.name}={key.value}"]) == config
 
 
 def one_line(source: str | None, overrides: Sequence[str] = (), setting: str | None = None) -> str:
@@ -247,3 +249,34 @@ def test_a_source_that_is_no_plain_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("queue.yaml", "loop.yaml", "run"):
         assert name in one_line(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("switch", ["judge.rule_judge.start", "judge.self_judge.enabled"])
+def test_a_judge_that_would_not_be_asked_is_not_named_in_vain(switch: str, tmp_path: Path) -> None:
+    on = ["judge.rule_judge.start=false", f"{switch}=true"]
+    for key in ("judge.model=openai/m", "judge.api_base=http://m/v1", "judge.api_key_env=M"):
+        with pytest.raises(ConfigError, match=f"{key} has no effect with {switch}=true; set that to false"):
+            load_config("sandbox", [*on, key])
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: sandbox\njudge: {model: openai/m}\n")
+    with pytest.raises(ConfigError, match="judge.model=openai/m has no effect with judge.rule_judge.start=true"):
+        load_config(str(file))
+    file.write_text("extends: sandbox\njudge: {model: openai/m, rule_judge: {start: false}}\n")
+    # A setting that comes later has another judge, and that is what was asked for.
+    assert load_config(str(file), [], "self-judge").judge.self_judge.enabled
+    # A file may hold both: `draco config` prints every key.
+    whole = load_config("sandbox", on)
+    file.write_text(dump_config(whole))
+    assert load_config(str(file)) == whole
+
+
+def test_keys_without_an_effect_are_named_with_the_reason() -> None:
+    idle = {"judge": "alone", "judge.limits": "", "judge.limits.dollars": "twice"}
+    check_effect("it", ["judge.limits={requests_per_minute: 3}", "seed=1"], ("judge", "seed"), idle)
+    for typed, said in (
+        ("judge.model=m", "it: judge.model has no effect alone"),
+        ("judge.limits={dollars: 3}", "it: judge.limits.dollars has no effect twice"),
+        ("train={steps: 3}", "it: train.steps has no effect; of the configuration it takes judge, seed"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_effect("it", [typed], ("judge", "seed"), idle)

@@ -51,7 +51,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_run(path: Path, *overrides: str) -> Path:
-    return RunDirectory.create(path, dump_config(load_config("sandbox", overrides))).path
+    return RunDirectory.create(
+        path, dump_config(load_config("sandbox", ["judge.rule_judge.start=false", *overrides]))
+    ).path
 
 
 def received(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Path:
@@ -195,7 +197,7 @@ def test_what_others_write_into_a_run_of_ones_own_is_theirs(tmp_path: Path, monk
 
 def test_a_received_run_with_defaults_needs_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = received(tmp_path / "run", monkeypatch, "algorithm.rule=grpo", "learner.use=ray_lora")
-    assert load_config(str(run)) == load_config("sandbox", ["algorithm.rule=grpo"])
+    assert load_config(str(run)) == load_config("sandbox", ["judge.rule_judge.start=false", "algorithm.rule=grpo"])
 
 
 def test_where_no_key_can_be_kept_a_run_is_nobodys(tmp_path: Path, home: Path) -> None:

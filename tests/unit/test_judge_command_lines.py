@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draco_ray.cli import main
 from draco_ray.commands.judge import _understood, progress_line
-from draco_ray.config.schema import DracoConfig
-from draco_ray.errors import ConfigError
+from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Request
+from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.pricing import known_price
 from draco_ray.records import Message
 from draco_ray.traces.estimate import estimate
@@ -20,6 +24,11 @@ from draco_ray.traces.library import Meter, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from tests.unit.test_traces_judging import MODEL, Canned
 from tests.unit.test_traces_load import FILES
+
+
+def run(*words: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(words)
 
 
 async def test_the_line_moves_while_nothing_comes_back() -> None:
@@ -82,6 +91,119 @@ def test_a_vllm_judge_without_an_endpoint_is_served_by_the_cluster(monkeypatch: 
     assert not plan("openai/gpt-5.4", config=config, ray=True).config.judge.local.enabled
     monkeypatch.setenv("HOSTED_VLLM_API_BASE", "http://127.0.0.1:8000/v1")
     assert not plan(model, ray=True).config.judge.local.enabled
+
+
+PRIVATE = {"model": "openai/private", "api_base": "http://127.0.0.1:9/v1", "api_key_env": "ITS_KEY"}
+TRACES = str(FILES / "openai_chat.jsonl")
+
+
+def test_who_is_asked_is_what_the_configuration_says_as_far_as_no_argument_says_otherwise() -> None:
+    def asked(model: str | None = None, judge: Mapping[str, Any] = PRIVATE, **told: Any) -> tuple[str | None, ...]:
+        found = plan(model, config=DracoConfig.model_validate({"judge": judge}), **told).config.judge
+        return found.model, found.api_base, found.key_variable
+
+    base = "http://127.0.0.1:9/v1"
+    assert asked() == ("openai/private", base, "ITS_KEY")
+    assert asked("anthropic/claude") == ("anthropic/claude", base, "ITS_KEY")
+    assert asked("openai/gpt-5.4") == ("openai/gpt-5.4", base, "ITS_KEY")
+    assert asked(api_base="http://other/v1", api_key_env="B") == ("openai/private", "http://other/v1", "B")
+    assert asked("anthropic/claude", {"model": "openai/m"}) == ("anthropic/claude", None, "ANTHROPIC_API_KEY")
+    # What equals a default is as explicit as anything else.
+    assert asked(judge={"model": "openai/gpt-5.4", "api_key_env": "OPENAI_API_KEY"})[2] == "OPENAI_API_KEY"
+    assert (
+        plan("a/b", config=DracoConfig.model_validate({"judge": {"context_tokens": 50_000}})).context_tokens == 50_000
+    )
+    for judge, said in (
+        ({}, "no judge: expected a model"),
+        ({"self_judge": {"enabled": True}}, "self_judge.enabled=true: that judge is a part of training"),
+        ({"rule_judge": {"start": True}}, "rule_judge.start=true: that judge is a part of training"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            asked(judge=judge)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "judge: openai/gpt-5.4 at its provider, key in OPENAI_API_KEY"),
+        (
+            "--config FILE",
+            "judge: openai/private at http://127.0.0.1:9/v1, key in ITS_KEY; jury: gemini/x at its provider",
+        ),
+        ("--config FILE --judge a/b", "judge: a/b at http://127.0.0.1:9/v1, key in ITS_KEY; jury"),
+        ("--set judge.model=a/b --set judge.api_base=http://c/v1", "judge: a/b at http://c/v1, key in A_API_KEY"),
+        ("--config sandbox", "judge: the offline judge, in this process"),
+        ("--config sandbox --judge a/b", "judge: a/b at its provider, key in A_API_KEY"),
+    ],
+)
+def test_it_says_whom_it_will_ask(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "judge.yaml"
+    file.write_text(json.dumps({"judge": {**PRIVATE, "jury": [{"model": "gemini/x"}]}}))
+    run("judge", TRACES, "--dry-run", *words.replace("FILE", str(file)).split())
+    assert f"\n{said}" in capsys.readouterr().out
+
+
+def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://e/v1")
+    assert (
+        introduced(JudgeConfig(model="openai/m")) == "openai/m at http://e/v1 (OPENAI_BASE_URL), key in OPENAI_API_KEY"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--set train.steps=3", "--set: train.steps has no effect"),
+        ("--set judge.workers=3", "judge.workers has no effect without --ray"),
+        ("--set ray.dashboard=false", "ray.dashboard has no effect without --ray"),
+        ("--set algorithm.reward=outcome", "algorithm.reward has no effect on traces"),
+        ("--set algorithm.static_rubric=r.yaml", "has no effect without algorithm.rubric=static"),
+        ("--set judge.cache=c", "judge.cache has no effect here"),
+        ("--set judge.rule_judge.false_pass=0.5", "judge.rule_judge.false_pass has no effect"),
+        ("--set judge.local={replicas: 3}", "judge.local.replicas has no effect unless the cluster serves the judge"),
+        ("--batch --set judge.service_tier=flex", "judge.service_tier has no effect with --batch"),
+        ("--judge rules --set judge.temperature=0", "judge.temperature has no effect with the offline judge"),
+        ("--judge rules --api-base http://x", "--api-base: no effect with the offline judge"),
+        ("--judge rules --batch", "--batch: no effect with the offline judge"),
+        ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give one of them"),
+        ("--budget 3 --set judge.limits={dollars: 4}", "--budget and --set judge.limits.dollars: give one of them"),
+        ("--rubric static --set algorithm.rubric=dynamic", "--rubric and --set algorithm.rubric: give one of them"),
+        ("--config sandbox --set judge.model=a/b", "judge.model=a/b has no effect with judge.rule_judge.start=true"),
+        ("--set judge.self_judge.enabled=true", "judge.self_judge.enabled=true: that judge is a part of training runs"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_in_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = re.findall(r"\S+\{.*?\}|\S+", words)
+    with pytest.raises(SystemExit, match="2"):
+        main(["judge", TRACES, "--dry-run", *typed])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_configured_rule_judge_answers_by_its_own_rules(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "from tests.support import canned_judge\nanswer = lambda prompt: (None, canned_judge.answer(prompt))\n"
+    )
+    words = ["--set", "judge.rule_judge.start=true", "--set", f"judge.rule_judge.use={rules}:answer"]
+    run("judge", TRACES, *words, "--out", str(tmp_path / "out"))
+    judged = [json.loads(line) for line in (tmp_path / "out" / "judged.jsonl").read_text("utf-8").splitlines()]
+    assert {verdict["title"] for line in judged for verdict in line["verdicts"]} >= {"Books the cheapest flight"}
+
+
+def test_without_out_the_judge_is_asked_first_whether_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    quick = DracoConfig.model_validate({"judge": {"max_backoff_seconds": 0.01}})
+    with pytest.raises(JudgeUnavailable, match=r"openai/x at http://127.0.0.1:9/v1: unreachable after 3 attempts"):
+        judge_sync(load_traces(TRACES), "openai/x", api_base="http://127.0.0.1:9/v1", config=quick)
+    with pytest.raises(ConfigError, match="batch: has no effect with complete"):
+        judge_sync(load_traces(TRACES), MODEL, complete=Canned(), batch=True)
 
 
 def test_the_offline_judge_spends_no_budget_and_is_called_a_stand_in(

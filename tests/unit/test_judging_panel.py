@@ -274,9 +274,9 @@ def replace_jury(config: JudgeConfig) -> JudgeConfig:
 def test_another_judge_has_its_own_endpoint_and_key() -> None:
     config = JudgeConfig(api_base="http://a/v1", api_key_env="A", extra_body={"x": 1})
     made = other(config, OtherJudgeConfig(model="anthropic/claude-sonnet-4-5"))
-    assert (made.api_base, made.api_key_env, made.extra_body) == (None, "ANTHROPIC_API_KEY", {})
+    assert (made.api_base, made.key_variable, made.extra_body) == (None, "ANTHROPIC_API_KEY", {})
     assert made.max_tokens == config.max_tokens
-    assert other(config, OtherJudgeConfig(model="m", api_key_env="B")).api_key_env == "B"
+    assert other(config, OtherJudgeConfig(model="m", api_key_env="B")).key_variable == "B"
     loaded = load_config(
         "sandbox", ["judge.jury=[{model: openai/gpt-5.4-mini}]", "judge.strong={model: openai/gpt-5.4}"]
     )
@@ -296,10 +296,8 @@ def with_others(**changes: object) -> JudgeConfig:
 def test_another_judge_has_no_panel_of_its_own_and_everything_else_of_the_first() -> None:
     config = with_others(context_tokens=50_000, api_base="http://m/v1", extra_body={"x": 1}, api_key_env="M")
     made = other(config, OtherJudgeConfig(model="org/name/x", api_base="http://x/v1"))
-    assert made == JudgeConfig(
-        model="org/name/x", api_base="http://x/v1", api_key_env="ORG_API_KEY", max_outage_seconds=60.0, max_tokens=999
-    )
-    assert other(config, OtherJudgeConfig(model="bare")).api_key_env == "OPENAI_API_KEY"
+    assert made == JudgeConfig(model="org/name/x", api_base="http://x/v1", max_outage_seconds=60.0, max_tokens=999)
+    assert other(config, OtherJudgeConfig(model="bare")).key_variable == "OPENAI_API_KEY"
     served = JudgeConfig(model="hosted_vllm/own", local=LocalJudgeConfig(enabled=True))
     assert other(served, OtherJudgeConfig(model="org/x")).local == LocalJudgeConfig()
 

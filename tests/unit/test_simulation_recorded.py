@@ -269,8 +269,8 @@ def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> 
     ("words", "problem"),
     [
         ((), "name CONFIG or --simulate RUN"),
-        (("--slots", "3"), "--slots needs --simulate RUN"),
-        (("sandbox", "--rollouts", "3"), "--rollouts needs --simulate RUN"),
+        (("--slots", "3"), "--slots: no effect without --simulate RUN"),
+        (("sandbox", "--rollouts", "3"), "--rollouts: no effect without --simulate RUN"),
         (("sandbox", "--simulate", "."), "takes its configuration from the run"),
     ],
 )

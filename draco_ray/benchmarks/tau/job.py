@@ -11,7 +11,7 @@ from typing import Any
 from draco_ray.benchmarks.tau.installation import DENSE_RETRIEVAL, DOMAIN, Tau2
 from draco_ray.benchmarks.tau.policy import TauPolicy
 from draco_ray.benchmarks.tau.server import ServedPolicy
-from draco_ray.config.schema import TauBenchConfig, TauModelConfig
+from draco_ray.config.schema import TauBenchConfig, TauModelConfig, provider_key
 from draco_ray.errors import ConfigError
 from draco_ray.judging.model_limits import refuses_temperature
 
@@ -39,12 +39,16 @@ PASSED_ON = (
 
 def key_variables(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
     """Role -> name of the variable of ours that holds its key."""
-    variables = {"user simulator": config.user.api_key_env, "judge": config.judge.api_key_env}
+    variables = {role: _key_variable(each) for role, each in (("user simulator", config.user), ("judge", config.judge))}
     if config.retrieval in DENSE_RETRIEVAL:
         variables["embedder"] = config.embedder.api_key_env
     if policy.api:
-        variables["agent"] = config.agent.api_key_env
+        variables["agent"] = _key_variable(config.agent, policy.model)
     return variables
+
+
+def _key_variable(config: TauModelConfig, model: str | None = None) -> str:
+    return config.api_key_env or provider_key(model or config.model)
 
 
 def read_keys(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
@@ -201,7 +205,7 @@ def litellm_variables(key: str, config: TauModelConfig, model: str) -> tuple[str
             f"{key}.api_base: cannot be told to provider {provider!r}; expected one of "
             f"{', '.join(PROVIDER_VARIABLES)} in {key}.model"
         )
-    return config.api_key_env, {}
+    return _key_variable(config, model), {}
 
 
 def _embeddings_folder(config: TauBenchConfig) -> Path:

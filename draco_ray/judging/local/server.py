@@ -146,7 +146,7 @@ class VllmJudgeServer:
     def _start(self, why: str = "") -> Look:
         self._base = f"http://{self._host}:{(port := openai_server.free_port(self._host))}"
         model = served_model(self._config.model)
-        withheld = (self._config.api_key_env,)
+        withheld = (self._config.key_variable,)
         environment = openai_server.server_environment(engine_of(self._config.local), model, self._key, withheld)
         words = serve_words(self._config, self._host, port)
         self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.endpoint import introduced
+from draco_ray.registry import find
 from draco_ray.sandbox.rule_judge.answering import answer
+from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 
 RULES = "rules"
 """Name of the offline rule judge on the command line."""
@@ -50,6 +53,23 @@ class RuleComplete:
         """Do nothing: it always answers."""
 
 
+def configured_rules(config: JudgeConfig, seed: int) -> RuleComplete:
+    """The rule judge of a configuration, with the rules and the noise that it has there.
+
+    Raises:
+        ConfigError: ``judge.rule_judge.use`` names nothing.
+    """
+    noise = config.rule_judge.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
+    answers = find("judge.rule_judge.use", config.rule_judge.use, ANSWERS)
+    return RuleComplete(Noise(**noise, seed=seed).blur(answers))
+
+
+def names_judge(config: DracoConfig) -> bool:
+    """Whether a configuration says who judges."""
+    judge = config.judge
+    return "model" in judge.model_fields_set or judge.rule_judge.start or judge.self_judge.enabled
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamedJudge:
     """Who is asked, as a command line names it."""
@@ -60,6 +80,11 @@ class NamedJudge:
     """Endpoint; None is the provider's own."""
     api_key_env: str | None = None
     """Variable that holds the key; None is ``<PROVIDER>_API_KEY``."""
+
+    def __post_init__(self) -> None:
+        """Refuse an endpoint for a judge that answers here. Raises: ConfigError."""
+        if self.model in (RULES, POLICY) and (self.api_base is not None or self.api_key_env is not None):
+            raise ConfigError(f"judge {self.model}: it is served here; expected no endpoint and no key for it")
 
 
 def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
@@ -76,12 +101,11 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
     model = judge.model
     if model == OWN:
         return _own(config, judge, cache)
-    provider = model.partition("/")[0] if "/" in model else "openai"
     return config.model_copy(
         update={
             "model": model,
             "api_base": judge.api_base,
-            "api_key_env": judge.api_key_env or f"{provider.upper()}_API_KEY",
+            "api_key_env": judge.api_key_env,
             "extra_body": {} if model != config.model else config.extra_body,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
@@ -103,7 +127,8 @@ def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeCon
             "name it with --api-base"
         )
     if config.rule_judge.start:
-        return judge_config(config, NamedJudge(model=RULES), None)
+        offline = judge_config(config, NamedJudge(model=RULES), None)
+        return offline.model_copy(update={"rule_judge": config.rule_judge})
     return config.model_copy(
         update={
             "local": LocalJudgeConfig(),
@@ -112,6 +137,11 @@ def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeCon
             "cache": cache,
         }
     )
+
+
+def asked(named: str, config: JudgeConfig) -> str:
+    """Who is asked, and where: what a command says before its first request."""
+    return named if named == POLICY or config.model == RULES else introduced(config)
 
 
 def folder_name(judge: str) -> str:
@@ -123,10 +153,13 @@ def folder_name(judge: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", judge).strip(".") or "judge"
 
 
-def open_complete(config: JudgeConfig) -> Complete:
-    """What answers: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``."""
+def open_complete(config: JudgeConfig, seed: int = 0) -> Complete:
+    """What answers: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``.
+
+    ``seed``: of the run whose rule judge is asked again, for its noise.
+    """
     if config.model == RULES:
-        return RuleComplete()
+        return configured_rules(config, seed)
     from draco_ray.judging.client import LiteLLMClient
     from draco_ray.judging.reply_cache import ReplyCache
 

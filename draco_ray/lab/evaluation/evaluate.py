@@ -26,6 +26,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
+from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
 from draco_ray.lab.evaluation.api_policy import ApiPolicies
@@ -287,12 +288,11 @@ class _Evaluator:
 
     def _api_policies(self, model: str) -> ApiPolicies:
         config, api = self._config, self._api
-        provider = model.split("/", 1)[0] if "/" in model else "openai"
         client = config.judge.model_copy(
             update={
                 "model": model,
                 "api_base": api.api_base,
-                "api_key_env": api.api_key_env or f"{provider.upper()}_API_KEY",
+                "api_key_env": api.api_key_env,
                 "temperature": api.temperature,
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
@@ -302,6 +302,7 @@ class _Evaluator:
                 "cache": None,
             }
         )
+        self._console.print(f"policy: {introduced(client)}")
         limiter = start_evaluation_limiter(client, self._directory.path, self._name)
         leases = None
         if limiter is not None:

@@ -81,6 +81,8 @@ class EvaluatedSetting(BaseModel):
     def _one_of_both(self) -> EvaluatedSetting:
         if (self.policy is None) == (self.run is None):
             raise ValueError("expected either policy or run")
+        if self.run is None and "last_epochs" in self.model_fields_set:
+            raise ValueError("last_epochs has no effect on a policy, only on a run")
         return self
 
 
@@ -95,8 +97,8 @@ class EvaluationSet(BaseModel):
     """Label in the tables -> what is measured under it; a text is its ``policy``."""
     splits: Annotated[tuple[Split, ...], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(min_length=1)
     """Of the environment, or ``tau-banking``."""
-    runs: PositiveInt = 3
-    """Independent rollouts per task."""
+    runs: PositiveInt | None = None
+    """Independent rollouts per task; null: 3, of tau-banking ``tau_bench.trials``."""
     max_lost_share: float = Field(default=0.05, ge=0, le=1)
     """The set stops as soon as an evaluation has lost more than this share of its rollouts."""
     overrides: Words = ()

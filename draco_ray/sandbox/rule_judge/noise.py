@@ -21,6 +21,9 @@ Answer = Callable[[str], tuple[str | None, str]]
 """A judge's prompt -> its phase (None: it is none) and the reply."""
 _FLIPPED = {Verdict.PASS: Verdict.FAIL, Verdict.FAIL: Verdict.PASS}
 
+ANSWERS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
+"""Rules that ship, as ``judge.rule_judge.use`` names them."""
+
 
 class Noise(BaseModel):
     """Shares of what a judge gets wrong, each drawn on its own.

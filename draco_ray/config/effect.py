@@ -1,0 +1,104 @@
+"""What was typed has an effect: keys of the command line that change nothing are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from draco_ray.config.keys import dotted_keys
+from draco_ray.config.load import parse_override
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import ConfigError
+
+
+def typed_keys(overrides: Iterable[str]) -> list[str]:
+    """The keys that ``KEY=VALUE`` words set: of a value that is a mapping those below it.
+
+    >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
+    ['seed', 'judge.limits.dollars']
+    """
+    leaves = set(dotted_keys())
+
+    def below(tree: Mapping[str, Any], prefix: str) -> list[str]:
+        found: list[str] = []
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            found += below(value, f"{key}.") if isinstance(value, Mapping) and key not in leaves else [key]
+        return found
+
+    return [key for each in overrides for key in below(parse_override(each), "")]
+
+
+def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
+    """Refuse typed keys that change nothing.
+
+    Args:
+        command: for messages.
+        overrides: ``KEY=VALUE`` words.
+        read: the keys, and sections, that the command acts on.
+        idle: keys and sections of these that have no effect this time -> why. The longest that fits a key holds for
+            it; one without a reason has an effect.
+
+    Raises:
+        ConfigError: one of them has no effect.
+    """
+    for key in typed_keys(overrides):
+        parts = key.split(".")
+        above = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        if not any(each in read for each in above):
+            raise ConfigError(f"{command}: {key} has no effect; of the configuration it takes {', '.join(read)}")
+        if reason := next((idle[each] for each in above if each in idle), ""):
+            raise ConfigError(f"{command}: {key} has no effect {reason}")
+
+
+TRAINING = (
+    *("setting", "seed", "data", "model", "agent", "environment", "engine", "judge", "algorithm", "learner", "train"),
+    *("watch", "run", "ray"),
+)
+"""What training acts on."""
+SENT = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury", "strong", "fallbacks")
+"""Keys of ``judge`` that are for a model behind an endpoint."""
+
+
+def judge_idle(config: DracoConfig) -> dict[str, str]:
+    """Keys of ``judge`` that have no effect on a configuration's judge, for `check_effect`."""
+    judge, idle = config.judge, dict[str, str]()
+    for part, switch, on in (
+        ("judge.rule_judge", "start", judge.rule_judge.start),
+        ("judge.self_judge", "enabled", judge.self_judge.enabled),
+        ("judge.local", "enabled", judge.local.enabled),
+    ):
+        if not on:
+            idle |= {part: f"without {part}.{switch}=true", f"{part}.{switch}": ""}
+    if judge.self_judge.enabled:
+        idle |= {f"judge.{key}": "with judge.self_judge.enabled=true" for key in SENT}
+    if not judge.jury:
+        idle["judge.strong"] = "without judge.jury: it decides where judges differ"
+    if judge.examples is None:
+        idle["judge.max_examples"] = "without judge.examples"
+    return idle
+
+
+def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
+    """Refuse typed keys that have no effect on a training run. Raises: ConfigError."""
+    train, idle = config.train, judge_idle(config)
+    if config.algorithm.rubric != "static":
+        idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
+    if config.agent.use != "command":
+        idle |= dict.fromkeys(("agent.command", "agent.function"), "without agent.use=command")
+    if config.environment.min_slots is None:
+        idle["environment.idle_seconds"] = "without environment.min_slots"
+    if train.steps is not None:
+        idle["train.epochs"] = f"with train.steps={train.steps}; set that to null"
+    if train.keep_last is None:
+        idle |= dict.fromkeys(("train.keep_every", "train.keep_best"), "without train.keep_last: all checkpoints stay")
+    if not train.evaluate_before_after:
+        idle["train.evaluation_runs"] = "without train.evaluate_before_after=true"
+    if config.learner.mask_low is None and config.learner.mask_high is None:
+        idle["learner.mask_level"] = "without learner.mask_low or learner.mask_high"
+    if not isinstance(config.run.root, str):
+        idle["run.local"] = "unless run.root is an object store"
+    if config.ray.address is not None:
+        own = ("object_store_mib", "dashboard", "fork_workers")
+        idle |= {f"ray.{key}": "with ray.address: that Ray runs already" for key in own}
+    check_effect("train", overrides, TRAINING, idle)
