@@ -60,6 +60,20 @@ class Question(ABC, Generic[ValueT]):
         """The same question with less of what it shows (`draco_ray.judging.shortening`), 0 .. `LEVELS`."""
         return self
 
+    @property
+    def members(self) -> Sequence[int]:
+        """Rollouts that could be left out, where the question is about a whole group; else none."""
+        return ()
+
+    @property
+    def doubtful(self) -> Sequence[int]:
+        """The `members` to leave out first, should the judge refuse the question."""
+        return ()
+
+    def only(self, members: Sequence[int]) -> Self:
+        """The same question about some of its `members`."""
+        return self
+
     @abstractmethod
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[ValueT]:
         """Read a reply.
