@@ -185,6 +185,7 @@ class Pipeline:
                 messages=group.prompt,
                 candidates=[proposal.judged for proposal in proposals],
                 trajectories=[member.trajectory for member in members],
+                doubtful=[m.rollout for m, stage2 in zip(members, proposals[1:], strict=True) if not stage2.ok],
             )
             rubric = union.judged
             if not union.ok:

@@ -19,6 +19,7 @@ from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreEr
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
+from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RULES, RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import prices, read_calls
@@ -213,7 +214,7 @@ async def _with_progress(
         if ray and kept.pending():
             from draco_ray.commands.judge_cluster import pooled
 
-            async with pooled(settled.config, kept, meter) as asker:
+            async with pooled(settled.told, kept, meter) as asker:
                 await judge_run(settled, meter, kept, asker)
         else:
             await judge_run(settled, meter, kept)
@@ -270,11 +271,12 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
             f"  {counted(single, 'single trace')}: rubric, verdicts and step qualities, but no dropout and no "
             "advantage; --group-by says which belong to one task"
         )
-    long = [each for each in summaries if each.characters + each.prompt_characters > settled.room.alone]
+    long = [each for each in summaries if each.characters + each.prompt_characters > settled.room]
     if long:
         lines.append(
-            f"  {counted(len(long), 'trace')} longer than the {settled.room.alone:,} characters that fit beside the "
-            "rest of a prompt: first outputs, then turns, then the prompt are cut to one length, no step is left out"
+            f"  {counted(len(long), 'trace')} longer than the {settled.room:,} characters that fit into a prompt, at "
+            f"{BYTES_PER_TOKEN} bytes a token: first outputs, then turns, then the prompt are cut to one length, no "
+            "step is left out"
         )
     if not settled.context_known and settled.config.judge.model != RULES:
         lines.append(
@@ -320,11 +322,7 @@ def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
 
 
 def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
-    try:
-        trace, text = trace_judge(settled, RuleComplete()).prompt_of(groups[0])
-    except ValueError as error:
-        console.print(f"{error}")
-        return
+    trace, text = trace_judge(settled, RuleComplete()).prompt_of(groups[0])
     console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n")
     console.print(text)
 

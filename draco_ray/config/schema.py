@@ -330,8 +330,7 @@ class SelfJudgeConfig(Tree):
     """Whether its chat template's thinking mode is on, in every phase."""
     context_tokens: int | None = Field(None, ge=1024)
     """Longest judge prompt and reply together, for which the engines are started with room; null: what the union of a
-    group of full-length rollouts takes (`draco plan` prints it). A longer prompt fails its call, unless
-    judge.context_tokens cuts it."""
+    group of full-length rollouts takes (`draco plan` prints it). A longer prompt is cut."""
 
 
 class LocalJudgeConfig(Tree):
@@ -416,7 +415,8 @@ class JudgeConfig(Tree):
     context_tokens: int | None = Field(None, ge=1024)
     """Prompt and reply together, as much as the judge reads; null: what LiteLLM's table or the served model's
     config.json says. Longer prompts are cut: first outputs, then turns, then the agent's prompt, each text to one
-    length with the cut marked; no step is left out. Of a judge of which nothing is known no prompt is cut."""
+    length with the cut marked; no step is left out. Of a judge of which nothing is known prompts are cut
+    once it says that they are too long."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """How long the model thinks before it answers, where it can be told; null leaves it out of the request."""
     extra_body: dict[str, object] = Field(default_factory=dict)

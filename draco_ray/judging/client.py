@@ -27,7 +27,7 @@ from draco_ray.judging.call import Call
 from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import Next
+from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     Most,
@@ -363,7 +363,7 @@ class LiteLLMClient:
     def _failed(self, call: Call, error: BaseException) -> Completion:
         return Completion(
             text="",
-            finish_reason="error",
+            finish_reason="error" if classify(error) is Trouble.OWN else "unavailable",
             model=self._config.model,
             input_tokens=0,
             cached_tokens=0,

@@ -36,7 +36,8 @@ class Completion:
     text: str
     finish_reason: str
     """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` where nothing followed it,
-    ``error`` where no answer came, or the provider's own name for what broke the reply off (``abort``)."""
+    ``error`` where the request was refused, ``unavailable`` where no answer came to it, or the provider's own name for
+    what broke the reply off (``abort``)."""
     model: str
     input_tokens: int
     cached_tokens: int

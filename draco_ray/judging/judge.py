@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,14 +17,15 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import second_look
 from draco_ray.judging.complete import Complete, Completion, Request
-from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
+from draco_ray.judging.fitting import Fitted, Fitting
+from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.labels import examples_of
+from draco_ray.judging.members import ask_without_refused, is_refused
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 from draco_ray.judging.reply import Parsed, check_finish
-from draco_ray.judging.shortening import LENGTHS, LEVELS
 from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
@@ -49,11 +49,14 @@ class CallContext:
 class Judge:
     """One judge model with one prompt set."""
 
-    def __init__(self, complete: Complete, prompts: Prompts, config: JudgeConfig) -> None:
+    def __init__(
+        self, complete: Complete, prompts: Prompts, config: JudgeConfig, replies: Replies | None = None
+    ) -> None:
+        """``replies``: where ``complete`` keeps its answers; None: nowhere."""
         self._complete = complete
         self._prompts = prompts
         self._config = config
-        self._room = judge_room(config)
+        self._fitting = Fitting(config, prompts, replies)
 
     async def check(self) -> None:
         """Make sure that the judge answers.
@@ -65,25 +68,49 @@ class Judge:
 
     async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
         """Answer a question of any phase: its value, or the reason there is none, with every call that was made."""
+        judged = await self._ask_fitting(question, context)
+        if len(question.members) < 2 or not is_refused(judged):
+            return judged
+        return await ask_without_refused(question, judged, lambda some: self._ask_fitting(some, context))
+
+    async def _ask_fitting(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
+        """Ask with as much of what the question shows as the judge reads."""
         if (settled := question.settled()) is not None:
             return Judged(value=settled)
         try:
-            question, prompt, left_out = await asyncio.to_thread(self._fitting, question)
+            fitted = await self._fitting.fit(question)
         except ReplyError as problem:
             return Judged(value=None, error=f"{question.name} of {_who(context)} failed: {problem}")
+        calls: tuple[JudgeCall, ...] = ()
+        tries = 0
+        judged = await self._votes(fitted, context)
+        while (shorter := await self._fitting.shorter(fitted, judged, tries)) is not None:
+            calls, fitted, tries = (*calls, *judged.calls), shorter, tries + 1
+            judged = await self._votes(fitted, context)
+        if judged.ok:
+            await self._fitting.answered(fitted, judged, tries)
+        elif tries:
+            judged = replace(judged, error=f"{judged.error} (asked {tries + 1} times, with less of it each time)")
+        notes = judged.notes
+        if fitted.left_out:
+            about = f"{fitted.left_out:,} of {len(fitted.whole):,} characters were left out of its prompt"
+            notes = (f"{about}: the judge reads {self._fitting.reads}", *notes)
+        return replace(judged, calls=(*calls, *judged.calls), notes=notes, left_out=fitted.left_out)
+
+    async def _votes(self, fitted: Fitted[ValueT], context: CallContext) -> Judged[ValueT]:
+        """Ask as often as the phase wants votes, and join them."""
+        question = fitted.shown
         votes = await asyncio.gather(
-            *(self._vote(question, prompt, context, vote) for vote in range(question.votes(self._config)))
+            *(self._vote(question, fitted.prompt, context, vote) for vote in range(question.votes(self._config)))
         )
         calls = tuple(call for vote in votes for call in vote.calls)
         notes = tuple(note for vote in votes for note in vote.notes)
-        if left_out:
-            about = f"{left_out:,} of {left_out + len(prompt):,} characters"
-            notes = (f"{about} were left out of its prompt: the judge reads about {self._room:,}", *notes)
-        errors = [vote.error for vote in votes if vote.error is not None]
-        if errors:
-            return Judged(value=None, calls=calls, error=errors[0], notes=notes, left_out=left_out)
+        failed = next((vote for vote in votes if vote.error is not None), None)
+        if failed is not None:
+            error = f"{failed.error}{self._longer_reply(failed.calls[-1])}"
+            return Judged(value=None, calls=calls, error=error, notes=notes)
         values = [vote.value for vote in votes if vote.value is not None]
-        judged = Judged(value=question.combine(values), calls=calls, notes=notes, left_out=left_out)
+        judged = Judged(value=question.combine(values), calls=calls, notes=notes)
         looks = second_look.sampled(self._config.second_look, context.group, context.rollout)
         return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
 
@@ -104,25 +131,14 @@ class Judge:
         looked_at = len(question.rubric) if error is None else 0
         return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
 
-    def _fitting(self, question: Question[ValueT]) -> tuple[Question[ValueT], str, int]:
-        """A question that the judge can read whole, its prompt, and how many characters were left out for that.
-
-        Raises:
-            ReplyError: it is too long even so.
-        """
-        prompt, room = question.prompt(self._prompts), self._room
-        if room is None or len(prompt) <= room:
-            return question, prompt, 0
-        levels = range(LEVELS + 1)
-        level = bisect_left(levels, True, key=lambda each: len(question.shortened(each).prompt(self._prompts)) <= room)
-        if level > LEVELS:
-            raise ReplyError(
-                f"its prompt takes {len(prompt):,} characters, and the judge reads about {room:,}: too long even "
-                f"with every text cut to {LENGTHS[-1]}: take a judge with a longer context (judge.context_tokens)"
-            )
-        shorter = question.shortened(level)
-        fitting = shorter.prompt(self._prompts)
-        return shorter, fitting, len(prompt) - len(fitting)
+    def _longer_reply(self, call: JudgeCall) -> str:
+        """What to change where the reply had no room to end; empty where it had."""
+        if call.finish_reason != "length":
+            return ""
+        limit = f"judge.max_tokens={self._config.max_tokens:,}"
+        if call.reply.strip():
+            return f" ({limit})"
+        return f": all of {limit} went to reasoning; raise it, or lower judge.reasoning_effort"
 
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
         """Ask, parse, ask again with the error quoted."""
@@ -212,7 +228,7 @@ def build_judge(
             endpoint_counts=not (own_replies and configured),
         )
 
-    return panel_judge(config, prompts or prompts_of(config), with_fallbacks(config, open_one), open_one)
+    return panel_judge(config, prompts or prompts_of(config), with_fallbacks(config, open_one), open_one, cache)
 
 
 def prompts_of(config: JudgeConfig) -> Prompts:

@@ -25,8 +25,8 @@ CHARACTERS_PER_TOKEN = 3
 """Of English, code and JSON: fewer than the base models' tokenizers take."""
 QUOTED_REPLY_CHARACTERS = 20_000
 """How much of an unusable reply is shown to the judge when it is asked again."""
-LEAST_ROOM = 2_000
-"""Characters of a prompt, however small the judge's context is said to be."""
+LEAST_ROOM = 700
+"""Tokens of a prompt, however small the judge's context is said to be."""
 CRITERION_TOKENS = 256
 """Of a criterion with its JSON; those of the static set take 172 at that rate."""
 TURN_TOKENS = 32
@@ -102,14 +102,13 @@ def judge_tokens(judge: JudgeConfig) -> int | None:
 
 
 def judge_room(judge: JudgeConfig) -> int | None:
-    """Characters that a prompt may have, beside a reply and the quotation of one that was refused; None: any."""
+    """Tokens that a prompt may have, beside a reply and the quotation of one that was refused; None: not known."""
     # Whoever of them answers reads the same prompt.
     others = (model_limit(each.model, "max_input_tokens") for each in judge.fallbacks if each.api_base is None)
     known = [tokens for tokens in (judge_tokens(judge), *others) if tokens is not None]
     if not known:
         return None
-    rest = CHARACTERS_PER_TOKEN * (min(known) - judge.max_tokens)
-    return max(rest - judge.reasks * QUOTED_REPLY_CHARACTERS, LEAST_ROOM)
+    return max(min(known) - judge.max_tokens - judge.reasks * _tokens(QUOTED_REPLY_CHARACTERS), LEAST_ROOM)
 
 
 def context_tokens(config: DracoConfig) -> int:
@@ -142,7 +141,7 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
         f"self-judge: {needed.shows}, at full length {needed}, and {config.model.path} accepts {positions:,}: choose a "
         "model with a longer context, or lower "
         f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
-        "with judge.self_judge.context_tokens set, longer prompts fail their call unless judge.context_tokens cuts them"
+        "with judge.self_judge.context_tokens set, longer prompts are cut"
     )
 
 
@@ -152,8 +151,8 @@ def context_warning(config: DracoConfig) -> str | None:
     if not uses_self_judge(config) or given is None or given >= needed.tokens:
         return None
     return (
-        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: a call whose "
-        "prompt is longer fails, unless judge.context_tokens cuts it; null sizes it"
+        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: longer "
+        "prompts are cut; null sizes it"
     )
 
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
@@ -28,6 +28,9 @@ from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Judged, ScoredCriterion
 
+if TYPE_CHECKING:
+    from draco_ray.judging.reply_cache import Replies
+
 AWAY_SECONDS = 60.0
 """For which a judge that was not there is not asked again, where another one answers."""
 
@@ -38,10 +41,16 @@ class Panel(Judge):
     """A judge with a jury."""
 
     def __init__(
-        self, complete: Complete, prompts: Prompts, config: JudgeConfig, jury: Sequence[Judge], strong: Judge | None
+        self,
+        complete: Complete,
+        prompts: Prompts,
+        config: JudgeConfig,
+        replies: Replies | None,
+        jury: Sequence[Judge],
+        strong: Judge | None,
     ) -> None:
-        """The first three are those of `Judge`."""
-        super().__init__(complete, prompts, config)
+        """The first four are those of `Judge`."""
+        super().__init__(complete, prompts, config, replies)
         self._jury, self._strong = tuple(jury), strong
 
     async def check(self) -> None:
@@ -195,20 +204,25 @@ def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Comple
 
 
 def panel_judge(
-    config: JudgeConfig, prompts: Prompts, complete: Complete, open_one: Callable[[JudgeConfig], Complete]
+    config: JudgeConfig,
+    prompts: Prompts,
+    complete: Complete,
+    open_one: Callable[[JudgeConfig], Complete],
+    replies: Replies | None = None,
 ) -> Judge:
     """The judge of a configuration, with its jury where it has one.
 
     Args:
         complete: answers for the judge itself.
         open_one: opens what answers for another.
+        replies: where they keep their answers; None: nowhere.
     """
     if not config.jury and config.strong is None:
-        return Judge(complete, prompts, config)
+        return Judge(complete, prompts, config, replies)
 
     def judge_of(judge: OtherJudgeConfig) -> Judge:
         theirs = other(config, judge)
-        return Judge(open_one(theirs), prompts, theirs)
+        return Judge(open_one(theirs), prompts, theirs, replies)
 
     strong = None if config.strong is None else judge_of(config.strong)
-    return Panel(complete, prompts, config, [judge_of(each) for each in config.jury], strong)
+    return Panel(complete, prompts, config, replies, [judge_of(each) for each in config.jury], strong)

@@ -1,8 +1,8 @@
 """The rule by which a prompt is cut where a judge could not read it all.
 
 First what came back is shortened, then what was said and done, then the agent's prompt: all such texts to one length,
-the longest of `LENGTHS` with which the prompt fits. Head and tail stay, and a line between them says how much is left
-out. No step is ever left out.
+the longest with which the prompt fits, found by bisection. Head and tail stay, and a line between them says how much is
+left out. No step is ever left out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from draco_ray.records import Message
 
-LENGTHS = (50_000, 20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100)
-"""Characters of one text, tried in turn."""
+LENGTHS = tuple(round(100 * 1.02**power) for power in range(582, -1, -1))
+"""Characters of one text, from 10 million to 100 by 2 % each: bisection takes some ten renderings."""
 LEVELS = 3 * len(LENGTHS)
 """How far `shortened` can go; at level 0 everything is whole."""
 

@@ -24,11 +24,12 @@ _UNPAID_CODES = {"insufficient_quota", "billing_hard_limit_reached", "billing_no
 _UNREADABLE = re.compile(r"Error converting to valid response block|Error in response object")
 """How LiteLLM says that the answer was no error, and no completion either; it calls that a bad request."""
 _ADVICE = (
-    (re.compile(r"temperature", re.I), "judge.temperature=null leaves it out"),
+    (re.compile(r"\btemperature\b", re.I), "judge.temperature=null leaves it out"),
     (re.compile(r"max_(completion_)?tokens", re.I), "judge.max_tokens sets it"),
-    (re.compile(r"reasoning_effort|reasoning\.effort", re.I), "judge.reasoning_effort=null leaves it out"),
+    (re.compile(r"reasoning[_.]effort", re.I), "judge.reasoning_effort=null leaves it out"),
     (re.compile(r"response_format|json_schema", re.I), "judge.structured_output=false leaves it out"),
 )
+"""What a parameter is called where a request is refused for it, and the key that sets it."""
 
 
 def classify(error: BaseException) -> Trouble:
@@ -93,16 +94,12 @@ def misread(error: BaseException) -> bool:
 
 
 def advice(error: BaseException) -> str:
-    """What mends it, as the end of a message; empty where no key does."""
-    text = str(error)
+    """What mends a refused request, as the end of a message: keys of the parameters that its error names."""
     if misread(error):
         return "; it answered, but in another format than the provider that judge.model names"
-    if _status(error) not in (400, 422) or not re.search(
-        r"unsupported|not support|invalid|unknown|unrecognized", text, re.I
-    ):
+    if _status(error) not in (400, 422):
         return ""
-    found = [key for pattern, key in _ADVICE if pattern.search(text)]
-    return f"; {'; '.join(found)}" if found else ""
+    return "".join(f"; {key}" for pattern, key in _ADVICE if pattern.search(str(error)))
 
 
 def wants_completion_tokens(error: BaseException) -> bool:

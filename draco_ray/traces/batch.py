@@ -47,7 +47,7 @@ MANY = 10_000
 """Requests under way at one time."""
 
 Result = tuple[str, Any]
-"""``ok`` and the provider's reply, or ``error`` and what it says."""
+"""``ok`` and the provider's reply; ``refused``, as the next one would be, or ``error``, and what it says."""
 
 
 class BatchApi(Protocol):
@@ -147,6 +147,8 @@ class BatchEndpoint(Endpoint):
             kind, reply = await asyncio.shield(self._replies[number])
         finally:
             self._replies.pop(number, None)
+        if kind == "refused":
+            raise litellm.BadRequestError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         if kind == "error":
             raise litellm.InternalServerError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         return reply
@@ -315,7 +317,8 @@ class OpenAIBatches:
     def _result(self, entry: dict[str, Any]) -> Result:
         response = entry.get("response") or {}
         if response.get("status_code") != 200:
-            return "error", " ".join(str(entry.get("error") or response.get("body")).split())[:300]
+            kind = "refused" if response.get("status_code") in (400, 422) else "error"
+            return kind, " ".join(str(entry.get("error") or response.get("body")).split())[:300]
         return "ok", self._litellm.ModelResponse(**response["body"])
 
 
@@ -356,7 +359,9 @@ class AnthropicBatches:
         from litellm.llms.anthropic.chat.transformation import AnthropicConfig
 
         if result["type"] != "succeeded":
-            return "error", f"{result['type']}: {' '.join(str(result.get('error') or '').split())[:300]}"
+            error = str(result.get("error") or "")
+            kind = "refused" if "invalid_request_error" in error else "error"
+            return kind, f"{result['type']}: {' '.join(error.split())[:300]}"
         litellm = quiet_litellm()
         message = result["message"]
         return "ok", AnthropicConfig().transform_parsed_response(

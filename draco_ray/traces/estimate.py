@@ -19,7 +19,7 @@ from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.pricing import price_of
 from draco_ray.judging.prompts import Prompts
-from draco_ray.traces.judging import MOST_IN_UNION, Room
+from draco_ray.traces.judging import MOST_IN_UNION
 from draco_ray.traces.model import Summary, TraceGroup
 
 CHARACTERS_PER_TOKEN = 4
@@ -49,11 +49,12 @@ class PhaseEstimate:
 
 
 def estimate(
-    groups: Sequence[TraceGroup], config: DracoConfig, prompts: Prompts, room: Room, price: Price | None, *, own: bool
+    groups: Sequence[TraceGroup], config: DracoConfig, prompts: Prompts, room: int, price: Price | None, *, own: bool
 ) -> dict[str, PhaseEstimate]:
     """Calls, tokens and dollars of judging ``groups``, by phase.
 
     Args:
+        room: characters that a prompt may have.
         own: whether the judge writes the rubric.
     """
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
@@ -68,14 +69,14 @@ def estimate(
     rubric = CRITERIA * CRITERION_TOKENS * CHARACTERS_PER_TOKEN
     verdicts = CRITERIA * CRITERION_TOKENS
     for group in groups:
-        lengths = [min(_read(each), room.alone) for each in group.summaries]
+        lengths = [min(_read(each), room) for each in group.summaries]
         if own:
             prompt = group.summaries[0].prompt_characters
             add(Stage1.name, prompt, REPLY_TOKENS[Stage1.name])
             for length in lengths:
                 add(Stage2.name, length + rubric, REPLY_TOKENS[Stage2.name])
             if len(group) > 1:
-                shown = min(sum(lengths[:MOST_IN_UNION]), room.together)
+                shown = min(sum(lengths[:MOST_IN_UNION]), room)
                 add(Union.name, shown + (1 + len(group)) * rubric // 2, REPLY_TOKENS[Union.name])
         for length in lengths:
             votes = config.judge.score_votes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.shortening import LENGTHS
 from draco_ray.records import (
     Attribution,
     Criterion,
@@ -40,16 +39,13 @@ from draco_ray.records import (
     Trajectory,
 )
 from draco_ray.traces.model import Trace, TraceGroup
-from draco_ray.traces.trajectory import as_trajectory, environment_facts, fit
+from draco_ray.traces.trajectory import as_trajectory, environment_facts
 
-CHARACTERS_PER_TOKEN = 3
-"""Fewer than any tokenizer of a judge takes of English, code and JSON."""
+if TYPE_CHECKING:
+    from draco_ray.judging.reply_cache import Replies
+
 MOST_IN_UNION = 16
 """Traces of a group that the union prompt shows; all are scored."""
-CRITERION_CHARACTERS = 800
-DEFAULT_CONTEXT = 128_000
-"""Tokens, of a judge whose context nobody knows."""
-LEAST_ROOM = 4_000
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -64,16 +60,6 @@ class Asker(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Characters of a trace that a judge's prompt has place for."""
-
-    alone: int
-    """In a prompt about one trace."""
-    together: int
-    """In the union, of all traces of a group."""
-
-
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
     """What became of a group: the records that a run directory keeps."""
@@ -84,9 +70,7 @@ class GroupJudgement:
     traces: tuple[Trace, ...]
     """As they were read, whole."""
     trajectories: tuple[Trajectory, ...]
-    """As the judge saw them."""
-    left_out: tuple[int, ...]
-    """Characters cut from each."""
+    """The same, as the judge is asked about them."""
     rubric: tuple[Criterion, ...] = ()
     phases: Phases = field(default_factory=dict)
     """Phase and rollout (None: the group's) -> what came of it."""
@@ -117,23 +101,15 @@ class GroupJudgement:
         judged = self.phases.get((Credit.name, rollout))
         return None if judged is None or not judged.ok else judged.value
 
+    def left_out(self, rollout: int) -> int:
+        """Characters that the scoring call did not see of a rollout."""
+        judged = self.phases.get((Score.name, rollout))
+        return 0 if judged is None else judged.left_out
+
     def share(self, rollout: int) -> RolloutAdvantage | None:
         """A trace's reward, advantage and step advantages."""
         members = () if self.advantages is None else self.advantages.rollouts
         return next((member for member in members if member.rollout == rollout), None)
-
-
-def room_of(context_tokens: int, config: DracoConfig, prompts: Prompts) -> Room:
-    """What a judge of this context has place for beside instructions, rubric, its own verdicts and its reply."""
-    template = max(map(prompts.length, prompts.templates))
-    judge = config.judge
-    tokens = context_tokens - judge.max_tokens
-    characters = CHARACTERS_PER_TOKEN * tokens - template
-    rubric = CRITERION_CHARACTERS * judge.max_union_criteria
-    # A refused reply is quoted when the judge is asked again.
-    alone = characters - 2 * rubric - 20_000 * judge.reasks
-    proposals = CRITERION_CHARACTERS * judge.max_stage1_criteria
-    return Room(alone=max(alone, LEAST_ROOM), together=max(characters - rubric - 2 * proposals, LEAST_ROOM))
 
 
 class TraceJudge:
@@ -144,24 +120,24 @@ class TraceJudge:
         complete: Complete,
         prompts: Prompts,
         config: DracoConfig,
-        room: Room,
         static: Sequence[Criterion] | None = None,
         open_other: Callable[[JudgeConfig], Complete] | None = None,
         asker: Asker | None = None,
+        replies: Replies | None = None,
     ) -> None:
         """
         Args:
             complete: who answers.
             prompts: the prompt set.
             config: ``judge`` and ``algorithm``.
-            room: what the judge can read.
             static: a rubric to use instead of the judge's own.
             open_other: opens what answers for a judge of the jury; None: ``complete`` does.
             asker: asks in the place of a judge made of all these, on a cluster.
+            replies: where the answers are kept; None: nowhere.
         """
         self._asker = asker
         self._open_other = open_other or (lambda _: complete)
-        self._complete, self._prompts, self._config, self._room = complete, prompts, config, room
+        self._complete, self._prompts, self._config, self._replies = complete, prompts, config, replies
         self._static = None if static is None else tuple(static)
         self._rule = find_rule(config.algorithm.rule)
 
@@ -172,9 +148,10 @@ class TraceJudge:
             JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more.
         """
         traces = await asyncio.to_thread(lambda: group.traces)
-        state = await asyncio.to_thread(self._prepare, index, group, traces)
-        if not state.trajectories:
-            return state
+        played = await asyncio.to_thread(
+            lambda: tuple(as_trajectory(trace, group.task_id, rollout) for rollout, trace in enumerate(traces))
+        )
+        state = GroupJudgement(index=index, group=group, traces=traces, trajectories=played)
         judge = self._judge_of(traces)
         if self._static is not None:
             state.rubric = self._static
@@ -187,19 +164,11 @@ class TraceJudge:
         return state
 
     def prompt_of(self, group: TraceGroup) -> tuple[Trace, str]:
-        """The first trace of a group as the judge sees it, steps numbered.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """The first trace of a group as the judge sees it where nothing is cut, steps numbered."""
         from draco_ray.judging import render
 
         trace = group.traces[0]
-        fitted = fit(trace, self._room.alone)
-        if fitted is None:
-            raise ValueError(f"{trace.trace_id}: {self._too_long(trace)}")
-        code = self._prompts.code(group.task_id)
-        return trace, render.agent_trajectory(as_trajectory(fitted.trace, group.task_id, 0), code)
+        return trace, render.agent_trajectory(as_trajectory(trace, group.task_id, 0), self._prompts.code(group.task_id))
 
     def _judge_of(self, traces: Sequence[Trace]) -> Asker:
         """The judge, told of the world of these traces."""
@@ -208,28 +177,7 @@ class TraceJudge:
         prompts = self._prompts
         if not prompts.facts:
             prompts = replace(prompts, facts=environment_facts(traces))
-        return panel_judge(self._config.judge, prompts, self._complete, self._open_other)
-
-    def _prepare(self, index: int, group: TraceGroup, traces: tuple[Trace, ...]) -> GroupJudgement:
-        state = GroupJudgement(index=index, group=group, traces=traces, trajectories=(), left_out=(0,) * len(traces))
-        played, left_out = [], []
-        for rollout, trace in enumerate(traces):
-            fitted = fit(trace, self._room.alone)
-            left_out.append(0 if fitted is None else fitted.left_out)
-            if fitted is None:
-                state.errors[rollout] = self._too_long(trace)
-            else:
-                played.append(as_trajectory(fitted.trace, group.task_id, rollout))
-        state.trajectories, state.left_out = tuple(played), tuple(left_out)
-        if not played:
-            state.reason = "none of its traces can be judged"
-        return state
-
-    def _too_long(self, trace: Trace) -> str:
-        return (
-            f"its {len(trace.turns)} turns do not fit into what the judge reads ({self._room.alone:,} characters) even "
-            f"with every text cut to {LENGTHS[-1]}; take a judge with a longer context (--context)"
-        )
+        return panel_judge(self._config.judge, prompts, self._complete, self._open_other, self._replies)
 
     async def _write_rubric(self, judge: Asker, state: GroupJudgement) -> bool:
         """stage1 ──► stage2 ×G ──► union; says whether there is a rubric."""
@@ -252,32 +200,19 @@ class TraceJudge:
             limit = self._config.judge.max_union_criteria
             state.rubric = tuple(candidates[:limit])
             return True
-        shown = await asyncio.to_thread(self._shown_together, state)
-        union = state.phases[Union.name, None] = await judge.ask(Union(prompt, candidates, shown), context)
+        shown = state.trajectories[:MOST_IN_UNION]
+        if len(shown) < len(state.trajectories):
+            of = len(state.trajectories)
+            state.notes.append(f"the merge of its rubric saw the first {MOST_IN_UNION} of {of} traces")
+        failed = [each.rollout for each in shown if not state.phases[Stage2.name, each.rollout].ok]
+        question = Union(prompt, candidates, shown, doubtful=failed)
+        union = state.phases[Union.name, None] = await judge.ask(question, context)
+        state.notes += [f"union: {note}" for note in union.notes]
         if not union.ok:
             state.reason = f"no rubric: {union.error}"
             return False
         state.rubric = union.value or ()
         return True
-
-    def _shown_together(self, state: GroupJudgement) -> list[Trajectory]:
-        """The group as the union prompt shows it: each trace with an equal part of the room."""
-        shown = state.trajectories[:MOST_IN_UNION]
-        if len(shown) < len(state.trajectories):
-            of = len(state.trajectories)
-            state.notes.append(f"the merge of its rubric saw the first {MOST_IN_UNION} of {of} traces")
-        found, cut = [], 0
-        prompt = sum(len(message.content) for message in shown[0].prompt)
-        for each in shown:
-            # The prompt that they share is shown once.
-            trace = replace(state.traces[each.rollout], prompt=())
-            fitted = fit(trace, max(self._room.together - prompt, 0) // len(shown))
-            if fitted is not None:
-                found.append(as_trajectory(fitted.trace, each.group, each.rollout))
-                cut += fitted.left_out
-        if cut:
-            state.notes.append(f"the merge of its rubric saw its traces without {cut:,} characters")
-        return found or list(shown[:1])
 
     async def _score(self, judge: Asker, state: GroupJudgement) -> None:
         """score ×G ──► credit ×G ──► advantages."""

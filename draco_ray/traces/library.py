@@ -26,7 +26,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import place_of
 from draco_ray.judging.judge import prompts_of
-from draco_ray.judging.judge_context import judge_tokens
+from draco_ray.judging.judge_context import judge_room, judge_tokens
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.model_limits import model_limit
@@ -36,12 +36,15 @@ from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts, load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.records import Criterion
-from draco_ray.traces.judging import DEFAULT_CONTEXT, Asker, GroupJudgement, Room, TraceJudge, judge_groups, room_of
+from draco_ray.traces.judging import Asker, GroupJudgement, TraceJudge, judge_groups
 from draco_ray.traces.keeping import SETTING, JudgingRun
 from draco_ray.traces.model import TraceGroup
 from draco_ray.traces.results import JudgedGroup, judged_group
 
+DEFAULT_CONTEXT = 128_000
+"""Tokens, of a judge whose context nobody knows."""
 STATIC = "static"
 """For ``rubric``: the one that ships."""
 GROUPS_AT_ONCE = 8
@@ -56,13 +59,23 @@ class Plan:
 
     config: DracoConfig
     prompts: Prompts
-    room: Room
     context_tokens: int
     context_known: bool
     """Whether the judge's context is known, or a guess."""
     rubric: tuple[Criterion, ...] | None
     batch: bool = False
     """Whether the provider's batch API is asked."""
+
+    @property
+    def told(self) -> DracoConfig:
+        """The configuration, with how much the judge reads."""
+        judge = self.config.judge.model_copy(update={"context_tokens": self.context_tokens})
+        return self.config.model_copy(update={"judge": judge})
+
+    @property
+    def room(self) -> int:
+        """Characters that a prompt may have, about."""
+        return BYTES_PER_TOKEN * (judge_room(self.told.judge) or self.context_tokens)
 
     @property
     def at_once(self) -> int:
@@ -124,7 +137,6 @@ def plan(
     return Plan(
         config=of_run,
         prompts=prompts,
-        room=room_of(tokens, of_run, prompts),
         context_tokens=tokens,
         context_known=bool(context or known),
         rubric=load_static_rubric(static) if static is not None else None,
@@ -169,6 +181,8 @@ class Meter:
         self.complete = None if complete is None else self.over(complete)
         self.open_other: Callable[[JudgeConfig], Complete] | None = None
         """Opens a judge of the jury."""
+        self.replies: ReplyCache | None = None
+        """Where its answers are kept."""
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
         self.waits_for = ""
@@ -264,7 +278,7 @@ def open_judge(settled: Plan) -> Meter:
         configured = (judge.model, judge.api_base) == (settled.config.judge.model, settled.config.judge.api_base)
         return meter.over(LiteLLMClient(judge, cache, leases=line, endpoint_counts=not configured))
 
-    meter.open_other = open_one
+    meter.open_other, meter.replies = open_one, cache
     meter.complete = with_fallbacks(judge, open_one)
     return meter
 
@@ -272,8 +286,8 @@ def open_judge(settled: Plan) -> Meter:
 def trace_judge(settled: Plan, complete: Complete, asker: Asker | None = None) -> TraceJudge:
     """What judges by a plan."""
     prompts = prompts_of(settled.config.judge)
-    opens = complete.open_other if isinstance(complete, Meter) else None
-    return TraceJudge(complete, prompts, settled.config, settled.room, settled.rubric, opens, asker)
+    opens, replies = (complete.open_other, complete.replies) if isinstance(complete, Meter) else (None, None)
+    return TraceJudge(complete, prompts, settled.told, settled.rubric, opens, asker, replies)
 
 
 async def judge_run(settled: Plan, complete: Complete, run: JudgingRun, asker: Asker | None = None) -> None:

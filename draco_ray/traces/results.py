@@ -130,8 +130,8 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
     scores = state.verdicts(rollout) or ()
     cited = {each.criterion: each for each in state.attributions(rollout) or ()}
     notes = list(trace.notes)
-    if state.left_out[rollout]:
-        notes.append(f"the judge saw it without {state.left_out[rollout]:,} characters")
+    if left_out := state.left_out(rollout):
+        notes.append(f"the judge saw it without {left_out:,} characters")
     credit = state.phases.get(("credit", rollout))
     if credit is not None and not credit.ok:
         notes.append(f"no step credit: {credit.error}")
@@ -148,7 +148,7 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
         steps=tuple(_steps(state, rollout)),
         error=state.errors.get(rollout),
         notes=tuple(notes),
-        left_out=state.left_out[rollout],
+        left_out=left_out,
         tokens_counted=trace.tokens_counted,
         fallback="" if share is None else share.fallback.value,
         outcome=trace.outcome,

@@ -1,52 +1,21 @@
-"""A trace as the judge takes it: a `Trajectory`, cut where a judge could not read it all, and the facts of its world.
-
-It is cut by the rule of `draco_ray.judging.shortening`, which every result states.
-"""
+"""A trace as the judge takes it: a `Trajectory`, and the facts of its world."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from draco_ray.judging.shortening import LEVELS, shortened
 from draco_ray.records import GAP, EpisodeEnd, Trajectory, Turn
 from draco_ray.traces.messages import AGENT
 from draco_ray.traces.model import Trace
 
-HEADINGS = 120
-"""Characters that a turn takes beside its texts."""
 UNKNOWN_TOKEN = -1
 """Stands where a trace's tokens are counted but not known."""
 MOST_TOOLS = 40
 """Named in the facts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A trace that a judge can read."""
-
-    trace: Trace
-    left_out: int = 0
-    """Characters."""
-
-
-def fit(trace: Trace, room: int) -> Fitted | None:
-    """Shorten a trace to ``room`` characters; None where it does not fit even so."""
-    for level in range(LEVELS + 1):
-        found = shortened(trace, level)
-        if _size(found) <= room:
-            return Fitted(found, trace.characters - found.characters)
-    return None
-
-
-def _size(trace: Trace) -> int:
-    """Characters it takes; prompts of a judge may show its own prompt twice."""
-    prompt = sum(len(message.content) for message in trace.prompt)
-    return trace.characters + prompt + HEADINGS * (len(trace.turns) + 2 * len(trace.prompt))
 
 
 def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:

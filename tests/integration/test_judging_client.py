@@ -278,7 +278,7 @@ async def test_the_pool_is_told_how_each_request_ended(caplog: pytest.LogCapture
 async def test_lasting_trouble_fails_the_call_and_not_the_run() -> None:
     with ScriptedJudgeServer(Reply("broken inside", 500)) as server:
         completion = await LiteLLMClient(config(server.base), sleep=Naps())(ask())
-    assert (completion.requests, len(server.requests), completion.finish_reason) == (4, 4, "error")
+    assert (completion.requests, len(server.requests), completion.finish_reason) == (4, 4, "unavailable")
     assert completion.error is not None
     assert "broken inside" in completion.error
 

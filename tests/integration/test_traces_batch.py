@@ -76,6 +76,17 @@ async def test_requests_go_out_together_and_cost_half(provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", sorted(MODELS))
+async def test_a_request_that_was_refused_is_not_put_into_another_batch(provider: str) -> None:
+    with BatchServer(lambda prompt: f"re: {prompt}", refuses="bad") as server:
+        complete = client(server, provider)
+        good, bad = await asyncio.gather(complete(asked("one")), complete(asked("bad")))
+    assert good.text == "re: one"
+    assert (bad.finish_reason, bad.requests) == ("error", 1)
+    assert "prompt was flagged" in (bad.error or "")
+    assert len(server.batches) == 1
+
+
+@pytest.mark.parametrize("provider", sorted(MODELS))
 async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, tmp_path: Path) -> None:
     with BatchServer(lambda prompt: f"re: {prompt}") as server:
         server.held.set()

@@ -18,14 +18,17 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 class BatchServer:
     """Answers with ``answer`` of a request's first message; use as a context manager."""
 
-    def __init__(self, answer: Callable[[str], str], looks: int = 2, fails: str | None = None) -> None:
+    def __init__(
+        self, answer: Callable[[str], str], looks: int = 2, fails: str | None = None, refuses: str | None = None
+    ) -> None:
         """
         Args:
             answer: writes the replies.
             looks: at a batch until it has ended.
             fails: requests with this in them are errors.
+            refuses: requests with this in them are refused as invalid.
         """
-        self.answer, self.looks, self.fails = answer, looks, fails
+        self.answer, self.looks, self.fails, self.refuses = answer, looks, fails, refuses
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
         """Files whose content was asked for, in order."""
@@ -138,6 +141,9 @@ class BatchServer:
                 "response": None,
                 "error": {"message": "broken inside"},
             }
+        if self.refuses and self.refuses in prompt:
+            response = {"status_code": 400, "request_id": "r", "body": {"error": {"message": "prompt was flagged"}}}
+            return {"id": "r", "custom_id": request["custom_id"], "response": response, "error": None}
         message = {"role": "assistant", "content": self.answer(prompt)}
         body = {
             "id": "c",
@@ -155,6 +161,9 @@ class BatchServer:
         prompt = content if isinstance(content, str) else "".join(part["text"] for part in content)
         if self.fails and self.fails in prompt:
             return {"custom_id": request["custom_id"], "result": {"type": "errored", "error": {"message": "broken"}}}
+        if self.refuses and self.refuses in prompt:
+            error = {"type": "error", "error": {"type": "invalid_request_error", "message": "prompt was flagged"}}
+            return {"custom_id": request["custom_id"], "result": {"type": "errored", "error": error}}
         message = {
             "id": "m",
             "type": "message",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -41,11 +41,11 @@ class Reply:
 class ScriptedJudgeServer:
     """Answers requests with the replies of a script, in order; the last one repeats. Use as a context manager."""
 
-    def __init__(self, *script: Reply, answer: Callable[[str], str] | None = None) -> None:
+    def __init__(self, *script: Reply, answer: Callable[[str], str | Reply] | None = None) -> None:
         """
         Args:
             script: the replies, in order.
-            answer: writes their text from the first message instead.
+            answer: writes their text, or the whole of them, from the first message instead.
         """
         self.answer = answer
         self.script = list(script) or [Reply()]
@@ -65,7 +65,7 @@ class ScriptedJudgeServer:
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
 
-    def __enter__(self) -> ScriptedJudgeServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         while not self._server.started:
             time.sleep(0.01)
@@ -91,7 +91,8 @@ class ScriptedJudgeServer:
         await asyncio.sleep(reply.delay)
         self.in_flight -= 1
         if self.answer is not None and reply.status == 200:
-            reply = replace(reply, text=self.answer(body["messages"][0]["content"]))
+            said = self.answer(body["messages"][0]["content"])
+            reply = replace(reply, text=said) if isinstance(said, str) else said
         if reply.raw is not None:
             return Response(reply.raw, reply.status, reply.headers)
         if reply.status != 200:

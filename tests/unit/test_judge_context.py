@@ -261,8 +261,8 @@ def test_each_line_about_the_context_says_what_is_too_short_by_how_much_and_what
     assert context_problem(config, needed.tokens - 1) == (
         f"self-judge: {needed.shows}, at full length {needed}, and {path} accepts {needed.tokens - 1:,}: choose a "
         f"model with a longer context, or lower agent.max_response_length ({config.agent.max_response_length:,}), "
-        "algorithm.group_size or judge.max_tokens; with judge.self_judge.context_tokens set, longer prompts fail their "
-        "call unless judge.context_tokens cuts them"
+        "algorithm.group_size or judge.max_tokens; with judge.self_judge.context_tokens set, longer prompts are "
+        "cut"
     )
     assert context_warning(config) is None
 
@@ -270,8 +270,7 @@ def test_each_line_about_the_context_says_what_is_too_short_by_how_much_and_what
     assert context_problem(given, 8_000) is None
     assert context_problem(given, 7_999) == f"{key}=8,000, but {path} accepts 7,999 tokens"
     assert context_warning(given) == (
-        f"self-judge: {key}=8,000; {needed.shows}, at full length {needed}: a call whose prompt is longer fails, "
-        "unless judge.context_tokens cuts it; null sizes it"
+        f"self-judge: {key}=8,000; {needed.shows}, at full length {needed}: longer prompts are cut; null sizes it"
     )
     assert context_warning(load_config("sandbox", [f"{key}={needed.tokens}"], "self-judge")) is None
 
@@ -314,13 +313,13 @@ def test_how_much_a_judge_of_ones_own_reads(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_prompt_has_the_room_that_a_reply_and_a_quoted_one_leave_in_the_shortest_context() -> None:
-    """3 characters a token; 20,000 for each refused reply that may be quoted."""
+    """20,000 characters for each refused reply that may be quoted, at 3 a token."""
     config = JudgeConfig(model="openai/no-such", context_tokens=30_000, max_tokens=1_000, reasks=0)
-    assert judge_room(config) == 3 * 29_000
-    assert judge_room(config.model_copy(update={"reasks": 2})) == 3 * 29_000 - 40_000
-    assert judge_room(config.model_copy(update={"context_tokens": 1_000 + LEAST_ROOM // 3})) == LEAST_ROOM
+    assert judge_room(config) == 29_000
+    assert judge_room(config.model_copy(update={"reasks": 2})) == 29_000 - 2 * 6_667
+    assert judge_room(config.model_copy(update={"context_tokens": 1_000 + LEAST_ROOM - 1})) == LEAST_ROOM
     others = [{"model": "openai/gpt-4"}, {"model": "openai/gpt-4o", "api_base": "http://127.0.0.1:1/v1"}]
     fallbacks = JudgeConfig.model_validate({"model": "m", "fallbacks": others}).fallbacks
     # GPT-4 reads 8,192; behind an endpoint of one's own a name says nothing.
-    assert judge_room(config.model_copy(update={"fallbacks": fallbacks})) == 3 * 7_192
-    assert judge_room(config.model_copy(update={"fallbacks": fallbacks[1:]})) == 3 * 29_000
+    assert judge_room(config.model_copy(update={"fallbacks": fallbacks})) == 7_192
+    assert judge_room(config.model_copy(update={"fallbacks": fallbacks[1:]})) == 29_000

@@ -304,7 +304,7 @@ async def test_a_call_that_failed_says_why_and_what_it_may_have_cost(monkeypatch
     scripted = Scripted(monkeypatch, *script, max_outage_seconds=0)
     completion = await scripted()
     assert completion == Completion(
-        text="", finish_reason="error", model="openai/m", input_tokens=0, cached_tokens=0, output_tokens=0,
+        text="", finish_reason="unavailable", model="openai/m", input_tokens=0, cached_tokens=0, output_tokens=0,
         dollars=completion.dollars, started_at=NOW, seconds=233.0, requests=3, error="broken inside",
         estimated_dollars=completion.dollars, call_id=scripted.pool.numbers[2], waited_seconds=3.0,
     )  # fmt: skip
@@ -314,7 +314,7 @@ async def test_a_call_that_failed_says_why_and_what_it_may_have_cost(monkeypatch
 async def test_what_may_be_done_about_a_failure_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "advice", lambda error: f"; see {error}")
     completion = await Scripted(monkeypatch, trouble(400, "no"), verdict=Next.FAIL)()
-    assert completion.error == "no; see no"
+    assert (completion.error, completion.finish_reason) == ("no; see no", "error")
 
 
 async def test_the_wait_is_bounded_by_the_configuration_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,11 +324,11 @@ async def test_an_empty_reply_is_asked_again() -> None:
 
 
 async def test_a_call_the_judge_cannot_take_fails_at_once() -> None:
-    script = Script(completion("", finish_reason="error", error="prompt too long"))
+    script = Script(completion("", finish_reason="error", error="the prompt was flagged"))
     judged = await judge(script).ask(Score(example_trajectory(), RUBRIC), WHERE)
     assert judged.value is None
-    assert judged.error == "score of example_1 rollout 2 failed after 1 calls: prompt too long"
-    assert judged.calls[0].error == "prompt too long"
+    assert judged.error == "score of example_1 rollout 2 failed after 1 calls: the prompt was flagged"
+    assert judged.calls[0].error == "the prompt was flagged"
 
 
 async def test_asking_again_can_be_turned_off_or_up() -> None:

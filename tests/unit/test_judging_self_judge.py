@@ -192,7 +192,7 @@ async def test_what_an_answer_says_of_itself(
         ({"room": 3}, "prompt of {read} tokens leaves no room", ""),
         (
             {"finish_reason": "length"},
-            "a prompt of {read} tokens left {written} of judge.max_tokens=777 for the reply: "
+            "a prompt of {read} tokens is too long: it left {written} of judge.max_tokens=777 for the reply: "
             "raise judge.self_judge.context_tokens",
             "ab",
         ),

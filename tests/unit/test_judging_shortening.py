@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
+from draco_ray.judging.fitting import Fitting
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.judge_context import judge_room, judge_tokens
 from draco_ray.judging.phases.base import Question
@@ -26,6 +26,7 @@ from draco_ray.judging.worker import phase_summary
 from draco_ray.records import Message, Trajectory
 from tests.unit.test_judging_judge import Script
 
+PROMPTS = load_prompts(Path("prompts/judge"))
 WHERE = CallContext(group="step3/example_1", task_id="example_1", rollout=2)
 LONG = 60_000
 
@@ -49,8 +50,8 @@ def long_rollout(*, steps: int = 4, output: int = LONG, said: int = 100, told: i
 
 
 def judge(script: Script, **settings: Any) -> Judge:
-    config = JudgeConfig(reasks=0, max_tokens=1000, **settings)
-    return Judge(script, load_prompts(Path("prompts/judge")), config)
+    config = JudgeConfig(reasks=0, max_tokens=1000, **{"model": "openai/no-such", **settings})
+    return Judge(script, PROMPTS, config)
 
 
 async def asked(question: Question[Any], tokens: int) -> tuple[str, Any]:
@@ -71,7 +72,7 @@ QUESTIONS: dict[str, Any] = {
 async def test_outputs_are_cut_first_to_the_longest_length_with_which_the_prompt_fits(phase: str) -> None:
     prompt, judged = await asked(QUESTIONS[phase](long_rollout()), 41_000)
     room = 3 * 40_000
-    assert room / 4 < len(prompt) <= room
+    assert 0.95 * room < len(prompt) <= room
     assert judged.left_out > LONG
     assert judged.notes[0].startswith(f"{judged.left_out:,} of {judged.left_out + len(prompt):,} characters")
     # The cut is marked, every step is there, and what was said is whole.
@@ -104,29 +105,27 @@ async def test_what_does_not_fit_even_so_is_not_asked_and_says_why() -> None:
     assert (prompt, judged.value, judged.calls) == ("", None, ())
     whole = len(question.prompt(load_prompts(Path("prompts/judge"))))
     assert judged.error == (
-        f"score of example_1 rollout 2 failed: its prompt takes {whole:,} characters, and the judge reads about "
-        "60,000: too long even with every text cut to 100: take a judge with a longer context (judge.context_tokens)"
+        f"score of example_1 rollout 2 failed: its prompt takes about {whole / 3:,.0f} tokens, and the judge reads "
+        "about 20,000: too long even with every text cut to 100 characters: take a judge with a longer context "
+        "(judge.context_tokens)"
     )
 
 
-async def test_each_level_is_taken_where_it_is_the_first_that_fits() -> None:
+@pytest.mark.parametrize("tokens", [2_300, 3_000, 5_000, 7_500])
+async def test_about_the_least_cut_is_taken_with_which_the_prompt_fits(tokens: int) -> None:
     question = Score(long_rollout(output=2_500, said=1_200, told=300), RUBRIC)
-    referee = judge(Script())
-    lengths = [len(question.shortened(level).prompt(referee._prompts)) for level in range(LEVELS + 1)]
-    assert lengths == sorted(lengths, reverse=True)
-    for length in {*lengths}:
-        referee._room = length
-        shorter, prompt, left_out = referee._fitting(question)
-        assert (len(prompt), left_out) == (length, lengths[0] - length)
-        assert shorter == question.shortened(lengths.index(length))
-    referee._room = lengths[-1] - 1
-    with pytest.raises(ReplyError, match="too long even with every text"):
-        referee._fitting(question)
+    fitting = Fitting(JudgeConfig(reasks=0, max_tokens=1000, model="openai/no-such"), PROMPTS)
+    fitting.room = tokens
+    fitted = await fitting.fit(question)
+    less = question.shortened(fitted.level - 3).prompt(PROMPTS)
+    assert len(less) > 3 * tokens >= len(fitted.prompt)
+    assert fitted.shown == question.shortened(fitted.level)
+    assert fitted.left_out == len(question.prompt(PROMPTS)) - len(fitted.prompt)
 
 
 def test_a_cut_rollout_has_the_steps_it_had() -> None:
     rollout = long_rollout(said=5_000)
-    for level in range(LEVELS + 1):
+    for level in range(0, LEVELS + 1, 11):
         found = shortened(rollout, level)
         assert len(found.steps) == len(rollout.steps)
         assert all(step.action in step.text for step in found.steps if step.action)
@@ -166,6 +165,8 @@ def test_every_stage_begins_where_the_one_before_has_ended_and_takes_every_lengt
 
     whole = lengths(0)
     for step, length in enumerate(LENGTHS, start=1):
+        if length > LONG or step % 7:
+            continue
         now = lengths(stage * len(LENGTHS) + step)
         shortest = lengths(stage * len(LENGTHS))
         assert now[stage] - length in range(-100, 10)

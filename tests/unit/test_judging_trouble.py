@@ -153,7 +153,10 @@ EFFORT = "; judge.reasoning_effort=null leaves it out"
     [
         (400, "unsupported value", ""),
         (500, "unsupported parameter: temperature", ""),
-        (400, "temperature is high", ""),
+        (400, "the temperatures of Rome", ""),
+        (400, "`temperature` is deprecated for this model.", TEMPERATURE),
+        (422, "{'loc': ('body', 'temperature'), 'msg': 'Input should be less than or equal to 1'}", TEMPERATURE),
+        (400, "temperature: 0.2 is refused", TEMPERATURE),
         (400, "Unsupported parameter: temperature", TEMPERATURE),
         (422, "temperature does NOT SUPPORT 0.3", TEMPERATURE),
         (400, "invalid temperature and reasoning_effort", f"{TEMPERATURE}{EFFORT}"),

@@ -17,18 +17,16 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.shortening import LENGTHS, cut
 from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.recorded import step_trajectories
-from draco_ray.traces import judging
 from draco_ray.traces.library import judge, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from draco_ray.traces.model import Trace, TraceTurn
-from draco_ray.traces.trajectory import as_trajectory, environment_facts, fit
+from draco_ray.traces.trajectory import as_trajectory, environment_facts
 from tests.support import canned_judge
 from tests.unit.test_traces_load import FILES, written
 
@@ -323,41 +321,36 @@ def long_trace(**lengths: int) -> Trace:
         ({"prompt": 90_000}, {"o", "s", "p"}),
     ],
 )
-def test_what_is_too_long_is_cut_by_the_rule_and_said(lengths: dict[str, int], cut_parts: set[str]) -> None:
-    trace = long_trace(**lengths)
-    fitted = fit(trace, 30_000)
-    assert fitted is not None
-    assert fitted.left_out == trace.characters - fitted.trace.characters > 0
-    assert fitted.trace.characters <= 30_000
-    assert [step.action for step in fitted.trace.steps] == [step.action for step in trace.steps]
-    texts = {
-        "o": fitted.trace.turns[0].observation or "",
-        "s": fitted.trace.turns[0].text,
-        "p": fitted.trace.prompt[0].content,
-    }
-    shortened = {name for name, text in texts.items() if "characters left out ...]" in text}
-    assert shortened <= cut_parts
-    assert shortened
-    assert fit(trace, 1_000_000) == fitted.__class__(trace)
+async def test_what_is_too_long_is_cut_by_the_rule_and_said(lengths: dict[str, int], cut_parts: set[str]) -> None:
+    trace, canned = long_trace(**lengths), Canned()
+    group = replace(load_traces(FILES / "openai_chat.jsonl")[0], read=lambda: [trace])
+    (found,) = await judge([group], MODEL, complete=canned, context=35_000)
+    (result,) = found.rollouts
+    assert result.reward is not None
+    assert any(note == f"the judge saw it without {result.left_out:,} characters" for note in result.notes)
+    (prompt,) = (each.messages[0].content for each in canned.asked if each.phase == "score")
+    assert prompt.count("run({})") == 10
+    for letter in "osp":
+        left_out = sum(lengths.values()) > 0 and letter * 500 not in prompt
+        whole = letter * (max(lengths.values()) - 1) in prompt
+        assert not (letter not in cut_parts and left_out and lengths.get(letter)), letter
+        assert not (letter in cut_parts and whole), letter
 
 
-def test_no_step_is_left_out_and_what_cannot_fit_is_said() -> None:
-    trace = replace(long_trace(), turns=long_trace().turns * 100)
-    assert fit(trace, 30_000) is None
-    longest = cut("x" * 10_000, LENGTHS[-1])
-    assert len(longest) < LENGTHS[-1] + 60
-    small = judging.Room(alone=30_000, together=30_000)
-
-    async def run() -> judging.GroupJudgement:
-        settled = plan("openai/gpt-5.4")
-        canned = Canned()
-        made = judging.TraceJudge(canned, settled.prompts, settled.config, small)
-        group = load_traces(FILES / "openai_chat.jsonl")[0]
-        return await made.judge(0, replace(group, summaries=group.summaries[:1], read=lambda: [trace]))
-
-    state = asyncio.run(run())
-    assert state.reason == "none of its traces can be judged"
-    assert "do not fit into what the judge reads (30,000 characters)" in state.errors[0]
+async def test_no_step_is_left_out_and_what_cannot_fit_is_said() -> None:
+    """It alone is lost: the others are judged on a rubric that was written without it."""
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    huge = replace(long_trace(), turns=long_trace().turns * 300)
+    group = replace(groups[0], read=lambda: [*groups[0].traces, huge])
+    canned = Canned()
+    (found,) = await judge([group], MODEL, complete=canned, context=35_000)
+    *others, lost = found.rollouts
+    assert all(each.reward is not None for each in others)
+    assert lost.reward is None
+    assert lost.error is not None
+    assert "too long even with every text cut to 100 characters" in lost.error
+    assert any(note.startswith(f"union: union was asked without rollout {len(others)},") for note in found.notes)
+    assert [each.phase for each in canned.asked].count("union") == 1
 
 
 async def test_the_judge_sees_less_of_each_where_it_sees_them_together() -> None:
@@ -366,7 +359,7 @@ async def test_the_judge_sees_less_of_each_where_it_sees_them_together() -> None
     long = [replace(each, turns=(*each.turns, *long_trace(observation=30_000).turns)) for each in groups[0].traces]
     group = replace(groups[0], read=lambda: long)
     (found,) = await judge([group], MODEL, complete=canned, context=100_000)
-    assert any("the merge of its rubric saw its traces without" in note for note in found.notes)
+    assert any("characters were left out of its prompt" in note for note in found.notes)
     union = next(each.messages[0].content for each in canned.asked if each.phase == "union")
     score = next(each.messages[0].content for each in canned.asked if each.phase == "score")
     assert "characters left out ...]" in union

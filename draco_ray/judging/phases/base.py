@@ -58,6 +58,20 @@ class Question(ABC, Generic[ValueT]):
         """The JSON schema that a reply to ``template`` is held to."""
         return reply_schema(self.entry, template)
 
+    @property
+    def members(self) -> Sequence[int]:
+        """Rollouts that could be left out, where the question is about a whole group; else none."""
+        return ()
+
+    @property
+    def doubtful(self) -> Sequence[int]:
+        """The `members` to leave out first, should the judge refuse the question."""
+        return ()
+
+    def only(self, members: Sequence[int]) -> Self:
+        """The same question about some of its `members`."""
+        return self
+
     @abstractmethod
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[ValueT]:
         """Read a reply.

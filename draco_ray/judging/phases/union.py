@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
 from draco_ray.judging.phases.base import Question, Rubric
+from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.reply import CriterionEntry, Parsed, parse_criteria
 from draco_ray.judging.shortening import shortened, shorter_prompt
 from draco_ray.judging.structured import JsonSchema, reply_schema
@@ -27,6 +28,8 @@ class Union(Question[Rubric]):
     candidates: Sequence[Criterion]
     trajectories: Sequence[Trajectory]
     """Of the group, at least one."""
+    doubtful: Sequence[int] = field(default=(), kw_only=True)
+    """Rollouts whose own stage2 call failed: the first to be left out, should the judge refuse the union."""
 
     name = "union"
     template = "union_rubrics.txt"
@@ -40,6 +43,20 @@ class Union(Question[Rubric]):
             self,
             messages=shorter_prompt(tuple(self.messages), level),
             trajectories=[shortened(each, level) for each in self.trajectories],
+        )
+
+    @property
+    def members(self) -> Sequence[int]:
+        """See `Question`."""
+        return [each.rollout for each in self.trajectories]
+
+    def only(self, members: Sequence[int]) -> Self:
+        """See `Question`: the other rollouts' proposals are left out with them."""
+        others = {f"{Stage2.name}/{each}" for each in self.members if each not in members}
+        return replace(
+            self,
+            candidates=[each for each in self.candidates if each.source not in others],
+            trajectories=[each for each in self.trajectories if each.rollout in members],
         )
 
     @property
