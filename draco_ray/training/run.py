@@ -196,6 +196,8 @@ def _resume(
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        for damage in start.damaged:
+            console.print(damage)
         order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
