@@ -69,7 +69,7 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
             path = folder / name
             check_regular(path)
             if "sha256" in counters and file_digest(path)[0] != counters["sha256"][name]:
-                raise ValueError(f"not the bytes that were written, by their SHA-256 in {COUNTERS}")
+                raise ValueError(f"its SHA-256 is not the one in {COUNTERS}")
             if name == COUNTERS:
                 counters = _counters(path)
             elif name == ADAPTER_CONFIG:

@@ -28,6 +28,7 @@ from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
 from draco_ray.judging.own_disk import check_own_disk
+from draco_ray.judging.prompts import KEY_FILE, evidence_key
 from draco_ray.judging.reply_cache import FILE, RESTORE, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
 
@@ -347,11 +348,12 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
     if not keeps_replies(before) or not keeps_replies(config) or not any(run.tables.glob("judge_calls/step*")):
         return
     folder = config.judge.cache or run.judge_cache
-    if check_store(folder):
-        return
-    if config.judge.cache == before.judge.cache:
-        raise StoreError(f"judge replies in {folder / FILE} are missing, this run has paid for some: {RESTORE}")
-    folder.mkdir(parents=True, exist_ok=True)
+    missing = None if check_store(folder) else FILE
+    # Every question holds a code that is made with it: with another one no reply would be found.
+    missing = missing or (None if (folder / KEY_FILE).exists() else KEY_FILE)
+    if missing is not None and config.judge.cache == before.judge.cache:
+        raise StoreError(f"judge replies: {folder / missing} is missing, this run has paid for some: {RESTORE}")
+    evidence_key(folder)
     create_store(folder)
 
 

@@ -184,7 +184,7 @@ def test_a_run_without_a_sound_checkpoint_is_one_line_and_nothing_of_it_changes(
         rewind(run, reuse=True)
     assert str(refusal.value) == (
         f"{run.checkpoints}: no checkpoint is sound, the newest is damaged: step00003/adapter_model.safetensors: "
-        "not the bytes that were written, by their SHA-256 in learner.json; restore one, or move that folder away: "
+        "its SHA-256 is not the one in learner.json; restore one, or move that folder away: "
         "training then begins again with step 1, with the rollouts and replies that are recorded"
     )
     assert sorted(run.path.rglob("*")) == before
@@ -217,9 +217,7 @@ def test_every_reader_of_an_adapter_refuses_a_damaged_one(run: RunDirectory, tmp
         lambda: load_adapter(Checkpoint(name="a", adapter=folder)),
     ]
     for read in readers:
-        with pytest.raises(
-            DamagedRun, match=r"is damaged: adapter_model\.safetensors: not the bytes that were written"
-        ):
+        with pytest.raises(DamagedRun, match=r"is damaged: adapter_model\.safetensors: its SHA-256 is not"):
             read()
     # A deleted file does not make another checkpoint the last one.
     (run.checkpoint(3) / ADAPTER_CONFIG).unlink()

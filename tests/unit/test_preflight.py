@@ -20,6 +20,7 @@ from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging import own_disk
 from draco_ray.judging.own_disk import file_system_of
+from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
@@ -187,14 +188,18 @@ def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_fold
     with pytest.raises(StoreError) as refusal:
         check_paid_replies(folder, config, config)
     assert str(refusal.value) == (
-        f"judge replies in {folder.judge_cache / FILE} are missing, this run has paid for some: restore it from a "
-        "copy, or name another folder (judge.cache of a training run, --out): what was answered is then paid for again"
+        f"judge replies: {folder.judge_cache / FILE} is missing, this run has paid for some: restore it from a copy, "
+        "or name another folder (judge.cache of a training run, --out): what was answered is then paid for again"
     )
     check_paid_replies(folder, config, elsewhere("new"))
     # From then on they are there, or should be.
     check_paid_replies(folder, elsewhere("new"), elsewhere("new"))
-    with pytest.raises(StoreError, match="gone/replies.sqlite are missing"):
+    with pytest.raises(StoreError, match="gone/replies.sqlite is missing"):
         check_paid_replies(folder, elsewhere("gone"), elsewhere("gone"))
+    for key, problem in ((b"", "is damaged"), (b"0" * 31, "is damaged"), (None, "is missing")):
+        (tmp_path / "new" / KEY_FILE).unlink() if key is None else (tmp_path / "new" / KEY_FILE).write_bytes(key)
+        with pytest.raises(StoreError, match=f"new/{KEY_FILE} {problem}.* restore it from a copy"):
+            check_paid_replies(folder, elsewhere("new"), elsewhere("new"))
     (tmp_path / "new" / FILE).write_bytes(b"")
     for check in (
         lambda: check_paid_replies(folder, config, elsewhere("new")),
