@@ -50,12 +50,16 @@ def checkpoint_damage(folder: Path) -> str | None:
 
 
 def adapter_damage(folder: Path) -> str | None:
-    """The same of the adapter alone, for which ``learner.json`` may be missing."""
+    """What is wrong with the adapter in a folder; ``learner.json`` and the optimizer may be missing."""
     return _damage(folder, (*((COUNTERS,) if (folder / COUNTERS).exists() else ()), ADAPTER_CONFIG, ADAPTER))
 
 
 def check_adapter(folder: Path) -> None:
-    """Raises: DamagedRun: the adapter in the folder is not sound."""
+    """Refuse a damaged adapter.
+
+    Raises:
+        DamagedRun: what `adapter_damage` says.
+    """
     if (damage := adapter_damage(folder)) is not None:
         raise DamagedRun(f"adapter {folder} is damaged: {damage}; restore that file, or name another checkpoint")
 
@@ -68,7 +72,7 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
         for name in files:
             path = folder / name
             check_regular(path)
-            if "sha256" in counters and file_digest(path)[0] != counters["sha256"][name]:
+            if "sha256" in counters and file_digest(path)[0] != counters["sha256"].get(name):
                 raise ValueError(f"its SHA-256 is not the one in {COUNTERS}")
             if name == COUNTERS:
                 counters = _counters(path)
@@ -77,10 +81,10 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
                     raise ValueError("no JSON object")
             else:
                 steps = _check_values(path)
-        # Earlier versions wrote no digests; with them this holds the number of updates.
+        # No digest covers the number of updates, and earlier versions wrote none.
         if OPTIMIZER in files and steps != ({counters["updates"]} if counters["updates"] else set()):
             raise ValueError(f"of update {max(steps, default=0)}, but {COUNTERS} of update {counters['updates']}")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
         return f"{name}: {' '.join(str(error).split())[:300]}"
     return None
 
@@ -89,9 +93,9 @@ def _counters(path: Path) -> dict[str, Any]:
     """What ``learner.json`` says. Raises: ValueError: it is not what a learner writes, or of another checkpoint."""
     counters = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(counters, dict) or set(counters) not in ({"updates"}, {"updates", "checkpoint", "sha256"}):
-        raise ValueError("expected the number of updates, the checkpoint's name and SHA-256 of the other files")
-    if type(counters["updates"]) is not int:
-        raise ValueError(f"updates are {str(counters['updates'])[:50]!r}")
+        raise ValueError("expected the keys updates, checkpoint and sha256")
+    if type(counters["updates"]) is not int or not isinstance(counters.get("sha256", {}), dict):
+        raise ValueError("expected a number of updates, and SHA-256 by file")
     # A folder may have been copied to another name, but not to another step's.
     step, written = STEP.fullmatch(path.parent.name), counters.get("checkpoint")
     if written is not None and step is not None and written != step[0]:
