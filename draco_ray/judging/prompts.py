@@ -17,6 +17,7 @@ from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.render import evidence_code
 from draco_ray.judging.reply import ENTRIES
+from draco_ray.judging.reply_cache import RESTORE
 
 FACTS = "environment_facts"
 """Known in every phase."""
@@ -79,7 +80,7 @@ def evidence_key(folder: Path | None) -> bytes:
         folder: the replies' (`draco_ray.config.schema.JudgeConfig.cache`); None: a secret of this process.
 
     Raises:
-        StoreError: it can neither be read nor written.
+        StoreError: it can neither be read nor written, or is damaged.
     """
     if folder is None:
         return _OF_PROCESS
@@ -91,10 +92,14 @@ def evidence_key(folder: Path | None) -> bytes:
             # Linked into place, so that it appears whole and the first of several judge workers wins.
             draft = folder / f"{KEY_FILE}.{new}"
             draft.write_text(new, encoding="ascii")
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):
                 os.link(draft, path)
             draft.unlink()
-        return path.read_bytes()
+        if re.fullmatch(rb"[0-9a-f]{32}", key := path.read_bytes()) is None:
+            raise StoreError(f"the judge's evidence key in {path} is damaged; {RESTORE}")
+        return key
     except OSError as error:
         raise StoreError(f"the judge's evidence key cannot be kept in {path}: {error.strerror}") from None
 

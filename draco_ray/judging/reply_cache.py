@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +46,11 @@ CLAIM_SECONDS = 15.0
 """After which a claim ends that was not renewed: whoever asked has died, or is stopped."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
+
+RESTORE = (
+    "restore it from a copy, or name another folder (judge.cache of a training run, --out): what was answered is then "
+    "paid for again"
+)
 
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, answer TEXT NOT NULL) STRICT, WITHOUT ROWID",
@@ -131,6 +138,7 @@ class ReplyCache:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         with self._said_plainly():
             folder.mkdir(parents=True, exist_ok=True)
+            create_store(folder)
             self._connection = self._thread.submit(_connect, folder / FILE).result()
 
     def __len__(self) -> int:
@@ -253,10 +261,7 @@ class ReplyCache:
                 "and continue the run"
             ) from None
         except sqlite3.Error as error:
-            raise StoreError(
-                f"judge replies in {self._folder / FILE} cannot be read: {error}; move that file away, what it answers "
-                "is then paid for again"
-            ) from None
+            raise StoreError(f"judge replies in {self._folder / FILE} cannot be read: {error}; {RESTORE}") from None
 
 
 def _connect(file: Path) -> sqlite3.Connection:
@@ -272,6 +277,61 @@ def _connect(file: Path) -> sqlite3.Connection:
     return connection
 
 
+def create_store(folder: Path) -> None:
+    """Make the file of replies in a folder that has none. It appears whole: an empty one has lost what it held.
+
+    Raises:
+        StoreError: the one that is there is damaged.
+        OSError: it cannot be made.
+    """
+    file, made = folder / FILE, folder / f"{FILE}.tmp"
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        if not _is_there(file):
+            made.unlink(missing_ok=True)
+            _connect(made).close()
+            os.replace(made, file)
+    finally:
+        os.close(opened)
+
+
+def check_store(folder: Path) -> bool:
+    """Whether there are replies in a folder, which are then read through for damage.
+
+    Raises:
+        StoreError: they are damaged.
+    """
+    file = folder / FILE
+    if not _is_there(file):
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as connection:
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            pages, size = (connection.execute(f"PRAGMA page_{each}").fetchone()[0] for each in ("count", "size"))
+            # SQLite fills up a last page that is cut.
+            if file.stat().st_size < pages * size:
+                found = f"its last page is cut at byte {file.stat().st_size}"
+    except sqlite3.Error as error:
+        found = str(error)
+    if found != "ok":
+        raise StoreError(f"judge replies in {file} are damaged: {' '.join(found.split())[:200]}; {RESTORE}")
+    return True
+
+
+def _is_there(file: Path) -> bool:
+    """Whether the file of replies is there. Raises: StoreError: it is empty, or only its journal is there."""
+    journals = (file.with_name(f"{file.name}-{kind}") for kind in ("journal", "wal"))
+    if file.exists():
+        # SQLite takes a file of one byte for an empty one, too.
+        problem = "the file is empty" if file.is_file() and file.stat().st_size <= 1 else None
+    else:
+        problem = next((f"{each.name} is there without it" for each in journals if each.exists()), None)
+    if problem is not None:
+        raise StoreError(f"judge replies in {file} are damaged: {problem}; {RESTORE}")
+    return file.exists()
+
+
 def read_book(folder: Path, run: str = "") -> Book:
     """The book of a folder of replies; empty where there is none.
 
@@ -284,7 +344,7 @@ def read_book(folder: Path, run: str = "") -> Book:
     """
     file = folder / FILE
     found: list[tuple[str, float, float | None]] = []
-    if file.is_file():
+    if _is_there(file):
         try:
             # Another process may be writing: its journal has to be minded, and a killed one's rolled back.
             with contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as connection:
@@ -292,7 +352,7 @@ def read_book(folder: Path, run: str = "") -> Book:
                 if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'requests'").fetchone():
                     found = connection.execute("SELECT number, most, dollars FROM requests").fetchall()
         except sqlite3.Error as error:
-            raise StoreError(f"the book of judge requests in {file} cannot be read: {error}") from None
+            raise StoreError(f"the book of judge requests in {file} cannot be read: {error}; {RESTORE}") from None
     for number, *amounts in found:
         # Another's file may hold other tables: a negative amount would be more budget.
         if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:

@@ -56,7 +56,7 @@ class Carried:
     def save(self, snapshot: Snapshot, directory: Path) -> None:
         """See `Checkpoints`."""
         with PrivateTempDir() as folder:
-            snapshot.write_files(folder)
+            snapshot.write_files(folder, directory.name)
             ray.get(self._files.begin.remote(directory))
             for file in sorted(folder.iterdir()):
                 with file.open("rb") as read:

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draco_ray.errors import LearnerError
 from draco_ray.learner.checkpoint_files import begin, finish
-
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-OPTIMIZER, COUNTERS = "optimizer.safetensors", "learner.json"
+from draco_ray.runs.checkpoints import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    OPTIMIZER,
+    checkpoint_damage,
+    read_updates,
+    write_counters,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,38 +41,31 @@ class Snapshot:
 
         Raises:
             OSError: it cannot be written.
+            LearnerError: it is not sound: the weights are not finite, or the disk returns other bytes.
         """
-        self.write_files(begin(directory))
+        self.write_files(begin(directory), directory.name)
         finish(directory)
 
-    def write_files(self, folder: Path) -> None:
-        """Write the files of the checkpoint into a folder that is there.
+    def write_files(self, folder: Path, name: str) -> None:
+        """Write the files of the checkpoint ``name`` into a folder that is there.
 
         Raises:
             OSError: they cannot be written.
+            LearnerError: they are not sound.
         """
         save_file(dict(self.adapter), folder / ADAPTER, metadata={"format": "pt"})
         (folder / ADAPTER_CONFIG).write_text(json.dumps(self.adapter_config, indent=2), encoding="utf-8")
         save_file(dict(self.optimizer), folder / OPTIMIZER)
-        (folder / COUNTERS).write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
+        write_counters(folder, name, self.updates)
+        if (damage := checkpoint_damage(folder)) is not None:
+            raise LearnerError(f"checkpoint {name} is not kept: {damage}; continue the run from the one before")
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """The adapter's tensors, the optimizer's, and the number of updates.
 
-    Raises: LearnerError, one line that names the file that cannot be read.
+    Raises: LearnerError, one line that names the file which is damaged.
     """
-    read: list[Any] = []
-    for name in (ADAPTER, OPTIMIZER, COUNTERS):
-        path = directory / name
-        try:
-            if not path.is_file():
-                raise OSError("no such file")
-            if name == COUNTERS:
-                read.append(int(json.loads(path.read_text(encoding="utf-8"))["updates"]))
-            else:
-                read.append(load_file(path))
-        except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-            problem = " ".join(f"{type(error).__name__} {error}".split())
-            raise LearnerError(f"checkpoint file {path}: cannot be read ({problem}); resume from another one") from None
-    return read[0], read[1], read[2]
+    if (damage := checkpoint_damage(directory)) is not None:
+        raise LearnerError(f"checkpoint {directory} is damaged: {damage}; continue the run: it begins from a sound one")
+    return load_file(directory / ADAPTER), load_file(directory / OPTIMIZER), read_updates(directory)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
-from draco_ray.learner.checkpoint import OPTIMIZER, Snapshot, read_checkpoint
+from draco_ray.learner.checkpoint import Snapshot, read_checkpoint
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import grpo_loss
 from draco_ray.learner.messages import UpdateMetrics
@@ -289,11 +289,14 @@ class LoraLearner:
     def load(self, directory: Path) -> None:
         """Continue from a checkpoint written by `save`, exactly; rates and the like are the configuration's.
 
-        Raises: LearnerError if it is not one, or belongs to another model or rank.
+        Raises: LearnerError if it is damaged, or belongs to another model or rank.
         """
         tensors, moments, updates = read_checkpoint(directory)
         self.policy.load_adapter(tensors, str(directory))
-        state = self._optimizer_state(moments, directory)
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            index, name = key.split(".")
+            state.setdefault(int(index), {})[name] = value
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
         self._optimizer.zero_grad(set_to_none=True)
         self._forget_sums()
@@ -307,27 +310,6 @@ class LoraLearner:
             for index, mine in state.items()
             for name, value in mine.items()
         }
-
-    def _optimizer_state(self, moments: dict[str, Tensor], directory: Path) -> dict[int, dict[str, Tensor]]:
-        """`_optimizer_tensors` read back.
-
-        Raises: LearnerError if they do not belong to these parameters.
-        """
-        shapes = {
-            f"{index}.{name}": parameter.shape if name != "step" else torch.Size()
-            for index, parameter in enumerate(self._parameters)
-            for name in ("step", "exp_avg", "exp_avg_sq")
-        }
-        if moments and {name: value.shape for name, value in moments.items()} != shapes:
-            raise LearnerError(
-                f"checkpoint {directory}: {OPTIMIZER} is of other parameters than this model's adapter; expected the "
-                "model and lora_rank it was made with"
-            )
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in moments.items():
-            index, name = key.split(".")
-            state.setdefault(int(index), {})[name] = value
-        return state
 
     def _summed_over_workers(self) -> Tensor:
         """The sums, the spread of ratios, then all gradients, as one vector: one collective an update."""

@@ -7,7 +7,7 @@
     metrics.jsonl                     one line a training step
     tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
     tables/<table>/step00003/*.arrow  a step under way: one file per rollout or group, as they finish
-    checkpoints/step00003/            adapter (PEFT format), optimizer, counters
+    checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
     judge_cache/                      every judge reply by request, so that none is paid for twice
 
 Only its owner may enter it, unless they let others. It may come from somebody else: nothing in it is unpickled, and
@@ -86,7 +86,7 @@ def read_bytes(path: Path) -> bytes:
         DamagedRun: it is missing, or no regular file.
     """
     try:
-        _check_regular(path)
+        check_regular(path)
         return path.read_bytes()
     except OSError as error:
         raise damaged(path, error) from None
@@ -120,7 +120,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
         DamagedRun: the file cannot be read, or its columns are others.
     """
     try:
-        _check_regular(path)
+        check_regular(path)
         names, read = _opened(path)
         if absent := [column for column in schema.names if column not in names]:
             raise DamagedRun(f"it has no column {absent[0]!r}")
@@ -182,7 +182,7 @@ def _is_measured(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.less_equal(pc.abs(values), MOST)
 
 
-def _check_regular(path: Path) -> None:
+def check_regular(path: Path) -> None:
     """Refuse what is no regular file: reading a queue or a device would wait. Raises: OSError."""
     if not path.exists():
         raise OSError("it is missing")

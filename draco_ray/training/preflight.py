@@ -28,6 +28,8 @@ from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
 from draco_ray.judging.own_disk import check_own_disk
+from draco_ray.judging.prompts import KEY_FILE, evidence_key
+from draco_ray.judging.reply_cache import FILE, RESTORE, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
 
 ANONYMOUS_TYPE = "node_"
@@ -310,11 +312,13 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
 
     Raises:
         ConfigError: they would lie on a file system that machines share.
+        StoreError: those that are there are damaged.
     """
-    if config.judge.self_judge.enabled or config.algorithm.reward != "rubric":
+    if not keeps_replies(config):
         return
+    folder = config.judge.cache or RunDirectory(run).judge_cache
     try:
-        check_own_disk(config.judge.cache or RunDirectory(run).judge_cache, mounts)
+        check_own_disk(folder, mounts)
     except StoreError as error:
         also = ""
         if config.judge.cache is None and isinstance(config.run.root, str):
@@ -322,6 +326,35 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
         elif config.judge.cache is None:
             also = f"; a new run with run.root=file://{run.resolve().parent} works on such a disk and is copied there"
         raise ConfigError(f"{error}{also}") from None
+    check_store(folder)
+
+
+def keeps_replies(config: DracoConfig) -> bool:
+    """Whether the judge's replies are kept: those of a judge that is paid."""
+    return config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled
+
+
+def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConfig) -> None:
+    """Check that the replies a run has paid for are there, unless the user has named another folder for them.
+
+    Args:
+        run: to be continued.
+        before: its configuration until now.
+        config: its configuration from now on.
+
+    Raises:
+        StoreError: they are missing or damaged.
+    """
+    if not keeps_replies(before) or not keeps_replies(config) or not any(run.tables.glob("judge_calls/step*")):
+        return
+    folder = config.judge.cache or run.judge_cache
+    missing = None if check_store(folder) else FILE
+    # Every question holds a code that is made with it: with another one no reply would be found.
+    missing = missing or (None if (folder / KEY_FILE).exists() else KEY_FILE)
+    if missing is not None and config.judge.cache == before.judge.cache:
+        raise StoreError(f"judge replies: {folder / missing} is missing, this run has paid for some: {RESTORE}")
+    evidence_key(folder)
+    create_store(folder)
 
 
 def check_disk(config: DracoConfig, run: Path) -> None:

@@ -7,6 +7,7 @@ their finished rollouts, and the judge's replies from the durable cache; see doc
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,8 +18,9 @@ from typing import Any, get_args
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, Order
+from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
@@ -63,6 +65,8 @@ class StartPoint:
     """Whether the adapter differs from the base model."""
     recorded: frozenset[int] = frozenset()
     """Steps after it of which finished rollouts may be taken from the run directory."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with later checkpoints, and where they were moved to; a line each."""
     dropped: tuple[Path, ...] = ()
     """Files of rows of steps after it that could not be read: the machine was lost before they were on its disk."""
     first_gap: float | None = None
@@ -150,12 +154,20 @@ def _rules(written: Mapping[str, Any]) -> OrderRules:
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
-    """Take a run directory back to its last checkpoint; what later steps have finished and paid for stays.
+    """Take a run directory back to its newest sound checkpoint; what later steps have finished and paid for stays.
 
     Args:
         reuse: whether rollouts of later steps still are what the configuration would play.
+
+    Raises:
+        DamagedRun: it has checkpoints, and none is sound.
     """
-    step = max(run.checkpoint_steps(), default=0)
+    step, damage = _newest_sound(run)
+    damaged = tuple(
+        f"checkpoint {run.checkpoint(later)} is damaged: {found}; {run.checkpoint(step).name} is used instead, and the "
+        f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
+        for later, found in damage.items()
+    )
     metrics = run.metrics()
     done = [line for line in metrics if line["step"] <= step]
     if not done:
@@ -173,9 +185,39 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         checkpoint=run.checkpoint(step) if step else None,
         moved=any((line.get("updates") or 0) > 0 and (line.get("grad_norm") or 0) > 0 for line in done),
         recorded=frozenset(later) if reuse else frozenset(),
+        damaged=damaged,
         dropped=dropped,
         first_gap=next((gap for line in done if (gap := line.get("canary_gap")) is not None), None),
     )
+
+
+def _newest_sound(run: RunDirectory) -> tuple[int, dict[int, str]]:
+    """The step of the newest sound checkpoint, and what is wrong with later ones. Raises: DamagedRun: none is sound."""
+    damage: dict[int, str] = {}
+    ships = run.setting("learner.use") == LearnerConfig().use
+    for step in reversed(run.checkpoint_steps()):
+        folder = run.checkpoint(step)
+        # Other learners may write checkpoints of their own format.
+        found = checkpoint_damage(folder) if ships or (folder / COUNTERS).exists() else None
+        if found is None:
+            return step, damage
+        damage[step] = found
+    if damage:
+        newest, found = next(iter(damage.items()))
+        raise DamagedRun(
+            f"{run.checkpoints}: no checkpoint is sound, the newest is damaged: {run.checkpoint(newest).name}/{found}; "
+            "restore one, or move that folder away: training then begins again with step 1, with the rollouts and "
+            "replies that are recorded"
+        )
+    return 0, damage
+
+
+def _moved_aside(folder: Path) -> str:
+    """Rename a damaged checkpoint, so that `train.keep_last` does not count it; returns its new name."""
+    names = (f".{folder.name}.damaged-{number}" for number in range(1, 10**6))
+    aside = next(name for name in names if not os.path.lexists(folder.with_name(name)))
+    folder.rename(folder.with_name(aside))
+    return aside
 
 
 def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:

@@ -41,7 +41,13 @@ from draco_ray.training.engines import unless_lost
 from draco_ray.training.head import head_failure
 from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
 from draco_ray.training.order import EarlierTasks, TaskOrder
-from draco_ray.training.preflight import check_disk, check_outlives_job, check_replies, check_trainable
+from draco_ray.training.preflight import (
+    check_disk,
+    check_outlives_job,
+    check_paid_replies,
+    check_replies,
+    check_trainable,
+)
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
@@ -188,9 +194,12 @@ def _resume(
     config, prompts, order = _checked(config, console)
     with sole_driver(run):
         check_disk(config, run.path)
+        check_paid_replies(run, old, config)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
         # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        for damage in start.damaged:
+            console.print(damage)
         order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})

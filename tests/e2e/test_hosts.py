@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.learner.checkpoint import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER
+from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER
 from draco_ray.runs.directory import RunDirectory
 from tests.support import hosts
 from tests.support.cluster_of_hosts import HEAD, JUDGE, NODE, HostsCluster, cluster_of_hosts

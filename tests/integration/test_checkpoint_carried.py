@@ -58,9 +58,10 @@ def test_a_checkpoint_goes_to_the_run_directory_and_back(
         weights, moments, updates = reader.found
         assert torch.equal(weights["weight"], torch.full((64, 64), value))
         assert (moments["0.step"].item(), updates) == (value, value)
-    Here().save(snapshot(2.0), tmp_path / "here")
+    here = tmp_path / "here" / "step00001"
+    Here().save(snapshot(2.0), here)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["here", "step00001"]
-    for file in (tmp_path / "here").iterdir():
+    for file in here.iterdir():
         assert (directory / file.name).read_bytes() == file.read_bytes()
         assert (directory / file.name).stat().st_mode & 0o077 == 0
 
@@ -68,7 +69,7 @@ def test_a_checkpoint_goes_to_the_run_directory_and_back(
 def test_a_checkpoint_that_cannot_be_used_is_named_as_in_the_run_directory(files: Any, tmp_path: Path) -> None:
     directory = tmp_path / "step00001"
     directory.mkdir()
-    with pytest.raises(LearnerError, match=f"checkpoint file {directory}/adapter_model.safetensors: cannot be read"):
+    with pytest.raises(LearnerError, match=f"checkpoint {directory} is damaged: learner.json: it is missing"):
         Carried(files).load(Reader(), directory)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from draco_ray.cli import main
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
+from draco_ray.judging.prompts import evidence_key
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
@@ -34,6 +35,7 @@ from draco_ray.training import run as run_module
 from draco_ray.training.order import TaskOrder
 from tests.support.autoscaling import free_port
 from tests.support.object_store import Faults, faulty_proxy
+from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS
 from tests.unit.test_remote_runs import CALLS, LARGE, SmallRun, consistent
 from tests.unit.test_training_resume import write_step
@@ -170,10 +172,10 @@ def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
     ) -> Path:
         step = start.step + 1
         steps.append(step)
+        evidence_key(run.judge_cache)
         asyncio.run(ReplyCache(run.judge_cache).put(f"step {step}", {"text": "a reply"}))
         write_step(run, step, finished=False)
-        run.checkpoint(step).mkdir(parents=True)
-        (run.checkpoint(step) / "counters.json").write_text("{}")
+        small_checkpoint(run.checkpoint(step))
         RunStore(run).finish_step(step, {"step": step})
         if step == 1:
             # In the midst of the next one.

@@ -24,6 +24,7 @@ from draco_ray.runs.parts import write_part
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import rewind
+from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import small_run
 
 CONFIG, METRICS, ORIGIN = "config.yaml", "metrics.jsonl", "run.json"
@@ -60,8 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ALL_TABLES:
         if run.table(name, 1).num_rows == 0:
             _fill(run.tables / name / "step00001.parquet", name)
-    run.checkpoint(1).mkdir(parents=True)
-    (run.checkpoint(1) / "adapter_config.json").write_text("{}")
+    small_checkpoint(run.checkpoint(1))
     return run.path
 
 

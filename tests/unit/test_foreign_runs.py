@@ -18,6 +18,7 @@ from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import adopt_config, rewind
+from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import small_run
 from tests.unit.test_runs import a_trajectory
 
@@ -248,8 +249,7 @@ def test_every_command_that_would_act_on_it_refuses_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = small_run(tmp_path / "run").path
-    (run / "checkpoints" / "step00001").mkdir(parents=True)
-    (run / "checkpoints" / "step00001" / "adapter_config.json").write_text("{}")
+    small_checkpoint(run / "checkpoints" / "step00001")
     nowhere = ("data.root=/nowhere", "model.path=.cache/nowhere")
     theirs = received(tmp_path / "theirs", monkeypatch, *nowhere, *(f"{key}={value}" for key, value in NAMED.items()))
     for file in ("config.yaml", "run.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import pickle
@@ -24,6 +25,7 @@ from draco_ray.judging.reply_cache import (
     FILE,
     Book,
     ReplyCache,
+    check_store,
     read_book,
     request_key,
 )
@@ -179,10 +181,63 @@ async def test_an_answer_that_is_not_readable_is_asked_for_again(
 
 async def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
-    with pytest.raises(StoreError, match="cannot be read: file is not a database; move that file away") as caught:
+    with pytest.raises(StoreError, match="cannot be read: file is not a database; restore it from a copy") as caught:
         ReplyCache(tmp_path)
     assert str(tmp_path / FILE) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of some dozen replies and their requests."""
+    folder = tmp_path_factory.mktemp("kept")
+
+    async def keep() -> None:
+        cache = ReplyCache(folder)
+        for number in range(40):
+            await cache.settle(f"r{number}", 0.5, (f"k{number}", {"text": "x" * 3000}))
+
+    asyncio.run(keep())
+    return (folder / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("left", [0, 1, 99, 100, 4096, 5000, 0.5, -4096])
+def test_a_file_that_has_lost_its_end_is_damage_and_no_empty_book(kept: bytes, tmp_path: Path, left: float) -> None:
+    content = kept[: int(left * len(kept)) if isinstance(left, float) else left]
+    (tmp_path / FILE).write_bytes(content)
+    for read in (check_store, read_book, ReplyCache):
+        with pytest.raises(StoreError, match=f"{FILE} .*: .*; restore it from a copy, or name another") as problem:
+            read(tmp_path)
+        assert "\n" not in str(problem.value)
+    assert (tmp_path / FILE).read_bytes() == content
+
+
+async def test_pages_that_were_overwritten_are_found_before_a_run_goes_on(kept: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(kept)
+    assert check_store(tmp_path)
+    (tmp_path / FILE).write_bytes(kept[:-1])
+    with pytest.raises(StoreError, match="are damaged: its last page is cut at byte"):
+        check_store(tmp_path)
+    for page in range(0, len(kept), 4096):
+        (tmp_path / FILE).write_bytes(kept[:page] + b"\xff" * 4096 + kept[page + 4096 :])
+        with pytest.raises(StoreError, match="judge replies in .* are damaged: "):
+            check_store(tmp_path)
+        (tmp_path / FILE).write_bytes(kept[:page] + b"\0" * 4096 + kept[page + 4096 :])
+        with contextlib.suppress(StoreError):
+            check_store(tmp_path)
+            # The page had the end of a long reply only, which is then not read as another one.
+            found = [await ReplyCache(tmp_path).get(f"k{number}") for number in range(40)]
+            assert all(each in (None, {"text": "x" * 3000}) for each in found)
+
+
+@pytest.mark.parametrize("suffix", ["-journal", "-wal"])
+def test_a_journal_without_its_file_is_damage(tmp_path: Path, suffix: str) -> None:
+    assert not check_store(tmp_path)
+    (tmp_path / f"{FILE}{suffix}").write_bytes(b"x" * 512)
+    for read in (check_store, read_book, ReplyCache):
+        with pytest.raises(StoreError, match=f"are damaged: {FILE}{suffix} is there without it; restore it"):
+            read(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(FILE)] == [f"{FILE}{suffix}"]
 
 
 async def test_a_cancelled_reader_leaves_the_store_usable(tmp_path: Path) -> None:
@@ -253,8 +308,8 @@ def test_a_damaged_book_is_said(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
     with pytest.raises(StoreError) as problem:
         read_book(tmp_path)
-    assert str(problem.value) == (
-        f"the book of judge requests in {tmp_path / FILE} cannot be read: file is not a database"
+    assert f"the book of judge requests in {tmp_path / FILE} cannot be read: file is not a database; restore" in str(
+        problem.value
     )
 
 
@@ -289,7 +344,7 @@ def test_readers_and_writers_wait_for_each_other_as_long_as_is_said(
     monkeypatch.setattr("draco_ray.judging.reply_cache.sqlite3.connect", noted)
     ReplyCache(tmp_path)
     read_book(tmp_path)
-    assert waited == [BUSY_SECONDS, BUSY_SECONDS]
+    assert waited == [BUSY_SECONDS] * 3
 
 
 def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:

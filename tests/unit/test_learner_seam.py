@@ -18,7 +18,7 @@ import ray
 import torch
 from rich.console import Console
 
-from draco_ray.config.load import load_config
+from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, ModelConfig
 from draco_ray.engine.canary import CanaryReading, Probe
 from draco_ray.engine.vllm_engine import VllmEngine
@@ -209,7 +209,7 @@ async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_tau
     config: DracoConfig, tmp_path: Path
 ) -> None:
     """The checkpoint makes the step one that is done: its metrics and spans are never written again."""
-    run = RunDirectory.create(tmp_path / "run", "")
+    run = RunDirectory.create(tmp_path / "run", dump_config(config))
     trainer = await trainer_of(config, Engine(config), run)
 
     finish = trainer._store.finish_step.remote

@@ -20,6 +20,8 @@ from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging import own_disk
 from draco_ray.judging.own_disk import file_system_of
+from draco_ray.judging.prompts import KEY_FILE
+from draco_ray.judging.reply_cache import FILE
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
 from draco_ray.training.preflight import (
@@ -28,6 +30,7 @@ from draco_ray.training.preflight import (
     check_disk,
     check_object_store,
     check_outlives_job,
+    check_paid_replies,
     check_replies,
     check_resources,
     check_trainable,
@@ -35,6 +38,7 @@ from draco_ray.training.preflight import (
     probe_node,
     step_size,
 )
+from tests.support.small_run import small_run
 from tests.support.tiny_model import build_tiny_model
 
 BIG = {"CPU": 200.0, "GPU": 8.0, "judge": 16.0}
@@ -171,6 +175,42 @@ def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
     folder = RunDirectory.create(tmp_path / "first", "")
     with pytest.raises(ConfigError, match=r"judge replies would be kept in .*first/judge_cache"):
         run._train(config, {}, None, folder, None, Console())  # type: ignore[arg-type]
+
+
+def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config = small_run(tmp_path / "run"), load_config("sandbox")
+
+    def elsewhere(name: str) -> DracoConfig:
+        return load_config("sandbox", [f"judge.cache={tmp_path / name}"])
+
+    with pytest.raises(StoreError) as refusal:
+        check_paid_replies(folder, config, config)
+    assert str(refusal.value) == (
+        f"judge replies: {folder.judge_cache / FILE} is missing, this run has paid for some: restore it from a copy, "
+        "or name another folder (judge.cache of a training run, --out): what was answered is then paid for again"
+    )
+    check_paid_replies(folder, config, elsewhere("new"))
+    # From then on they are there, or should be.
+    check_paid_replies(folder, elsewhere("new"), elsewhere("new"))
+    with pytest.raises(StoreError, match="gone/replies.sqlite is missing"):
+        check_paid_replies(folder, elsewhere("gone"), elsewhere("gone"))
+    for key, problem in ((b"", "is damaged"), (b"0" * 31, "is damaged"), (None, "is missing")):
+        (tmp_path / "new" / KEY_FILE).unlink() if key is None else (tmp_path / "new" / KEY_FILE).write_bytes(key)
+        with pytest.raises(StoreError, match=f"new/{KEY_FILE} {problem}.* restore it from a copy"):
+            check_paid_replies(folder, elsewhere("new"), elsewhere("new"))
+    (tmp_path / "new" / FILE).write_bytes(b"")
+    for check in (
+        lambda: check_paid_replies(folder, config, elsewhere("new")),
+        lambda: check_replies(elsewhere("new"), folder.path),
+    ):
+        with pytest.raises(StoreError, match="new/replies.sqlite are damaged: the file is empty; restore it"):
+            check()
+    # A judge that is not paid keeps none, and a run that has asked nothing has none yet.
+    check_paid_replies(folder, load_config("sandbox", setting="self-judge"), config)
+    check_paid_replies(folder, config, load_config("sandbox", setting="outcome"))
+    check_paid_replies(RunDirectory.create(tmp_path / "young", ""), config, config)
 
 
 def test_too_few_gpus(paper: DracoConfig) -> None:

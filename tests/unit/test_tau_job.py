@@ -21,7 +21,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
 from draco_ray.engine.child import Scrubber
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DracoError
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
 SERVED = ServedPolicy("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")
@@ -252,14 +252,17 @@ def test_policies(tmp_path: Path) -> None:
     [
         (lambda folder: None, "expected a folder with adapter_config.json"),
         (lambda folder: adapter_directory(folder, rank="many"), "has rank 'many'"),
-        (lambda folder: (adapter_directory(folder) / "adapter_model.safetensors").unlink(), "cannot be read"),
+        (
+            lambda folder: (adapter_directory(folder) / "adapter_model.safetensors").unlink(),
+            "safetensors: it is missing",
+        ),
         (lambda folder: (model_directory(folder) / "tokenizer.json").unlink(), "no tokenizer"),
     ],
 )
 def test_an_unusable_policy_directory_is_one_line(tmp_path: Path, prepare: Any, reason: str) -> None:
     settings = DracoConfig.model_validate({"model": {"path": str(model_directory(tmp_path / "base"))}})
     prepare(tmp_path / "policy")
-    with pytest.raises(ConfigError, match=reason) as refusal:
+    with pytest.raises(DracoError, match=reason) as refusal:
         find_policy(str(tmp_path / "policy"), settings)
     assert "\n" not in str(refusal.value)
 

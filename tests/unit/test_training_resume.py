@@ -20,6 +20,7 @@ from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
 from draco_ray.training.order import EarlierTasks, OrderRules
 from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
+from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
 
@@ -69,7 +70,7 @@ def test_rewind_goes_to_the_last_checkpoint_and_keeps_what_later_steps_cost(run:
     write_step(run, 1, finished=True)
     write_step(run, 2, finished=True)
     write_step(run, 3, finished=False)
-    run.checkpoint(1).mkdir(parents=True)
+    small_checkpoint(run.checkpoint(1))
     (run.checkpoints / ".step00002.unfinished").mkdir()
     calls = run.table("judge_calls").num_rows
     start = rewind(run, reuse=True)
@@ -106,7 +107,7 @@ def test_rollouts_of_another_configuration_are_dropped_their_cost_is_not(run: Ru
 def test_files_that_a_lost_machine_left_empty_are_made_again(run: RunDirectory) -> None:
     """A command that is repeated for ever has to get over them; steps that are done are another matter."""
     write_step(run, 1, finished=True)
-    run.checkpoint(1).mkdir(parents=True)
+    small_checkpoint(run.checkpoint(1))
     write_step(run, 2, finished=False)
     kept = RunStore(run).directory
     cut = [kept.part(table, 2, f"{TASKS[0]}-1") for table in ("trajectories", "steps")]

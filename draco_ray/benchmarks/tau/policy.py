@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_directory import architectures, check_model_directory
 from draco_ray.errors import ConfigError, EngineError
 from draco_ray.lab.evaluation.policies import EvaluatedPolicy
+from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_adapter, file_digest
 
 API = "litellm:"
 BASE = "base"
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,8 @@ def served_policy(name: str, model: str, adapter: Path | None = None) -> TauPoli
     """A policy to serve here: ``model``, with ``adapter`` (a PEFT folder) on top.
 
     Raises:
-        ConfigError: the model directory or the adapter is unusable.
+        ConfigError: the model directory is unusable, or the adapter names no rank.
+        DamagedRun: the adapter is not sound.
     """
     try:
         check_model_directory(model)
@@ -106,10 +106,10 @@ def write_served_adapter(policy: TauPolicy, folder: Path) -> Path:
     assert policy.adapter is not None
     named = architectures(policy.model)
     folder.mkdir(parents=True)
-    tensors = load_file(policy.adapter / ADAPTER_WEIGHTS)
+    tensors = load_file(policy.adapter / ADAPTER)
     save_file(
         {engine_tensor_name(name, named): np.ascontiguousarray(values) for name, values in tensors.items()},
-        folder / ADAPTER_WEIGHTS,
+        folder / ADAPTER,
     )
     text = (policy.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")
     (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
@@ -118,19 +118,13 @@ def write_served_adapter(policy: TauPolicy, folder: Path) -> Path:
 
 def changes_model(adapter: Path) -> bool:
     """Whether the adapter does anything: an untrained one's second factors are all zero."""
-    return any(np.any(values) for name, values in load_file(adapter / ADAPTER_WEIGHTS).items() if "lora_B" in name)
+    return any(np.any(values) for name, values in load_file(adapter / ADAPTER).items() if "lora_B" in name)
 
 
 def _read_adapter(directory: Path) -> tuple[int, str]:
     """Rank and digest."""
-    try:
-        rank = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
-        digest = hashlib.sha256((directory / ADAPTER_WEIGHTS).read_bytes()).hexdigest()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"policy {directory}: the adapter cannot be read ({type(error).__name__}: {error}); expected "
-            f"{ADAPTER_CONFIG} with the key 'r' and {ADAPTER_WEIGHTS}; name another checkpoint"
-        ) from None
+    check_adapter(directory)
+    rank = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("r")
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"policy {directory}: {ADAPTER_CONFIG} has rank {rank!r}; expected a positive integer")
-    return rank, digest
+    return rank, file_digest(directory / ADAPTER)[0]

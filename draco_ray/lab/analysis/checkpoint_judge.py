@@ -17,6 +17,7 @@ from draco_ray.judging.judge_context import context_tokens
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.lab.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
 from draco_ray.records import Adapter
+from draco_ray.runs.checkpoints import check_adapter
 from draco_ray.runs.directory import RunDirectory
 
 
@@ -52,7 +53,7 @@ class CheckpointJudge:
         """The judge for that step's prompts.
 
         Raises:
-            ConfigError: the adapter cannot be read.
+            DamagedRun: the adapter is not sound.
             EngineError: the engine refuses it.
         """
         version = training_step - 1
@@ -66,6 +67,7 @@ def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoi
 
     Raises:
         ConfigError: one of them was not kept.
+        DamagedRun: one of them is not sound.
     """
     kept = {checkpoint.version: checkpoint for checkpoint in checkpoints(run)}
     wanted = sorted({step - 1 for step in steps if step > 1})
@@ -74,6 +76,8 @@ def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoi
             f"{run.path}: no checkpoint after step {absent[0]}, which acted in step {absent[0] + 1}; choose others "
             "with --step, or train with train.checkpoint_every=1"
         )
+    for version in wanted:
+        check_adapter(run.checkpoint(version))
     return [kept[version] for version in wanted]
 
 
@@ -90,6 +94,7 @@ async def open_checkpoints(
 
     Raises:
         ConfigError: a checkpoint is missing.
+        DamagedRun: one is not sound.
         EngineError: the model cannot be loaded.
     """
     from draco_ray.engine.model_directory import check_model_directory

@@ -13,6 +13,7 @@ from typing import Any
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.records import Adapter
+from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, check_adapter
 from draco_ray.runs.directory import RunDirectory
 
 STARTER = "starter"
@@ -62,6 +63,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
 
     Raises:
         ConfigError: it is none of these.
+        DamagedRun: its adapter is not sound.
     """
     if name.startswith(API_PREFIX):
         model = name.removeprefix(API_PREFIX)
@@ -77,7 +79,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         return EvaluatedPolicy(label=STARTER, name=name, config="sandbox", model=str(starter), checkpoints=(only,))
     # os.path, for which a name too long for a path is one that is not there.
     path = Path(name)
-    if os.path.isfile(path / "adapter_config.json"):
+    if os.path.isfile(path / ADAPTER_CONFIG):
         return _adapter_policy(path.resolve(), name)
     if os.path.lexists(path / "config.yaml"):
         run = RunDirectory.open(path.resolve())
@@ -110,6 +112,7 @@ def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> EvaluatedPolic
 
     Raises:
         ConfigError: the run has fewer, or one of them was not kept.
+        DamagedRun: one of them is not sound.
     """
     run = RunDirectory.open(path.resolve())
     kept = {checkpoint.version: checkpoint for checkpoint in checkpoints(run)}
@@ -133,6 +136,7 @@ def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
 
     Raises:
         ConfigError: the run has none.
+        DamagedRun: one of them is not sound.
     """
     run = RunDirectory.open(path.resolve())
     kept = checkpoints(run)
@@ -144,28 +148,21 @@ def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
 
 def checkpoints(run: RunDirectory) -> list[Checkpoint]:
     """A run's checkpoints, ascending by training step."""
-    found = []
-    for folder in sorted(run.checkpoints.glob("step*")):
-        match = _STEP.fullmatch(folder.name)
-        if match and (folder / "adapter_config.json").is_file():
-            found.append(Checkpoint(name=folder.name, version=int(match[1]), adapter=folder))
-    return sorted(found, key=lambda checkpoint: checkpoint.version)
+    folders = [run.checkpoint(step) for step in run.checkpoint_steps()]
+    return [Checkpoint(name=folder.name, version=int(folder.name[4:]), adapter=folder) for folder in folders]
 
 
 def load_adapter(checkpoint: Checkpoint) -> Adapter:
     """Read a checkpoint's adapter.
 
     Raises:
-        ConfigError: it cannot be read.
+        DamagedRun: it is not sound.
     """
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     assert checkpoint.adapter is not None
-    try:
-        tensors = load_file(checkpoint.adapter / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"adapter {checkpoint.adapter}: {' '.join(str(error).split())}") from None
+    check_adapter(checkpoint.adapter)
+    tensors = load_file(checkpoint.adapter / ADAPTER)
     return Adapter(version=checkpoint.version, config=_adapter_config(checkpoint.adapter), tensors=tensors)
 
 
@@ -185,7 +182,7 @@ def fingerprint(folder: Path) -> str:
     for file in sorted(path for path in folder.iterdir() if path.is_file()):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
-        if size <= _SMALL_BYTES and file.name != "optimizer.safetensors":
+        if size <= _SMALL_BYTES and file.name != OPTIMIZER:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -197,6 +194,7 @@ def _adapter_policy(path: Path, name: str) -> EvaluatedPolicy:
     root = path.parent.parent
     if path.parent.name == "checkpoints" and (root / "config.yaml").is_file():
         return _run_policy(RunDirectory.open(root), name, (checkpoint,))
+    check_adapter(path)
     base = _adapter_config(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(
@@ -207,18 +205,16 @@ def _adapter_policy(path: Path, name: str) -> EvaluatedPolicy:
 
 
 def _run_policy(run: RunDirectory, name: str, chosen: tuple[Checkpoint, ...]) -> EvaluatedPolicy:
+    for checkpoint in chosen:
+        if checkpoint.adapter is not None:
+            check_adapter(checkpoint.adapter)
     return EvaluatedPolicy(
         label=run.setting("setting"), name=name, config=str(run.path), model=None, checkpoints=chosen
     )
 
 
 def _adapter_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"adapter {path}: adapter_config.json cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"adapter {path}: adapter_config.json holds no JSON object")
+    config: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return config
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draco_ray.errors import StoreError
+from draco_ray.runs.checkpoints import file_digest
 from draco_ray.runs.remote.claim import Claim, ClaimLost
 from draco_ray.runs.remote.frozen import Seen, freeze, staging_folder
 from draco_ray.runs.remote.manifest import (
@@ -23,7 +24,7 @@ from draco_ray.runs.remote.manifest import (
     read_manifest,
 )
 from draco_ray.runs.remote.marker import STAGING, Marker
-from draco_ray.runs.remote.store import CHUNK, ObjectStore
+from draco_ray.runs.remote.store import ObjectStore
 
 SMALL, PACK = 2**20, 32 * 2**20
 """Bytes: files up to the first share an object of up to the second."""
@@ -169,16 +170,6 @@ class Replica:
         entry = Entry(size, digest, digest)
         self._stored[digest] = entry
         return entry
-
-
-def file_digest(file: Path) -> tuple[str, int]:
-    """SHA-256 and size of a file."""
-    digest, size = hashlib.sha256(), 0
-    with open(file, "rb") as source:
-        while data := source.read(CHUNK):
-            digest.update(data)
-            size += len(data)
-    return digest.hexdigest(), size
 
 
 class Copying:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from draco_ray.config.origin import private
 from draco_ray.errors import DamagedRun, StoreError
+from draco_ray.runs.checkpoints import file_digest
 from draco_ray.runs.remote.manifest import OBJECTS, Entry, Manifest, latest_manifest
-from draco_ray.runs.remote.replica import PACK, file_digest
+from draco_ray.runs.remote.replica import PACK
 from draco_ray.runs.remote.store import ObjectStore
 
 TRIES = 5

@@ -1,0 +1,118 @@
+"""The files of a checkpoint, and whether they are sound. Imports no torch: driver and evaluation look at adapters, too.
+
+A checkpoint is an adapter as PEFT writes it, the optimizer's state, and ``learner.json``, which has the number of
+updates, the checkpoint's name and the SHA-256 of the other files. Checkpoints of earlier versions have the number of
+updates only, adapters from elsewhere no ``learner.json``: of those just the values are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draco_ray.errors import DamagedRun
+from draco_ray.runs.directory import STEP, check_regular
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OPTIMIZER, COUNTERS = "optimizer.safetensors", "learner.json"
+
+
+def file_digest(file: Path) -> tuple[str, int]:
+    """SHA-256 and size of a file."""
+    with open(file, "rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest(), source.tell()
+
+
+def write_counters(folder: Path, name: str, updates: int) -> None:
+    """Write ``learner.json``, once the other files of the checkpoint ``name`` are in the folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    digests = {each: file_digest(folder / each)[0] for each in (ADAPTER_CONFIG, ADAPTER, OPTIMIZER)}
+    counters = {"updates": updates, "checkpoint": name, "sha256": digests}
+    (folder / COUNTERS).write_text(json.dumps(counters), encoding="utf-8")
+
+
+def read_updates(folder: Path) -> int:
+    """The number of updates that a sound checkpoint was written after."""
+    return int(json.loads((folder / COUNTERS).read_text(encoding="utf-8"))["updates"])
+
+
+def checkpoint_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in one line that names the file; None: it is sound."""
+    return _damage(folder, (COUNTERS, ADAPTER_CONFIG, ADAPTER, OPTIMIZER))
+
+
+def adapter_damage(folder: Path) -> str | None:
+    """What is wrong with the adapter in a folder; ``learner.json`` and the optimizer may be missing."""
+    return _damage(folder, (*((COUNTERS,) if (folder / COUNTERS).exists() else ()), ADAPTER_CONFIG, ADAPTER))
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse a damaged adapter.
+
+    Raises:
+        DamagedRun: what `adapter_damage` says.
+    """
+    if (damage := adapter_damage(folder)) is not None:
+        raise DamagedRun(f"adapter {folder} is damaged: {damage}; restore that file, or name another checkpoint")
+
+
+def _damage(folder: Path, files: Sequence[str]) -> str | None:
+    from safetensors import SafetensorError
+
+    counters: dict[str, Any] = {}
+    try:
+        for name in files:
+            path = folder / name
+            check_regular(path)
+            if "sha256" in counters and file_digest(path)[0] != counters["sha256"].get(name):
+                raise ValueError(f"its SHA-256 is not the one in {COUNTERS}")
+            if name == COUNTERS:
+                counters = _counters(path)
+            elif name == ADAPTER_CONFIG:
+                if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+                    raise ValueError("no JSON object")
+            else:
+                steps = _check_values(path)
+        # No digest covers the number of updates, and earlier versions wrote none.
+        if OPTIMIZER in files and steps != ({counters["updates"]} if counters["updates"] else set()):
+            raise ValueError(f"of update {max(steps, default=0)}, but {COUNTERS} of update {counters['updates']}")
+    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+        return f"{name}: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+def _counters(path: Path) -> dict[str, Any]:
+    """What ``learner.json`` says. Raises: ValueError: it is not what a learner writes, or of another checkpoint."""
+    counters = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(counters, dict) or set(counters) not in ({"updates"}, {"updates", "checkpoint", "sha256"}):
+        raise ValueError("expected the keys updates, checkpoint and sha256")
+    if type(counters["updates"]) is not int or not isinstance(counters.get("sha256", {}), dict):
+        raise ValueError("expected a number of updates, and SHA-256 by file")
+    # A folder may have been copied to another name, but not to another step's.
+    step, written = STEP.fullmatch(path.parent.name), counters.get("checkpoint")
+    if written is not None and step is not None and written != step[0]:
+        raise ValueError(f"of checkpoint {str(written)[:50]!r}")
+    return counters
+
+
+def _check_values(path: Path) -> set[int]:
+    """The optimizer's step counts, if it is one. Raises: ValueError: a tensor's values are not finite."""
+    from safetensors import safe_open
+
+    steps: set[int] = set()
+    with safe_open(path, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118  # no mapping
+            values = file.get_tensor(name)
+            if not np.isfinite(values).all():
+                raise ValueError(f"tensor {name} holds NaN or infinity")
+            if name.endswith(".step"):
+                steps.add(int(values))
+    return steps
