@@ -486,7 +486,7 @@ def _mixer(
 def _delta(text: Any) -> DeltaShape | None:
     """The sizes of a gated delta net that a configuration names."""
     keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    sizes = [getattr(text, f"linear_{key}", None) for key in keys]
+    sizes: list[Any] = [getattr(text, f"linear_{key}", None) for key in keys]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     return DeltaShape(key_heads=sizes[0], value_heads=sizes[1], key_dim=sizes[2], value_dim=sizes[3], kernel=sizes[4])
