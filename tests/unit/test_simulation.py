@@ -168,7 +168,9 @@ def test_without_a_rubric_nothing_is_judged() -> None:
 
 
 def test_a_reply_from_the_cache_asks_for_no_leave() -> None:
-    cached = {("score", number): Phase(seconds=0.5, requests=0) for number in range(20)}
+    cached: dict[tuple[str, int | None], Phase] = {
+        ("score", number): Phase(seconds=0.5, requests=0) for number in range(20)
+    }
     played = step(replace(group(*[1.0] * 20), phases=cached), requests_per_minute=1.0)
     assert played.seconds == pytest.approx(0.5 + 1 + 0.5 + 20 + 1 + 2)
 

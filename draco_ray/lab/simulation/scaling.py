@@ -178,11 +178,12 @@ class Scale:
         for place, (name, average) in enumerate(totals.items(), start=1):
             allowed = (1 + place / len(totals) * ALLOWANCE) * free
             number = max(1.0, average)
-            while average and self._play(groups, replace(setting, **{name: math.ceil(number)})).seconds > allowed:
+            while average:
+                tried = replace(setting, **{name: math.ceil(number)})  # type: ignore[arg-type]
+                if self._play(groups, tried).seconds <= allowed:
+                    found[name], setting = number, tried
+                    break
                 number *= PRECISION
-            if average:
-                found[name] = number
-                setting = replace(setting, **{name: math.ceil(number)})  # type: ignore[arg-type]
         return {"judge_workers": 1.0} | found
 
     def _grown(self, rollouts: int) -> Setting:

@@ -53,7 +53,7 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
     alone, seconds = np.column_stack([np.ones(len(rows)), rows[:, 2:]]), rows[:, 1]
 
     def fitted(slowdown: float) -> tuple[FloatArray, float]:
-        return nnls(alone * (1 + slowdown * np.maximum(0.0, beside))[:, None], seconds)  # type: ignore[no-any-return]
+        return nnls(alone * (1 + slowdown * np.maximum(0.0, beside))[:, None], seconds)
 
     slowdown = minimize_scalar(lambda each: fitted(each)[1], bounds=(0.0, MOST_SLOWDOWN), method="bounded").x
     slowdown = float(min(0.0, slowdown, key=lambda each: fitted(each)[1]))
@@ -85,7 +85,7 @@ def fit_learner(steps: Sequence[Step], run: RecordedRun) -> list[float]:
         tokens, sampled = (sum(share * getattr(r, name) for share, r in learned) for name in ("tokens", "sampled"))
         rows.append((tokens, sampled, step.updates))
     seconds = [sum(end - begin for begin, end in step.learning) for step in steps]
-    return nnls(np.array(rows, float), np.array(seconds))[0].tolist()  # type: ignore[no-any-return]
+    return nnls(np.array(rows, float), np.array(seconds))[0].tolist()
 
 
 def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
@@ -100,7 +100,10 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
         for group in step.groups:
             for stage, gap in _gaps(group):
                 gaps[stage].append(gap)
-        ends = [max(each.ended for each in (*group.rollouts, *group.phases.values())) for group in step.groups]
+        ends = [
+            max([each.ended for each in group.rollouts] + [each.ended for each in group.phases.values()])
+            for group in step.groups
+        ]
         first = step.learning[0][0]
         gaps["learning"] += [first - max(end for end in ends if end <= first)] if min(ends) <= first else []
     return {stage: max(0.0, statistics.median(found)) for stage, found in gaps.items() if found}
