@@ -240,27 +240,42 @@ def plan(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A throughput, see docs/planning.md; may be repeated.")
     ] = None,
     simulate: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Play steps of other sizes from what this run recorded.")
+        Path | None, typer.Option(metavar="RUN", help="Simulate steps of other sizes from what this run recorded.")
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="With --simulate: foretell this other run's steps, too.")
+        Path | None, typer.Option(metavar="RUN", help="With --simulate: predict this other run's steps as well.")
     ] = None,
     rollouts: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=100_000, help="Of a simulated step; may be repeated. 96, 1,024 and 16,384."),
+        typer.Option(
+            min=1, max=100_000, help="Rollouts of a simulated step; may be repeated. Default: 96, 1,024 and 16,384."
+        ),
     ] = None,
     engines: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Of the simulated setting; the run's own.")
+        int | None, typer.Option(min=1, max=100_000, help="Engines of the simulated step. Default: the run's.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=1, max=100_000, help="Likewise: environments.")] = None,
-    judge_workers: Annotated[int | None, typer.Option(min=1, max=100_000, help="Likewise.")] = None,
-    requests_per_minute: Annotated[float | None, typer.Option(min=1, help="Likewise: judge.limits.")] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(min=1, help="Likewise: judge.limits.")] = None,
-    gpu_dollars: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, to add up a step.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what a simulation draws.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="A page with the simulation's curves.")] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="Environment slots of the simulated step. Default: the run's."),
+    ] = None,
+    judge_workers: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Judge workers of the simulated step. Default: the run's.")
+    ] = None,
+    requests_per_minute: Annotated[
+        float | None, typer.Option(min=1, help="Judge requests a minute of the simulated step. Default: the run's.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option(min=1, help="Judge tokens a minute of the simulated step. Default: the run's.")
+    ] = None,
+    gpu_dollars: Annotated[
+        float | None, typer.Option(min=0, help="Price of a GPU for an hour, for the cost of a step.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the simulation's draws.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with the simulation's curves.")
+    ] = None,
 ) -> None:
-    """Print the memory of each GPU by kind and the expected time of a step; or simulate steps like a run's."""
+    """Print the memory of each GPU by kind and the expected time of a step; or simulate steps of a recorded run."""
     from draco_ray.errors import ConfigError
 
     number = {

@@ -251,13 +251,13 @@ def _heads(shape: ModelShape) -> dict[str, int]:
 def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> None:
     learner = config.learner
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
-    linear = shape.layers.count("linear_attention")
+    linear = shape.count("linear_attention")
     mixers = f", {linear} of them gated delta-net" if linear else ""
     experts, active = shape.experts, ""
     if experts is not None:
         active = f", {shape.active_parameters:,} of them active ({experts.active} of {experts.number} experts),"
     console.print(
-        f"{config.model.path}: {shape.parameters:,} parameters{active} in {len(shape.layers)} layers{mixers}; adapter "
+        f"{config.model.path}: {shape.parameters:,} parameters{active} in {len(shape.order)} layers{mixers}; adapter "
         f"of rank {learner.lora_rank}: {adapter:,}"
     )
 

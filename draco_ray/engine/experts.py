@@ -13,8 +13,8 @@ from typing import Any
 
 from draco_ray.errors import ConfigError
 
-FAMILIES = ("qwen3_moe", "qwen3_5_moe_text", "mixtral")
-"""Of which learner and engine were compared."""
+FAMILIES = ("qwen3_moe", "qwen3_5_moe", "mixtral")
+"""Model types that are trained here: learner and engine were compared for these."""
 NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under which a ``config.json`` says how many experts a layer has."""
 MATRICES = ("", ".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
@@ -36,11 +36,6 @@ class ExpertsShape:
     """MLP size of one."""
     shared: int
     """MLP size of the expert that every token passes; 0: there is none."""
-
-    @property
-    def beside(self) -> int:
-        """Parameters of a layer's router, and of the gate of its shared expert."""
-        return self.hidden * (self.number + (1 if self.shared else 0))
 
     @property
     def of_one(self) -> int:
@@ -65,21 +60,23 @@ def number_of_experts(text: Mapping[str, Any]) -> tuple[str, int] | None:
     return None
 
 
-def experts_shape(text: Mapping[str, Any], architecture: str, source: str) -> ExpertsShape | None:
-    """The experts that a language model's ``config.json`` describes; None of a dense model.
+def experts_shape(config: Mapping[str, Any], source: str) -> ExpertsShape | None:
+    """The experts that a ``config.json`` describes; None for a dense model.
 
     Raises: ConfigError: a mixture of experts that is not trained here, or a key missing.
     """
+    text = config.get("text_config") or config
+    family = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
     found = number_of_experts(text)
     if found is None:
         return None
     key, number = found
     problem = None
-    if architecture not in FAMILIES:
-        problem = f"of a family ({architecture}) that is not trained here; expected one of {', '.join(FAMILIES)}"
+    if family not in FAMILIES:
+        problem = f"of a family ({family}) that is not trained here; expected one of {', '.join(FAMILIES)}"
     elif text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
         problem = "in some layers only (mlp_only_layers, decoder_sparse_step); expected it in each"
-    elif text.get("quantization_config"):
+    elif text.get("quantization_config") or config.get("quantization_config"):
         problem = "in a quantized checkpoint (quantization_config); expected one in bfloat16"
     if problem is not None:
         raise ConfigError(f"model {source}: a mixture of experts ({key}={number}) {problem}, or a dense model")
@@ -90,14 +87,19 @@ def experts_shape(text: Mapping[str, Any], architecture: str, source: str) -> Ex
             raise ConfigError(f"model config {source}: {key} is {value!r}, expected a positive whole number")
         return value
 
-    of_one = "moe_intermediate_size" if architecture.startswith("qwen") else "intermediate_size"
+    of_one = "moe_intermediate_size" if family.startswith("qwen") else "intermediate_size"
     return ExpertsShape(
         hidden=size("hidden_size"),
         number=number,
         active=size("num_experts_per_tok"),
         width=size(of_one),
-        shared=size("shared_expert_intermediate_size") if architecture == "qwen3_5_moe_text" else 0,
+        shared=size("shared_expert_intermediate_size") if family == "qwen3_5_moe" else 0,
     )
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a linear layer of this name is a router, or an expert."""
+    return name.rpartition(".")[2] in ROUTERS or ".experts." in name
 
 
 def frozen_name(target: str, layers: int, experts: int) -> str | None:

@@ -1,61 +1,35 @@
-"""The shape of a model, from its ``config.json``: every matrix of the language model, and nothing loaded.
+"""The shape of a model: its parameters and linear layers, counted on the model that transformers builds.
 
-Known are the architectures of `ARCHITECTURES`, of a multimodal one its text model: the learner and the engines load
-neither the vision tower nor the multi-token-prediction layer.
+The model is built on torch's meta device from its ``config.json``, so no weight is loaded or allocated. The base
+install has no torch: the shapes of the two presets' models are in ``model_shapes.json``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter
 
 from draco_ray.config.schema import LearnerConfig
-from draco_ray.engine.experts import FAMILIES, ExpertsShape, experts_shape, frozen_name, number_of_experts
+from draco_ray.engine.experts import ExpertsShape, experts_shape, frozen_name, is_frozen, number_of_experts
 from draco_ray.errors import ConfigError
 
-PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-32B-Instruct": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen3.6-27B": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 248320,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 262144,
-        "tie_word_embeddings": False,
-    },
-}
-"""The numbers of the two models' public ``config.json`` that decide their size, and how much text they accept."""
+TABLE: dict[str, dict[str, Any]] = json.loads(
+    files("draco_ray.engine").joinpath("model_shapes.json").read_text(encoding="utf-8")
+)
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in TABLE.items()}
+"""The values of the presets' models' public ``config.json`` that decide their size and their longest context."""
 
-ARCHITECTURES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3", *FAMILIES)
-QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
-"""With gated delta nets between layers of attention, whose output passes a gate."""
 HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
-"""Under which a ``config.json`` says how many heads a layer has that workers which share a row divide."""
+"""Keys of ``config.json`` whose heads are divided among workers that share a row."""
 REPEATED = "num_key_value_heads"
 SPLIT_KEYS = (
     "num_attention_heads",
@@ -66,10 +40,11 @@ SPLIT_KEYS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-"""Under which a ``config.json`` says what tensor parallelism divides."""
-_TEXT_MODELS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
-"""Wrapper without a text_config of its own -> what it is then."""
-LayerKind = Literal["full_attention", "linear_attention"]
+"""Keys of ``config.json`` that tensor parallelism divides."""
+MAX_SIZES = {"num_hidden_layers": 10_000, "hidden_size": 1 << 20, "vocab_size": 1 << 24}
+"""Keys that every ``config.json`` must have, since transformers would put its own defaults in their place; and what
+they are at most."""
+LayerKind = Literal["full_attention", "linear_attention", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +52,32 @@ class LinearShape:
     """One linear layer."""
 
     name: str
-    """Below its decoder layer, as transformers calls it."""
+    """Module name below its decoder layer, or the full name outside the decoder layers."""
     inputs: int
     outputs: int
-    bias: bool = False
     reads: str
-    """Which tensor it reads; layers that read the same one name the same."""
-    row_parallel: bool = False
-    """Whether tensor parallelism splits its inputs; else its outputs."""
+    """Module whose input it reads: its parent, or itself."""
+    row_parallel: bool
+    """Whether tensor parallelism splits its inputs; otherwise its outputs."""
 
     @property
-    def parameters(self) -> int:
-        """Weight and bias."""
-        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+    def parent(self) -> str:
+        """Name of the module it is part of."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One decoder layer."""
+
+    kind: LayerKind
+    """Softmax attention, gated delta net, or anything else."""
+    parameters: int
+    """Weights of linear layers, experts, norms and everything else."""
+    matrices: int
+    """Weights that every token is multiplied with: all matrices, without experts."""
+    linears: tuple[LinearShape, ...]
+    """Linear layers, without experts and their router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +87,9 @@ class DeltaShape:
     key_heads: int
     value_heads: int
     key_dim: int
-    """Of one head."""
+    """Per head."""
     value_dim: int
-    """Of one head."""
+    """Per head."""
     kernel: int
     """Width of the causal convolution."""
 
@@ -120,30 +108,43 @@ class DeltaShape:
 class ModelShape:
     """A decoder-only language model."""
 
-    architecture: str
+    parameters: int
+    """Parameters of the base model as the learner loads it."""
     vocabulary: int
     hidden: int
     intermediate: int
-    """MLP size; of a mixture of experts what a token passes of it."""
+    """MLP size; in a mixture of experts, the MLP size that one token passes."""
+    mlp_saved: int
+    """Tensors of MLP size that an MLP keeps for its backward: 2, or 3 where the activation and the product of gate and
+    up projection are two operations."""
     heads: int
     kv_heads: int
     head_dim: int
-    attention_bias: bool
-    mlp_bias: bool
+    query_norm: bool
+    """Whether attention has norms of its own, on queries and keys."""
+    gated: bool
+    """Whether attention's output passes a gate, computed by a query projection of twice the width."""
     tied: bool
-    layers: tuple[LayerKind, ...]
-    delta: DeltaShape | None
+    """Whether the LM head is the embedding."""
+    prefix: str
+    """Module name of the list of decoder layers."""
+    distinct: tuple[LayerShape, ...]
+    """The decoder layers that differ from each other."""
+    order: tuple[int, ...]
+    """For each decoder layer, its index in `distinct`."""
+    outside: tuple[LinearShape, ...] = ()
+    """Linear layers outside the decoder layers, without the LM head."""
+    delta: DeltaShape | None = None
     experts: ExpertsShape | None = None
 
     @property
-    def query_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
-        return self.architecture in ("qwen3", "qwen3_moe", *QWEN3_5, "gemma3_text")
+    def layers(self) -> tuple[LayerShape, ...]:
+        """Every decoder layer, in order."""
+        return tuple(self.distinct[index] for index in self.order)
 
-    @property
-    def gated(self) -> bool:
-        """Whether attention's output passes a gate, computed by a query projection of twice the width."""
-        return self.architecture in QWEN3_5
+    def count(self, kind: LayerKind) -> int:
+        """Number of decoder layers of a kind."""
+        return sum(layer.kind == kind for layer in self.layers)
 
     @property
     def queries(self) -> int:
@@ -155,76 +156,47 @@ class ModelShape:
         """Width of all key heads, which is that of all value heads."""
         return self.kv_heads * self.head_dim
 
-    def linears(self, kind: LayerKind) -> tuple[LinearShape, ...]:
-        """The linear layers of a decoder layer; of a mixture of experts those beside experts and router."""
-        return (*self._mixer(kind), *self._mlp())
-
-    def layer_parameters(self, kind: LayerKind) -> int:
-        """All parameters of a decoder layer: linear layers, norms, and what else its mixer has."""
-        # Gemma normalises behind attention and the feed-forward layer as well.
-        other = (4 if self.architecture.startswith("gemma") else 2) * self.hidden
-        if kind == "full_attention":
-            other += 2 * self.head_dim if self.query_norm else 0
-        else:
-            delta = self._delta()
-            # Convolution, the gates' dt_bias and A_log, and the norm of one head's values.
-            other += delta.channels * delta.kernel + 2 * delta.value_heads + delta.value_dim
-        if self.experts is not None:
-            other += self.experts.beside + self.experts.number * self.experts.of_one
-        return sum(linear.parameters for linear in self.linears(kind)) + other
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the base model as the learner loads it."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.hidden + sum(self.layer_parameters(kind) for kind in self.layers)
-
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token passes: all but those of the experts that it does not."""
+        """Parameters that one token passes: all but the experts it is not routed to."""
         if self.experts is None:
             return self.parameters
-        return self.parameters - len(self.layers) * (self.experts.number - self.experts.active) * self.experts.of_one
+        return self.parameters - len(self.order) * (self.experts.number - self.experts.active) * self.experts.of_one
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights that a token of a forward pass is multiplied with, the LM head apart."""
-        beside = 0 if self.experts is None else self.experts.beside + self.experts.active * self.experts.of_one
-        shared = sum(linear.inputs * linear.outputs for kind in self.layers for linear in self.linears(kind))
-        return shared + len(self.layers) * beside
+        """Weights that one token is multiplied with in a forward pass, without the LM head."""
+        routed = 0 if self.experts is None else len(self.order) * self.experts.active * self.experts.of_one
+        return sum(layer.matrices for layer in self.layers) + routed
 
     def read_parameters(self, tokens: int) -> float:
-        """Weights that a forward pass of so many tokens reads, the LM head apart."""
+        """Weights that a forward pass of so many tokens reads, without the LM head."""
         if self.experts is None:
             return self.matrix_parameters
         spared = self.experts.active * self.experts.of_one - self.experts.read(tokens)
-        return self.matrix_parameters - len(self.layers) * spared
+        return self.matrix_parameters - len(self.order) * spared
 
     @property
     def adaptable(self) -> tuple[str, ...]:
         """Names, below their decoder layers, of the linear layers that ``all-linear`` adapts."""
-        return tuple(dict.fromkeys(linear.name for kind in self.layers for linear in self.linears(kind)))
+        return tuple(dict.fromkeys(linear.name for layer in self.distinct for linear in layer.linears))
 
-    def adapted(self, target: str) -> tuple[LinearShape, ...]:
-        """The linear layers of the whole model that PEFT puts an adapter on.
+    def adapted(self, target: str) -> dict[str, LinearShape]:
+        """The linear layers that LoRA adapts, by module name.
 
         Args:
             target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
-        Raises: ConfigError if it reaches none, or experts or their router, which stay frozen.
+        Raises: ConfigError if it matches none, or matches experts or their router, which stay frozen.
         """
-        return tuple(self.adapted_by_name(target).values())
-
-    def adapted_by_name(self, target: str) -> dict[str, LinearShape]:
-        """The same by the names of their modules. Raises: ConfigError, as of `adapted`."""
         names = {
-            f"model.layers.{index}.{linear.name}": linear
-            for index, kind in enumerate(self.layers)
-            for linear in self.linears(kind)
-        }
+            f"{self.prefix}.{index}.{linear.name}": linear
+            for index, layer in enumerate(self.layers)
+            for linear in layer.linears
+        } | {linear.name: linear for linear in self.outside}
         if target == "all-linear":
             return names
         if self.experts is not None:
-            frozen = frozen_name(target, len(self.layers), self.experts.number)
+            frozen = frozen_name(target, len(self.order), self.experts.number)
             if frozen is not None:
                 raise ConfigError(
                     f"learner.lora_target={target!r} asks for experts or their router ({frozen}), which stay frozen; "
@@ -237,64 +209,8 @@ class ModelShape:
         return found
 
     def adapter_parameters(self, target: str, rank: int) -> int:
-        """The number of parameters of the LoRA adapter: two matrices a linear layer."""
-        return rank * sum(linear.inputs + linear.outputs for linear in self.adapted(target))
-
-    def _mixer(self, kind: LayerKind) -> tuple[LinearShape, ...]:
-        if kind == "full_attention":
-            bias = self.attention_bias
-            # Qwen2 alone has it on queries, keys and values and not on the output; Mistral and Mixtral have none.
-            out_bias = bias and self.architecture != "qwen2"
-            if self.architecture == "phi3":
-                fused = self._reader("self_attn.qkv_proj", self.queries + 2 * self.keys)
-                return fused, self._writer("self_attn.o_proj", self.queries, "attention")
-            return (
-                self._reader("self_attn.q_proj", self.queries * (2 if self.gated else 1), bias),
-                self._reader("self_attn.k_proj", self.keys, bias),
-                self._reader("self_attn.v_proj", self.keys, bias),
-                self._writer("self_attn.o_proj", self.queries, "attention", out_bias),
-            )
-        delta = self._delta()
-        return (
-            self._reader("linear_attn.in_proj_qkv", delta.channels),
-            self._reader("linear_attn.in_proj_z", delta.values),
-            self._reader("linear_attn.in_proj_b", delta.value_heads),
-            self._reader("linear_attn.in_proj_a", delta.value_heads),
-            self._writer("linear_attn.out_proj", delta.values, "attention"),
-        )
-
-    def _mlp(self) -> tuple[LinearShape, ...]:
-        if self.experts is not None:
-            shared = self.experts.shared
-            return (
-                ()
-                if not shared
-                else (
-                    self._reader("mlp.shared_expert.gate_proj", shared, reads="mlp input"),
-                    self._reader("mlp.shared_expert.up_proj", shared, reads="mlp input"),
-                    self._writer("mlp.shared_expert.down_proj", shared, "mlp product"),
-                )
-            )
-        bias = self.mlp_bias
-        down = self._writer("mlp.down_proj", self.intermediate, "mlp product", bias)
-        if self.architecture == "phi3":
-            return self._reader("mlp.gate_up_proj", 2 * self.intermediate, reads="mlp input"), down
-        return (
-            self._reader("mlp.gate_proj", self.intermediate, bias, reads="mlp input"),
-            self._reader("mlp.up_proj", self.intermediate, bias, reads="mlp input"),
-            down,
-        )
-
-    def _reader(self, name: str, outputs: int, bias: bool = False, *, reads: str = "mixer input") -> LinearShape:
-        return LinearShape(name=name, inputs=self.hidden, outputs=outputs, bias=bias, reads=reads)
-
-    def _writer(self, name: str, inputs: int, reads: str, bias: bool = False) -> LinearShape:
-        return LinearShape(name=name, inputs=inputs, outputs=self.hidden, bias=bias, reads=reads, row_parallel=True)
-
-    def _delta(self) -> DeltaShape:
-        if self.delta is None:
-            raise ConfigError("model config: a linear_attention layer without its linear_* keys")
-        return self.delta
+        """Number of parameters of the LoRA adapter: two matrices for each adapted linear layer."""
+        return rank * sum(linear.inputs + linear.outputs for linear in self.adapted(target).values())
 
 
 def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
@@ -303,7 +219,7 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     Args:
         path: a model directory, or the name of one of `PUBLIC_CONFIGS`.
         config_file: its ``config.json``, where it is neither.
-    Raises: ConfigError: no configuration, or one whose architecture or keys are not known.
+    Raises: ConfigError: there is no configuration, or transformers cannot build a language model from it.
     """
     file = config_file
     if file is None and Path(path).expanduser().is_dir():
@@ -314,7 +230,7 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
                 f"model {path}: neither a directory here (`draco starter build` makes the sandbox's) nor one of "
                 f"{', '.join(PUBLIC_CONFIGS)}; give its config.json with --model-config FILE"
             )
-        return read_shape(PUBLIC_CONFIGS[path], path)
+        return TypeAdapter(ModelShape).validate_python(TABLE[path]["shape"])
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -347,20 +263,20 @@ def check_rounding(shape: ModelShape, learner: LearnerConfig, source: str) -> No
 
 
 def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | list[str]:
-    """`learner.lora_target` as PEFT is told it: of a mixture of experts every module by its name.
+    """`learner.lora_target` as PEFT is told it: in a mixture of experts, every module by its name.
 
-    PEFT (0.21) takes ``all-linear`` there for experts and router as well, and a regex for the last parts of the names
-    that it matches.
+    There PEFT (0.21) takes ``all-linear`` to include experts and router, and matches a regex against the last parts of
+    names.
 
-    Raises: ConfigError: as of `check_experts`.
+    Raises: ConfigError, as `check_experts` does.
     """
     if number_of_experts(config.get("text_config") or config) is None:
         return target
-    return [*read_shape(config, source).adapted_by_name(target)]
+    return [*read_shape(config, source).adapted(target)]
 
 
 def engine_targets(config: Mapping[str, Any], source: str) -> list[str] | None:
-    """Modules that an engine needs room for adapters on, by the last part of their names; None: all that vLLM adapts.
+    """Modules that an engine reserves adapter slots for, by the last part of their names; None: all that vLLM adapts.
 
     Raises: ConfigError: a mixture of experts that is not trained here.
     """
@@ -378,7 +294,7 @@ def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
     found = {key: number for key in HEAD_KEYS if isinstance(number := text.get(key), int) and number > 0}
     for key, number in found.items():
         if number % workers:
-            most = gcd(*found.values())
+            most = math.gcd(*found.values())
             fitting = ", ".join(str(one) for one in range(1, most + 1) if most % one == 0)
             raise ConfigError(
                 f"learner.context_parallel={workers} does not divide the {number} heads of model {source} ({key}); "
@@ -389,8 +305,8 @@ def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
 def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
     """Refuse a model that does not divide by ``parallel`` GPUs of an engine; by its ``config.json``.
 
-    vLLM asks for the same once it loads the model, by assertions without words. Fewer key heads than GPUs are repeated
-    where these divide by them.
+    vLLM asserts the same once it loads the model, without a message. Fewer key heads than GPUs are repeated where the
+    GPUs divide by them.
 
     Raises: ConfigError.
     """
@@ -410,73 +326,175 @@ def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
 
 
 def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
-    """The shape that the content of a ``config.json`` describes, a multimodal wrapper's language model included.
+    """The shape of the model that transformers builds from the content of a ``config.json``.
 
-    Raises: ConfigError: unknown architecture, or a key missing.
+    Raises: ConfigError: transformers builds no language model from it, or it is a mixture of experts that is not
+        trained here.
     """
-    text: Mapping[str, Any] = config.get("text_config", config)
-    architecture = str(text.get("model_type"))
-    architecture = _TEXT_MODELS.get(architecture, architecture)
-    experts = experts_shape(dict(text) | _quantized(config), architecture, source)
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"model config {source}: architecture {architecture} is not one whose sizes are known here; expected "
-            f"{', '.join(ARCHITECTURES)}"
+    experts = experts_shape(config, source)
+    model, text = _build(config, source)
+    prefix, blocks = _decoder_layers(model)
+    if not len(blocks):
+        raise ConfigError(f"model config {source}: its model has no list of decoder layers")
+    heads = getattr(text, "num_attention_heads", None) or 0
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    delta, attention = _delta(text), None
+    layers, mlps = [], []
+    for block in blocks:
+        linears = _linears(block, text.hidden_size, experts is not None)
+        mixer = _mixer(block, linears, heads * head_dim, kv_heads, head_dim, delta)
+        if mixer.kind == "full_attention":
+            attention = attention or mixer
+        known = mixer.kind != "full_attention" or mixer == attention
+        layers.append(
+            LayerShape(
+                kind=mixer.kind if known else "other",
+                parameters=sum(parameter.numel() for parameter in block.parameters()),
+                matrices=sum(parameter.numel() for parameter in block.parameters() if parameter.ndim == 2),
+                linears=linears,
+            )
         )
-
-    def number(key: str) -> int:
-        value = text.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model config {source}: {key} is {value!r}, expected a positive whole number")
-        return value
-
-    fixed = ("qwen2", "phi3")
-    with_bias = ("qwen3", "qwen3_moe", *QWEN3_5, "llama", "gemma2", "gemma3_text")
-    if architecture.startswith(("qwen3", "gemma")) and text.get("head_dim") is None:
-        number("head_dim")
-    layers = _layer_kinds(text, number("num_hidden_layers"), architecture)
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+        mlps.append(_mlp([linear for linear in linears if linear.parent != mixer.parent], text))
+    distinct, head = tuple(dict.fromkeys(layers)), model.get_output_embeddings()
+    intermediate, mlp_saved = max(mlps, default=(0, 0))
     return ModelShape(
-        architecture=architecture,
-        vocabulary=number("vocab_size"),
-        hidden=hidden,
-        intermediate=number("intermediate_size") if experts is None else experts.passed,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=text.vocab_size,
+        hidden=text.hidden_size,
+        intermediate=intermediate if experts is None else experts.passed,
+        mlp_saved=mlp_saved,
         heads=heads,
-        kv_heads=number("num_key_value_heads"),
-        # Qwen2 and Phi-3 know no other head dimension, and Llama and Mistral take it where none is given.
-        head_dim=hidden // heads if architecture in fixed or text.get("head_dim") is None else number("head_dim"),
-        attention_bias=architecture == "qwen2" or (architecture in with_bias and bool(text.get("attention_bias"))),
-        mlp_bias=architecture == "llama" and bool(text.get("mlp_bias")),
-        # A config.json leaves out what is the default, which is tied for Gemma.
-        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", architecture.startswith("gemma")))),
-        layers=layers,
-        delta=None
-        if "linear_attention" not in layers
-        else DeltaShape(
-            key_heads=number("linear_num_key_heads"),
-            value_heads=number("linear_num_value_heads"),
-            key_dim=number("linear_key_head_dim"),
-            value_dim=number("linear_value_head_dim"),
-            kernel=number("linear_conv_kernel_dim"),
+        kv_heads=kv_heads if attention is None else attention.kv_heads,
+        head_dim=head_dim,
+        query_norm=attention is not None and attention.query_norm,
+        gated=attention is not None and attention.gated,
+        tied=head is not None and head.weight is model.get_input_embeddings().weight,
+        prefix=prefix,
+        distinct=distinct,
+        order=tuple(distinct.index(layer) for layer in layers),
+        outside=tuple(
+            linear
+            for linear in _linears(model, text.hidden_size, experts is not None)
+            if not linear.name.startswith(f"{prefix}.") and model.get_submodule(linear.name) is not head
         ),
+        delta=delta if any(layer.kind == "linear_attention" for layer in distinct) else None,
         experts=experts,
     )
 
 
-def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a multimodal wrapper says of its language model's weights."""
-    return {key: config[key] for key in ("quantization_config",) if config.get(key)}
+def _build(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+    """The model on the meta device, as the learner loads it, and the configuration of its language model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text: Mapping[str, Any] = config.get("text_config") or config
+    values = dict(config if "model_type" in config else text)
+    kind = values.pop("model_type", None)
+    for key in ("auto_map", "quantization_config"):
+        values.pop(key, None)
+    try:
+        made = AutoConfig.for_model(kind, **values)
+        for key, most in MAX_SIZES.items():
+            name = made.get_text_config().attribute_map.get(key, key)
+            value = text.get(name, text.get(key))
+            if not isinstance(value, int) or not 0 < value <= most:
+                raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {most}")
+        # Gemma 4's heads differ from layer to layer: `_mixer` compares every layer with what is read here.
+        made.get_text_config().allow_global_per_layer_attribute_access = True
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
+    except Exception as error:  # whatever transformers and torch make of a wrong value
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"model config {source}: transformers builds no language model of model_type {kind!r} from it ({reason})"
+        ) from None
 
 
-def _layer_kinds(text: Mapping[str, Any], number: int, architecture: str) -> tuple[LayerKind, ...]:
-    named = text.get("layer_types")
-    if architecture not in QWEN3_5:
-        named = ["full_attention"] * number
-    elif named is None:
-        interval = int(text.get("full_attention_interval", 4))
-        named = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(number)]
-    return tuple(_layer_kind(str(kind)) for kind in named)
+def _decoder_layers(model: Any) -> tuple[str, Any]:
+    """Name and modules of the decoder layers: the largest list of modules in the model."""
+    lists = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "ModuleList"]
+    return max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=("", ()))
 
 
-def _layer_kind(name: str) -> LayerKind:
-    return "linear_attention" if name == "linear_attention" else "full_attention"
+def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]:
+    """The linear layers below a module, without experts and router.
+
+    Those of one parent that are as wide as the hidden states read its input; the last square one writes its output
+    instead if no other does. Where several are square it does not matter which of them that is.
+    """
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for name, each in module.named_modules():
+        if isinstance(each, Linear | Conv1D) and not (mixture and is_frozen(name)):
+            inputs, outputs = each.weight.shape[::-1] if isinstance(each, Linear) else each.weight.shape
+            groups[name.rpartition(".")[0]][name] = (inputs, outputs)
+    found = []
+    for parent, sizes in groups.items():
+        writers = {name for name, (inputs, _) in sizes.items() if inputs != hidden}
+        if not writers and len(sizes) > 1:
+            writers.update([name for name, size in sizes.items() if size == (hidden, hidden)][-1:])
+        for name, (inputs, outputs) in sizes.items():
+            row = name in writers
+            reads = name if row else parent
+            found.append(LinearShape(name=name, inputs=inputs, outputs=outputs, reads=reads, row_parallel=row))
+    return tuple(found)
+
+
+def _widths(linears: Sequence[LinearShape]) -> dict[str, tuple[int, int]]:
+    """For each parent module: total outputs of the layers that read its input, total inputs of the others."""
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for linear in linears:
+        read, written = found[linear.parent]
+        found[linear.parent] = (
+            (read, written + linear.inputs) if linear.row_parallel else (read + linear.outputs, written)
+        )
+    return found
+
+
+class _Mixer(NamedTuple):
+    """What mixes the tokens of a layer."""
+
+    kind: LayerKind = "other"
+    parent: str | None = None
+    kv_heads: int = 0
+    gated: bool = False
+    query_norm: bool = False
+
+
+def _mixer(
+    block: Any, linears: Sequence[LinearShape], queries: int, kv_heads: int, head_dim: int, delta: DeltaShape | None
+) -> _Mixer:
+    """A layer's mixer, by the widths of its projections; a convolution beside attention is another mixer."""
+    convolution = any(type(module).__name__ == "Conv1d" for module in block.modules())
+    for parent, (read, written) in _widths(linears).items():
+        if delta is not None and (read, written) == (
+            delta.channels + delta.values + 2 * delta.value_heads,
+            delta.values,
+        ):
+            return _Mixer("linear_attention", parent)
+        gated = read == 2 * queries + 2 * kv_heads * head_dim
+        # Keys may have fewer heads than config.json says (Falcon).
+        keys, rest = divmod(read - (2 if gated else 1) * queries, 2 * head_dim)
+        if not convolution and written == queries and not rest and 0 < keys * head_dim <= queries:
+            return _Mixer("full_attention", parent, keys, gated, hasattr(block.get_submodule(parent), "q_norm"))
+    return _Mixer()
+
+
+def _delta(text: Any) -> DeltaShape | None:
+    """The sizes of a gated delta net that a configuration names."""
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes: list[Any] = [getattr(text, f"linear_{key}", None) for key in keys]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    return DeltaShape(key_heads=sizes[0], value_heads=sizes[1], key_dim=sizes[2], value_dim=sizes[3], kernel=sizes[4])
+
+
+def _mlp(linears: Sequence[LinearShape], text: Any) -> tuple[int, int]:
+    """MLP size of a layer, by its linear layers without the mixer's; and `ModelShape.mlp_saved`."""
+    widths = _widths(linears).values()
+    read, size = sum(read for read, _ in widths), sum(written for _, written in widths)
+    fused = getattr(text, "hidden_act", None) == "silu" and sum(not linear.row_parallel for linear in linears) > 1
+    return size, 3 if read == 2 * size and not fused else 2

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_shape import check_experts, check_heads, check_split, model_shape
+from draco_ray.engine.experts import is_frozen
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_heads, check_split, model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
@@ -57,7 +61,7 @@ class StepSize:
     samples: int
     judge_calls: int
     adapter: int
-    """0 where the model's shape is not known here."""
+    """0 where the model's checkpoint is not here."""
 
     @property
     def object_store(self) -> int:
@@ -90,13 +94,21 @@ def step_size(config: DracoConfig) -> StepSize:
 
 
 def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
-    """Size of the float32 LoRA adapter as `draco plan` counts it; 0 where the model's shape is not known here."""
-    try:
-        shape = model_shape(model_path, cached_config(model_path))
-        return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
-    except ConfigError:
-        # The learner refuses models that it cannot train; here only the size matters.
+    """Size of the float32 LoRA adapter, by the shapes of the checkpoint's matrices; 0 where there is none here."""
+    if model_path in PUBLIC_CONFIGS:
+        with suppress(ConfigError):  # the learner refuses a target that matches nothing
+            shape = model_shape(model_path)
+            return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
         return 0
+    config, sides = cached_config(model_path), 0
+    wanted = r".*\.\d+\..*" if learner.lora_target == "all-linear" else learner.lora_target
+    for file in (Path(model_path).expanduser() if config is None else config.parent).glob("*.safetensors"):
+        with suppress(SafetensorError), safe_open(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (no mapping)
+                shape_of, module = tensors.get_slice(name).get_shape(), name.removesuffix(".weight")
+                if len(shape_of) == 2 and re.fullmatch(wanted, module) and not is_frozen(module):
+                    sides += sum(shape_of)
+    return learner.lora_rank * sides * FLOAT32_BYTES
 
 
 def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: int = 1) -> None:

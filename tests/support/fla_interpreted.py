@@ -168,6 +168,7 @@ def main() -> None:
     delta.KERNEL_DEVICES = ("cuda", "cpu")
     found, gradient, learner = learned(folder)
     shape = read_shape(config.to_dict(), "toy")
+    layer = next(layer for layer in shape.layers if layer.kind == "linear_attention")
     tokens = len(row().token_ids_T)
     print(
         json.dumps(
@@ -177,8 +178,8 @@ def main() -> None:
                 "logprobs": float((found - expected).abs().max()),
                 "gradient": float((gradient - expected_gradient).abs().max() / expected_gradient.abs().max()),
                 "kept": kept_by_layer(learner, 1),
-                "planned": tokens * saved_bytes(shape, "linear_attention", 4, 1, kernels=True),
-                "planned_without": tokens * saved_bytes(shape, "linear_attention", 4, 1, kernels=False),
+                "planned": tokens * saved_bytes(shape, layer, 4, 1, kernels=True),
+                "planned_without": tokens * saved_bytes(shape, layer, 4, 1, kernels=False),
             }
         )
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,21 @@ def test_public_models_have_their_published_sizes() -> None:
     """32.8B and 27.8B by their checkpoints, the latter with vision tower and prediction layer (0.9B)."""
     assert shape_of(QWEN32).parameters == 32_763_876_352
     assert shape_of(QWEN27).parameters == 26_895_998_464
-    assert shape_of(QWEN27).layers.count("linear_attention") == 48
+    assert shape_of(QWEN27).count("linear_attention") == 48
+
+
+@pytest.mark.parametrize("name", PUBLIC_CONFIGS)
+def test_the_committed_shapes_are_those_of_the_models_that_transformers_builds(name: str) -> None:
+    assert model_shape(name) == read_shape(PUBLIC_CONFIGS[name], name)
+
+
+def test_a_public_model_is_planned_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from draco_ray.cli import main; main(['plan', *sys.argv[1:]])"
+    )
+    said = subprocess.run([sys.executable, "-c", code, "qwen2.5-32b"], capture_output=True, text=True, check=True)
+    assert "32,763,876,352 parameters" in said.stdout
 
 
 def test_a_mixture_of_experts_is_counted_whole_where_it_is_kept_and_by_a_token_s_experts_where_it_computes(
@@ -187,7 +203,68 @@ def test_a_model_that_is_not_known_is_planned_from_its_config(
     file.write_text(json.dumps({"model_type": "qwen2", "hidden_size": 64}), encoding="utf-8")
     assert "num_hidden_layers is None" in refused(capsys, *words)
     file.write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
-    assert "architecture gpt2" in refused(capsys, *words)
+    assert "n_layer is None" in refused(capsys, *words)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    for unknown in ({"model_type": "nothing"}, {}, {"model_type": "clip_text_model"} | sizes):
+        file.write_text(json.dumps(unknown), encoding="utf-8")
+        assert "builds no language model of model_type" in refused(capsys, *words)
+    file.write_text(json.dumps(PUBLIC_CONFIGS[QWEN32] | {"hidden_act": "nothing"}), encoding="utf-8")
+    assert "builds no language model of model_type 'qwen2'" in refused(capsys, *words)
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}
+FALCON = {
+    "model_type": "falcon",
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "multi_query": True,
+    "parallel_attn": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "kv_heads", "adapted"),
+    [
+        (GPT2, 124_439_808, 12, {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
+        (
+            FALCON,
+            6_921_720_704,
+            1,
+            {
+                *("self_attention.query_key_value", "self_attention.dense"),
+                *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            },
+        ),
+    ],
+)
+def test_models_that_name_their_parts_otherwise_are_counted_too(
+    config: dict[str, object], parameters: int, kv_heads: int, adapted: set[str], tmp_path: Path
+) -> None:
+    shape = read_shape(config, "config.json")
+    assert shape.parameters == parameters
+    assert shape.kv_heads == kv_heads
+    assert set(shape.adaptable) == adapted
+    assert shape.count("full_attention") == len(shape.layers)
+
+
+def test_layers_of_unknown_mixers_are_counted_and_their_memory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lfm2 = {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 1024,
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+    }
+    shape = read_shape(lfm2, "config.json")
+    assert [layer.kind for layer in shape.layers] == ["other", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(lfm2), encoding="utf-8")
+    error = refused(capsys, "qwen3.6-27b", f"model.path={tmp_path}")
+    assert "layers other than softmax attention" in error
+    assert "conv.in_proj, conv.out_proj" in error
 
 
 def test_a_run_without_gpus_is_planned_and_never_refused_for_a_gpu(
@@ -228,7 +305,7 @@ def test_learner_workers_share_nothing_of_the_base_unless_it_is_sharded() -> Non
     weights = 2 * shape.parameters
     assert whole.resident[0].bytes == weights
     assert parts.resident[0].bytes == pytest.approx(weights / 8, rel=1e-5)
-    layer = 2 * shape.layer_parameters("linear_attention")
+    layer = 2 * max(layer.parameters for layer in shape.layers)
     assert whole.peak - parts.peak == pytest.approx(weights * 7 / 8 - 2 * layer, rel=1e-5)
 
 
@@ -387,7 +464,7 @@ def test_a_wrong_assumption_is_refused(override: str) -> None:
 
 def test_layer_types_in_a_config_are_read() -> None:
     config = PUBLIC_CONFIGS[QWEN27] | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
-    assert read_shape(config, "test").layers == ("full_attention", "linear_attention")
+    assert [layer.kind for layer in read_shape(config, "test").layers] == ["full_attention", "linear_attention"]
 
 
 def test_the_judges_gpus_count(capsys: pytest.CaptureFixture[str]) -> None:

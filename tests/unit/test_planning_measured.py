@@ -298,10 +298,10 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 def test_what_a_layer_keeps_is_what_the_plan_says(measure: Measure, name: str, dtype: str) -> None:
     measured = measure(name, dtype=dtype, checkpointing=False)
     # The first one's norm has nothing to keep: nothing below it is trained.
-    for kind, kept in list(zip(measured.shape.layers, measured.saved(), strict=True))[1:]:
+    for layer, kept in list(zip(measured.shape.layers, measured.saved(), strict=True))[1:]:
         width, tolerance = (2, 0.03) if dtype == "bfloat16" else (4, 0.07)
-        planned = TOKENS * saved_bytes(measured.shape, kind, width, 1, kernels=False)
-        planned += shared_prompt_bytes(measured.config, measured.shape, kind)
+        planned = TOKENS * saved_bytes(measured.shape, layer, width, 1, kernels=False)
+        planned += shared_prompt_bytes(measured.config, measured.shape, layer)
         assert planned == pytest.approx(kept, rel=tolerance)
 
 

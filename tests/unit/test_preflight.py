@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging import own_disk
 from draco_ray.judging.own_disk import file_system_of
@@ -243,28 +245,40 @@ def test_the_estimate_grows_with_what_a_step_makes(paper: DracoConfig) -> None:
     assert step_size(load_config("qwen3.6-27b", setting="outcome")).judge_calls == 0
 
 
-def test_the_adapter_is_counted_exactly_from_the_models_shape(tmp_path: Path, paper: DracoConfig) -> None:
-    shape = {
-        "model_type": "qwen2",
-        "hidden_size": 100,
-        "intermediate_size": 300,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 10,
-        "num_key_value_heads": 2,
-        "vocab_size": 50,
+def test_the_adapter_is_counted_exactly_from_the_checkpoint(tmp_path: Path, paper: DracoConfig) -> None:
+    prefix = "model.layers.{}.".format
+    sizes = {
+        "model.embed_tokens.weight": (50, 100),
+        "lm_head.weight": (50, 100),
+        **{
+            prefix(layer) + name: size
+            for layer in range(2)
+            for name, size in {
+                "self_attn.q_proj.weight": (100, 100),
+                "self_attn.k_proj.weight": (20, 100),
+                "self_attn.q_proj.bias": (100,),
+                "mlp.down_proj.weight": (100, 300),
+                "mlp.experts.0.gate_proj.weight": (30, 100),
+                "conv1d.weight": (10, 1, 4),
+            }.items()
+        },
     }
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": shape}))
-    # Queries and output, keys and values of a fifth of the width, three between hidden and MLP size; float32.
-    numbers = 2 * 16 * (2 * 200 + 2 * 120 + 3 * 400)
-    assert adapter_bytes(str(tmp_path), paper.learner) == 4 * numbers
+    save_file({name: np.zeros(size, np.float16) for name, size in sizes.items()}, tmp_path / "model.safetensors")
+    assert adapter_bytes(str(tmp_path), paper.learner) == 4 * 2 * 16 * (200 + 120 + 400)
     only_queries = paper.learner.model_copy(update={"lora_target": r".*\.q_proj"})
     assert adapter_bytes(str(tmp_path), only_queries) == 4 * 2 * 16 * 200
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
     assert adapter_bytes(str(tmp_path), paper.learner) == 0
     assert adapter_bytes("nobody/no-such-model", paper.learner) == 0
     assert adapter_bytes(".cache/no-such-model", paper.learner) == 0
     # The paper's models are known without a download.
     assert 0.25 * 2**30 < step_size(paper).adapter < 0.5 * 2**30
+
+
+def test_what_is_counted_before_a_run_is_the_adapter_that_the_plan_counts(tmp_path: Path, paper: DracoConfig) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    shape = model_shape(str(model))
+    assert adapter_bytes(str(model), paper.learner) == 4 * shape.adapter_parameters("all-linear", 16)
 
 
 def test_an_object_store_too_small_states_the_estimate(paper: DracoConfig) -> None:

@@ -17,11 +17,10 @@ from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.simulation.page import COLORS
-from draco_ray.lab.simulation.recorded import read_run
-from draco_ray.lab.simulation.scaling import ALLOWANCE, Scale, foretell, median_error, most_a_minute, most_at_once
+from draco_ray.lab.simulation.recorded import Setting, read_run
+from draco_ray.lab.simulation.scaling import ALLOWANCE, Scale, median_error, predict, stalled_by
 from draco_ray.lab.simulation.speeds import fit
-from draco_ray.lab.simulation.step import simulate
-from draco_ray.lab.simulation.work import PARTS, Setting
+from draco_ray.lab.simulation.step import PARTS, simulate
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
@@ -49,30 +48,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 def test_speeds_are_those_the_run_was_made_with(run: RunDirectory) -> None:
     recorded = read_run(run)
     speeds = fit(recorded.steps, recorded)
-    engine = speeds.engine
-    assert engine.slowdown_per_sequence == pytest.approx(SLOWDOWN, rel=0.01)
-    assert engine.seconds_per_sampled_token == pytest.approx(PER_SAMPLED, rel=0.01)
-    assert engine.alone(100, 50) == pytest.approx(PER_TURN + 100 * PER_SAMPLED + 50 * PER_READ, rel=0.02)
-    learner = speeds.learner
+    assert speeds.slowdown == pytest.approx(SLOWDOWN, rel=0.01)
+    assert speeds.per_sampled == pytest.approx(PER_SAMPLED, rel=0.01)
+    alone = speeds.per_turn + 100 * speeds.per_sampled + 50 * speeds.per_read
+    assert alone == pytest.approx(PER_TURN + 100 * PER_SAMPLED + 50 * PER_READ, rel=0.02)
     # Every token of this run costs the same; which of them were sampled tells nothing more.
-    assert learner.seconds_per_token + learner.seconds_per_sampled_token == pytest.approx(PER_LEARNED, rel=0.15)
+    assert speeds.per_learned + speeds.per_learned_sampled == pytest.approx(PER_LEARNED, rel=0.15)
     assert (speeds.head, speeds.tail) == pytest.approx((HEAD, TAIL))
     assert speeds.handover == pytest.approx(dict.fromkeys(speeds.handover, 0.0), abs=1e-6)
 
 
-def test_steps_are_foretold_by_the_others(run: RunDirectory) -> None:
-    foretold = foretell(read_run(run), seed=0)
-    assert [each.step.number for each in foretold] == [2, 3, 4, 5]
-    assert [each.step.seconds for each in foretold] == pytest.approx([step_seconds(step) for step in (2, 3, 4, 5)])
-    assert max(abs(each.error) for each in foretold) < 0.01
+def test_steps_are_predicted_by_the_others(run: RunDirectory) -> None:
+    predictions = predict(read_run(run), seed=0)
+    assert [each.step.number for each in predictions] == [2, 3, 4, 5]
+    assert [each.step.seconds for each in predictions] == pytest.approx([step_seconds(step) for step in (2, 3, 4, 5)])
+    assert max(abs(each.error) for each in predictions) < 0.01
 
 
-def test_another_setting_is_foretold(run: RunDirectory, tmp_path: Path) -> None:
+def test_another_setting_is_predicted(run: RunDirectory, tmp_path: Path) -> None:
     recorded = read_run(run)
     scale = Scale(recorded, recorded.setting, seed=0)
     size = scale.at(8)
     assert size.rollouts == 8
-    assert size.stalls == "slots"
+    assert stalled_by(size.as_set) == "slots"
     assert size.enough.slots == 4
     assert size.enough.engines == 2
     # Seven phases of two cents are asked of a group of two, and one of stage1 and union each.
@@ -89,19 +87,12 @@ def test_needs_are_enough_and_not_much_more(run: RunDirectory) -> None:
     unbounded = replace(enough, judge_workers=1000, requests_per_minute=None, tokens_per_minute=None)
 
     def seconds(setting: Setting) -> float:
-        return simulate([work], scale._speeds, setting).steps[0].seconds
+        return simulate([work], scale.speeds, setting)[0].seconds
 
     assert seconds(enough) <= (1 + ALLOWANCE) * seconds(unbounded) + 1e-6
     assert enough.requests_per_minute is not None
     tight = replace(unbounded, requests_per_minute=enough.requests_per_minute / 1.25)
     assert seconds(tight) > (1 + ALLOWANCE / 3) * seconds(unbounded)
-
-
-def test_what_is_used_at_most() -> None:
-    assert most_at_once([(0.0, 1.0), (1.0, 2.0), (1.5, 1.7)]) == 2
-    assert most_at_once([]) == 0
-    assert most_a_minute([]) == (0, 0)
-    assert most_a_minute([(59.0, 10.0), (0.0, 1.0), (60.0, 5.0)]) == (2, 15)
 
 
 def said(directory: Path, **options: object) -> str:
@@ -114,16 +105,30 @@ def said(directory: Path, **options: object) -> str:
 def test_it_prints_steps_errors_and_sizes(run: RunDirectory) -> None:
     text = said(run.path, rollouts=(8,), gpu_dollars=2.0)
     assert "median error" in text
-    assert "8 rollouts: a step of" in text
-    assert "stalls at slots" in text
-    assert "2 engines, 4 slots" in text
+    rows = dict(re.findall(r"^(\S.*?\S)\s{2,}(\S.*?)\s*$", text, re.MULTILINE))
+    assert rows["rollouts a step"] == "8"
+    assert rows["stalls at"] == "slots"
+    assert (rows["engines"], rows["slots"]) == ("2", "4")
+    assert "together, as set" in rows
     assert said(run.path, rollouts=(8,)) == said(run.path, rollouts=(8,))
 
 
-def test_another_run_is_foretold_too(run: RunDirectory, tmp_path: Path) -> None:
+def test_another_run_is_predicted_too(run: RunDirectory, tmp_path: Path) -> None:
     other = timed_run(tmp_path / "other", steps=4)
     text = said(run.path, rollouts=(4,), other=other.path)
     assert "other, by the speeds of timed" in text
+
+
+def test_a_run_whose_judge_is_asked_less_predicts_no_other(run: RunDirectory) -> None:
+    recorded = read_run(run)
+    groups = [[replace(group, phases={}) for group in step.groups] for step in recorded.steps]
+    outcome = replace(
+        recorded,
+        steps=tuple(replace(step, groups=tuple(of)) for step, of in zip(recorded.steps, groups, strict=True)),
+    )
+    assert len(predict(recorded, 0, outcome)) == 4
+    with pytest.raises(ConfigError, match="its judge was asked what the judge of timed was not"):
+        predict(outcome, 0, recorded)
 
 
 def test_the_page_holds_what_was_printed_and_loads_nothing(run: RunDirectory, tmp_path: Path) -> None:
@@ -154,18 +159,11 @@ def test_a_page_that_cannot_be_written_is_known_at_once(run: RunDirectory, tmp_p
         said(run.path, out=tmp_path)
 
 
-def without_syncs(made: RunDirectory) -> RunDirectory:
-    for path in (made.tables / "spans").glob("*.parquet"):
-        kept = [row for row in read_table(path, "spans").to_pylist() if row["stage"] != "sync"]
-        write_parquet(path, pa.Table.from_pylist(kept, schema=TABLES["spans"]))
-    return made
-
-
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (lambda path: timed_run(path, steps=2), "2 finished training steps; 3 are needed"),
-        (lambda path: without_syncs(small_run(path, steps=3)), "has no sync spans"),
+        (lambda path: small_run(path, steps=3), "has no sync spans"),
         (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
         (
             lambda path: timed_run(path, steps=3, config=CONFIG + "judge: {self_judge: {enabled: true}}\n"),
@@ -219,7 +217,7 @@ def test_more_engines_than_a_simulation_holds_are_refused(tmp_path: Path) -> Non
         ("steps", "seconds_generating", float("inf")),
         ("steps", "seconds_executing", -1.0),
         ("spans", "ended_at", 1e300),
-        ("judge_calls", "seconds", -1.0),
+        ("judge_calls", "waited_seconds", -1.0),
     ],
 )
 def test_seconds_that_are_none_are_named(tmp_path: Path, table: str, column: str, value: float) -> None:
@@ -239,38 +237,28 @@ def test_a_failed_group_is_read_as_one(tmp_path: Path) -> None:
     table = read_table(path, "groups").to_pylist()
     table[0]["state"] = "failed"
     write_parquet(path, pa.Table.from_pylist(table, schema=TABLES["groups"]))
-    step = read_run(made).steps[0]
-    failed = next(group for group in step.groups if group.task_id == table[0]["task_id"])
-    assert sorted(key for key, phase in failed.phases.items() if not phase.work.ok) == [("score", 0), ("score", 1)]
-
-
-def with_waits(made: RunDirectory, seconds: float) -> RunDirectory:
-    """Every call waited so long for leave before it took what it takes."""
-    for path in sorted((made.tables / "judge_calls").glob("*.parquet")):
-        table = read_table(path, "judge_calls").to_pylist()
-        for row in table:
-            row["waited_seconds"], row["seconds"] = seconds, row["seconds"] + seconds
-        write_parquet(path, pa.Table.from_pylist(table, schema=TABLES["judge_calls"]))
-    return made
+    assert sum(group.failed for group in read_run(made).steps[0].groups) == 1
 
 
 def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> None:
-    limited = CONFIG + "judge: {limits: {requests_per_minute: 1000}}\n"
-    recorded = read_run(with_waits(timed_run(tmp_path / "run", steps=3, config=limited), 7.0))
-    phases = [phase for step in recorded.steps for group in step.groups for phase in group.phases.items()]
+    made = timed_run(tmp_path / "run", steps=3, config=CONFIG + "judge: {limits: {requests_per_minute: 1000}}\n")
+    for path in sorted((made.tables / "judge_calls").glob("*.parquet")):
+        rows = read_table(path, "judge_calls").to_pylist()
+        # Half of what every call took was waiting.
+        rows = [row | {"waited_seconds": row["seconds"] / 2} for row in rows]
+        write_parquet(path, pa.Table.from_pylist(rows, schema=TABLES["judge_calls"]))
+    phases = [item for step in read_run(made).steps for group in step.groups for item in group.phases.items()]
+    assert phases
     for (name, _), phase in phases:
-        ((call,),) = phase.work.rounds
-        assert call.seconds == pytest.approx(JUDGE[name])
-        # Its spans are as long as the calls take: nothing is left over.
-        assert phase.work.overhead == 0.0
+        assert phase.seconds == pytest.approx(JUDGE[name] / 2)
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         ((), "name CONFIG or --simulate RUN"),
-        (("--slots", "3"), "--slots: no effect without --simulate RUN"),
-        (("sandbox", "--rollouts", "3"), "--rollouts: no effect without --simulate RUN"),
+        (("--slots", "3"), "--slots needs --simulate RUN"),
+        (("sandbox", "--rollouts", "3"), "--rollouts needs --simulate RUN"),
         (("sandbox", "--simulate", "."), "takes its configuration from the run"),
     ],
 )
@@ -284,6 +272,6 @@ def test_options_that_do_not_go_together(
 
 def test_a_copy_of_a_run_says_the_same(run: RunDirectory, tmp_path: Path) -> None:
     shutil.copytree(run.path, tmp_path / "copy")
-    assert median_error(foretell(read_run(RunDirectory.open(tmp_path / "copy")), 0)) == median_error(
-        foretell(read_run(run), 0)
+    assert median_error(predict(read_run(RunDirectory.open(tmp_path / "copy")), 0)) == median_error(
+        predict(read_run(run), 0)
     )

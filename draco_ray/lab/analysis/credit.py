@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.credit import quality_spread
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 
@@ -21,39 +22,20 @@ the first and the last of them; the three between are ours."""
 ROUNDING = 1e-9
 """Advantages below it are 0: they are of the order of 1."""
 
-CREDIT = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("rollouts", pa.int64()),
-        ("inert", pa.int64()),
-        ("inert_share", pa.float64()),
-        ("quality_spread", pa.float64()),
-        ("quality_spread_active", pa.float64()),
-    ]
+CREDIT = columns(
+    "string: run",
+    "int64: training_step rollouts inert",
+    "float64: inert_share quality_spread quality_spread_active",
 )
-WINDOWS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("window", pa.int64()),
-        ("first_step", pa.int64()),
-        ("last_step", pa.int64()),
-        ("steps", pa.int64()),
-        ("inert_share", pa.float64()),
-        ("quality_spread", pa.float64()),
-        ("quality_spread_active", pa.float64()),
-    ]
+WINDOWS = columns(
+    "string: run",
+    "int64: window first_step last_step steps",
+    "float64: inert_share quality_spread quality_spread_active",
 )
-CITATIONS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("steps", pa.int64()),
-        ("uncited", pa.int64()),
-        ("citations_mean", pa.float64()),
-        ("citations_median", pa.float64()),
-        ("ten_or_more_share", pa.float64()),
-    ]
+CITATIONS = columns(
+    "string: run",
+    "int64: training_step steps uncited",
+    "float64: citations_mean citations_median ten_or_more_share",
 )
 
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import signs
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
@@ -26,34 +27,20 @@ from draco_ray.runs.directory import RunDirectory
 
 RESAMPLES = 200
 
-DROPOUT = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("task_id", pa.string()),
-        ("rollout", pa.int64()),
-        ("reward", pa.float64()),
-        ("reward_mean", pa.float64()),
-        ("reward_deviation", pa.float64()),
-        ("advantage", pa.float64()),
-        ("advantage_mean", pa.float64()),
-        ("advantage_deviation", pa.float64()),
-        ("advantage_deviation_fixed", pa.float64()),
-        ("sign_flips", pa.float64()),
-        ("surviving", pa.int64()),
-        ("surviving_mean", pa.float64()),
-    ]
+DROPOUT = columns(
+    "string: run",
+    "int64: training_step",
+    "string: task_id",
+    "int64: rollout",
+    "float64: reward reward_mean reward_deviation advantage advantage_mean advantage_deviation",
+    "float64: advantage_deviation_fixed sign_flips",
+    "int64: surviving",
+    "float64: surviving_mean",
 )
-SURVIVAL = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("group_size", pa.int64()),
-        ("groups", pa.int64()),
-        ("criteria", pa.int64()),
-        ("surviving", pa.float64()),
-        ("survival", pa.float64()),
-    ]
+SURVIVAL = columns(
+    "string: run",
+    "int64: training_step group_size groups criteria",
+    "float64: surviving survival",
 )
 
 

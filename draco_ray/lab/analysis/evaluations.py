@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.evaluation.consistency import pass_at_k
 from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.evaluation.policies import UNTRAINED
@@ -23,35 +24,9 @@ from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 TRAINING = "training"
 """Stands for the evaluations that training itself made (train.evaluate_before_after)."""
 
-_KEYS = [
-    ("run", pa.string()),
-    ("evaluation", pa.string()),
-    ("split", pa.string()),
-    ("training_step", pa.int64()),
-]
-EVALUATIONS = pa.schema(
-    [
-        *_KEYS,
-        ("tasks", pa.int64()),
-        ("runs", pa.int64()),
-        ("lost", pa.int64()),
-        ("tgc", pa.float64()),
-        ("sgc", pa.float64()),
-        ("dollars_per_pass", pa.float64()),
-        ("tokens_per_pass", pa.float64()),
-    ]
-)
-CONSISTENCY = pa.schema(
-    [
-        *_KEYS,
-        ("checkpoints", pa.int64()),
-        ("metric", pa.string()),
-        ("runs", pa.int64()),
-        ("k", pa.int64()),
-        ("pass_hat_k", pa.float64()),
-        ("pass_at_k", pa.float64()),
-    ]
-)
+_KEYS = ("string: run evaluation split", "int64: training_step")
+EVALUATIONS = columns(*_KEYS, "int64: tasks runs lost", "float64: tgc sgc dollars_per_pass tokens_per_pass")
+CONSISTENCY = columns(*_KEYS, "int64: checkpoints", "string: metric", "int64: runs k", "float64: pass_hat_k pass_at_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,22 +14,14 @@ import pyarrow as pa
 
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.judging.phases.score import Score
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 
-LOSS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("groups", pa.int64()),
-        ("rollouts", pa.int64()),
-        ("advantage_correlation", pa.float64()),
-        ("sign_flips", pa.float64()),
-        ("best_kept", pa.float64()),
-        ("signal_lost", pa.float64()),
-        ("dollars", pa.float64()),
-        ("own_dollars", pa.float64()),
-    ]
+LOSS = columns(
+    "string: run judge",
+    "int64: groups rollouts",
+    "float64: advantage_correlation sign_flips best_kept signal_lost dollars own_dollars",
 )
 
 

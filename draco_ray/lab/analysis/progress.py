@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from draco_ray.judging.phases import PHASES
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.phase_costs import phase_costs
@@ -20,65 +21,40 @@ from draco_ray.runs.judged import judged_rates, read_judged
 from draco_ray.runs.rows import Row
 from draco_ray.training.overlap import seconds_together
 
-TERMINATIONS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("ended", pa.string()),
-        ("rollouts", pa.int64()),
-        ("share", pa.float64()),
-        ("retried", pa.int64()),
-    ]
+TERMINATIONS = columns(
+    "string: run",
+    "int64: training_step",
+    "string: ended",
+    "int64: rollouts",
+    "float64: share",
+    "int64: retried",
 )
-JUDGE_COST = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("phase", pa.string()),
-        ("calls", pa.int64()),
-        ("replayed", pa.int64()),
-        ("requests", pa.int64()),
-        ("failures", pa.int64()),
-        ("input_tokens", pa.int64()),
-        ("cached_tokens", pa.int64()),
-        ("output_tokens", pa.int64()),
-        ("dollars", pa.float64()),
-    ]
+JUDGE_COST = columns(
+    "string: run",
+    "int64: training_step",
+    "string: phase",
+    "int64: calls replayed requests failures input_tokens cached_tokens output_tokens",
+    "float64: dollars",
 )
-SUCCESS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("split", pa.string()),
-        ("rollouts", pa.int64()),
-        ("lost", pa.int64()),
-        ("tgc", pa.float64()),
-        ("tgc_low", pa.float64()),
-        ("tgc_high", pa.float64()),
-        ("sgc", pa.float64()),
-    ]
+SUCCESS = columns(
+    "string: run",
+    "int64: training_step",
+    "string: split",
+    "int64: rollouts lost",
+    "float64: tgc tgc_low tgc_high sgc",
 )
-JUDGED = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("split", pa.string()),
-        ("tasks", pa.int64()),
-        ("rollouts", pa.int64()),
-        ("unscored", pa.int64()),
-        ("pass_rate", pa.float64()),
-        ("pass_rate_low", pa.float64()),
-        ("pass_rate_high", pa.float64()),
-        ("agreement", pa.float64()),
-    ]
+JUDGED = columns(
+    "string: run",
+    "int64: training_step",
+    "string: split",
+    "int64: tasks rollouts unscored",
+    "float64: pass_rate pass_rate_low pass_rate_high agreement",
 )
-SECONDS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("stage", pa.string()),
-        ("seconds", pa.float64()),
-    ]
+SECONDS = columns(
+    "string: run",
+    "int64: training_step",
+    "string: stage",
+    "float64: seconds",
 )
 
 

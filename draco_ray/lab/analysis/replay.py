@@ -30,6 +30,7 @@ from draco_ray.lab.analysis.agreement import (
     clustered_interval,
     contingency,
 )
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 
@@ -39,40 +40,25 @@ PHASES = (Score.name, Credit.name)
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
 """Rates of `Agreement` that come with an interval."""
 
-REPLAYED = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("training_step", pa.int64()),
-        ("task_id", pa.string()),
-        ("rollout", pa.int64()),
-        ("phase", pa.string()),
-        ("criterion", pa.int64()),
-        ("title", pa.string()),
-        ("reference", pa.int64()),
-        ("verdict", pa.int64()),
-        ("reference_steps", pa.list_(pa.int64())),
-        ("steps", pa.list_(pa.int64())),
-        ("dollars", pa.float64()),
-        ("error", pa.string()),
-    ]
+REPLAYED = columns(
+    "string: run judge",
+    "int64: training_step",
+    "string: task_id",
+    "int64: rollout",
+    "string: phase",
+    "int64: criterion",
+    "string: title",
+    "int64: reference verdict",
+    "int64[]: reference_steps steps",
+    "float64: dollars",
+    "string: error",
 )
-AGREEMENT = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("phase", pa.string()),
-        ("training_step", pa.int64()),
-        *((name, pa.int64()) for name in COUNTS),
-        *((name, pa.float64()) for name in RATES),
-        ("always_pass", pa.float64()),
-        ("citation_overlap", pa.float64()),
-        *(
-            (f"{name}_{side}", pa.float64())
-            for name in (*WITH_INTERVAL, "citation_overlap")
-            for side in ("low", "high")
-        ),
-    ]
+AGREEMENT = columns(
+    "string: run judge phase",
+    "int64: training_step",
+    f"int64: {' '.join(COUNTS)}",
+    f"float64: {' '.join(RATES)} always_pass citation_overlap",
+    *(f"float64: {name}_low {name}_high" for name in (*WITH_INTERVAL, "citation_overlap")),
 )
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases.score import Score
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rubric_kind
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
@@ -23,30 +24,17 @@ from draco_ray.runs.recorded import step_trajectories
 REPLAYS = "replay"
 """Folder of a run in which `draco replay` puts its tables, one folder a judge."""
 TABLE = "rescored"
-RESCORED = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("training_step", pa.int64()),
-        ("task_id", pa.string()),
-        ("rollout", pa.int64()),
-        ("criterion", pa.int64()),
-        ("title", pa.string()),
-        ("verdict", pa.int64()),
-        ("dollars", pa.float64()),
-        ("error", pa.string()),
-    ]
+RESCORED = columns(
+    "string: run judge",
+    "int64: training_step",
+    "string: task_id",
+    "int64: rollout criterion",
+    "string: title",
+    "int64: verdict",
+    "float64: dollars",
+    "string: error",
 )
-RUBRIC_RATES = pa.schema(
-    [
-        ("run", pa.string()),
-        ("rubric", pa.string()),
-        ("scored_by", pa.string()),
-        ("training_step", pa.int64()),
-        ("rollouts", pa.int64()),
-        *TALLY_COLUMNS,
-    ]
-)
+RUBRIC_RATES = columns("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
 RUN = "the run"
 """Stands in ``scored_by`` for the verdicts that the run was trained on."""
 

@@ -39,6 +39,7 @@ from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
 from draco_ray.records import Criterion, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
@@ -49,46 +50,24 @@ PHASES = (Stage1.name, Stage2.name, Union.name)
 CEILING = "ceiling"
 """Stands in the column ``judge`` for the run's own judge compared with itself."""
 
-_SHARES = ("reference_discriminative", "discriminative", "reference_differing", "differing")
-COMPARISONS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("phase", pa.string()),
-        ("training_step", pa.int64()),
-        ("task_id", pa.string()),
-        ("rollout", pa.int64()),
-        ("against", pa.string()),
-        ("reference_titles", pa.list_(pa.string())),
-        ("titles", pa.list_(pa.string())),
-        ("reference_paired", pa.list_(pa.int64())),
-        ("paired", pa.list_(pa.int64())),
-        ("scored", pa.int64()),
-        *((name, pa.int64()) for name in _SHARES),
-        ("dollars", pa.float64()),
-        ("error", pa.string()),
-        ("pairing_error", pa.string()),
-    ]
+_SHARES = "reference_discriminative discriminative reference_differing differing"
+COMPARISONS = columns(
+    "string: run judge phase",
+    "int64: training_step",
+    "string: task_id",
+    "int64: rollout",
+    "string: against",
+    "string[]: reference_titles titles",
+    "int64[]: reference_paired paired",
+    f"int64: scored {_SHARES}",
+    "float64: dollars",
+    "string: error pairing_error",
 )
-OVERLAP = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("phase", pa.string()),
-        ("training_step", pa.int64()),
-        ("comparisons", pa.int64()),
-        ("unanswered", pa.float64()),
-        ("unpaired", pa.float64()),
-        ("recall", pa.float64()),
-        ("precision", pa.float64()),
-        ("reference_criteria", pa.float64()),
-        ("criteria", pa.float64()),
-        *((name, pa.float64()) for name in _SHARES),
-        ("recall_low", pa.float64()),
-        ("recall_high", pa.float64()),
-        ("precision_low", pa.float64()),
-        ("precision_high", pa.float64()),
-    ]
+OVERLAP = columns(
+    "string: run judge phase",
+    "int64: training_step comparisons",
+    f"float64: unanswered unpaired recall precision reference_criteria criteria {_SHARES}",
+    "float64: recall_low recall_high precision_low precision_high",
 )
 
 

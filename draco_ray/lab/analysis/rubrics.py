@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.records import Verdict
 from draco_ray.runs.directory import RunDirectory
 
@@ -65,41 +66,13 @@ class _Criterion:
     tally: Tally = field(default_factory=Tally)
 
 
-TALLY_COLUMNS = [
-    ("judgments", pa.int64()),
-    ("passed", pa.int64()),
-    ("failed", pa.int64()),
-    ("not_applicable", pa.int64()),
-    ("pass_rate", pa.float64()),
-    ("fail_rate", pa.float64()),
-    ("na_rate", pa.float64()),
-]
+TALLY_COLUMNS = ("int64: judgments passed failed not_applicable", "float64: pass_rate fail_rate na_rate")
 """Of `Tally.columns`."""
-PASS_RATES = pa.schema([("run", pa.string()), ("training_step", pa.int64()), *TALLY_COLUMNS])
-CRITERION_PASS_RATES = pa.schema(
-    [("run", pa.string()), ("training_step", pa.int64()), ("title", pa.string()), *TALLY_COLUMNS]
-)
-CENSUS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("rubric", pa.string()),
-        ("title", pa.string()),
-        ("tasks", pa.int64()),
-        ("groups", pa.int64()),
-        ("survived", pa.int64()),
-        *TALLY_COLUMNS,
-    ]
-)
-CENSUS_SUMMARY = pa.schema(
-    [
-        ("run", pa.string()),
-        ("rubric", pa.string()),
-        ("scope", pa.string()),
-        ("criteria", pa.int64()),
-        ("criteria_share", pa.float64()),
-        ("judgment_share", pa.float64()),
-        *TALLY_COLUMNS,
-    ]
+PASS_RATES = columns("string: run", "int64: training_step", *TALLY_COLUMNS)
+CRITERION_PASS_RATES = columns("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
+CENSUS = columns("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
+CENSUS_SUMMARY = columns(
+    "string: run rubric scope", "int64: criteria", "float64: criteria_share judgment_share", *TALLY_COLUMNS
 )
 
 

@@ -17,6 +17,7 @@ from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.credit import quality_spread
 from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.rules import RULES, find_rule
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares, signs
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.records import (
@@ -25,25 +26,14 @@ from draco_ray.records import (
 )
 from draco_ray.runs.directory import RunDirectory
 
-RULE_TABLE = pa.schema(
-    [
-        ("run", pa.string()),
-        ("training_step", pa.int64()),
-        ("rule", pa.string()),
-        ("groups", pa.int64()),
-        ("groups_with_signal", pa.int64()),
-        ("rollouts", pa.int64()),
-        ("criteria", pa.int64()),
-        ("surviving", pa.int64()),
-        ("reward", pa.float64()),
-        ("inert_share", pa.float64()),
-        ("no_citation", pa.int64()),
-        ("quality_spread", pa.float64()),
-        ("reward_shift", pa.float64()),
-        ("advantage_shift", pa.float64()),
-        ("sign_flips", pa.float64()),
-        ("push_moved", pa.float64()),
-    ]
+RULE_TABLE = columns(
+    "string: run",
+    "int64: training_step",
+    "string: rule",
+    "int64: groups groups_with_signal rollouts criteria surviving",
+    "float64: reward inert_share",
+    "int64: no_citation",
+    "float64: quality_spread reward_shift advantage_shift sign_flips push_moved",
 )
 
 

@@ -9,22 +9,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from draco_ray.lab.analysis.columns import columns
+
 LEAST_STEPS = 4
 """Fewer training steps have no quarters."""
 PERMUTATIONS = 10_000
 
-TRENDS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("judge", pa.string()),
-        ("phase", pa.string()),
-        ("measure", pa.string()),
-        ("steps", pa.int64()),
-        ("first_quarter", pa.float64()),
-        ("last_quarter", pa.float64()),
-        ("slope", pa.float64()),
-        ("p", pa.float64()),
-    ]
+TRENDS = columns(
+    "string: run judge phase measure",
+    "int64: steps",
+    "float64: first_quarter last_quarter slope p",
 )
 
 

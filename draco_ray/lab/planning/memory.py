@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.experts import ExpertsShape
-from draco_ray.engine.model_shape import LayerKind, ModelShape, check_split
+from draco_ray.engine.model_shape import DeltaShape, LayerShape, ModelShape, check_split
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
@@ -18,8 +18,6 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32 = 4
 DELTA_CHUNK = 64
 """Tokens of a chunk in the gated delta rule, transformers' own and flash-linear-attention's."""
-UNFUSED_MLPS = ("gemma2", "gemma3_text", "phi3")
-"""Architectures whose MLPs are not gated by a SiLU in three layers."""
 UPDATE_COPIES = 3
 """Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
 BATCHED_TOKENS = {0: 8192, 70: 16384}
@@ -134,11 +132,11 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         Item(name="gradients", bytes=adapter * FLOAT32, keys=rank_key),
     )
     spread = spread_over(shape, learner.context_parallel)
-    kept = {
-        kind: part * saved_bytes(spread, kind, width, learner.lora_rank, kernels=learner.gpus_per_worker > 0)
-        + shared_prompt_bytes(config, spread, kind)
-        for kind in set(shape.layers)
-    }
+    kept = [
+        part * saved_bytes(spread, layer, width, learner.lora_rank, kernels=learner.gpus_per_worker > 0)
+        + shared_prompt_bytes(config, spread, layer)
+        for layer in shape.layers
+    ]
     layers, recomputed = _activations(config, shape, part, kept)
     head = Item(
         # What the last norm reads, its output, the positions wanted of it, and their slopes.
@@ -161,7 +159,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     exchange = Item(
         # Of one layer: what is sent, and what comes.
         name="exchange with workers that share the tokens",
-        bytes=2 * part * max(_exchanged(spread, kind) for kind in spread.layers) * width,
+        bytes=2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width,
         keys="learner.context_parallel",
     )
     gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
@@ -215,15 +213,27 @@ def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
     spread = spread_over(shape, workers)
     # One part of it is its own.
     sent = math.ceil(tokens / workers) * (workers - 1) // workers * DTYPE_BYTES[config.model.dtype]
-    return sent * sum(_exchanged(spread, kind) for kind in spread.layers)
+    return sent * sum(_exchanged(spread, layer) for layer in spread.layers)
 
 
-def _exchanged(shape: ModelShape, kind: LayerKind) -> int:
+def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
     """Numbers of one token that a layer's mixer sends around: projections to where their heads are, and the output."""
-    delta = shape.delta
-    if kind == "full_attention" or delta is None:
+    if (delta := _delta_net(shape, layer)) is None:
         return 2 * shape.queries + 2 * shape.keys
     return delta.channels + 2 * delta.values + 2 * delta.value_heads
+
+
+def _delta_net(shape: ModelShape, layer: LayerShape) -> DeltaShape | None:
+    """The mixer of a gated delta-net layer; None where it is softmax attention.
+
+    Raises: ConfigError: it is neither, and what it keeps is not known.
+    """
+    if layer.kind == "other":
+        raise ConfigError(
+            f"the model has layers other than softmax attention, the same in each, and gated delta nets (linear layers "
+            f"{', '.join(linear.name for linear in layer.linears)}): how much memory they take is not known"
+        )
+    return shape.delta if layer.kind == "linear_attention" else None
 
 
 def is_sharded(config: DracoConfig) -> bool:
@@ -241,24 +251,24 @@ def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
 
 def base_bytes(config: DracoConfig, shape: ModelShape) -> int:
     """Bytes of the base that a learner worker keeps."""
-    spared = sum(_spared(config, shape, kind) for kind in shape.layers)
+    spared = sum(_spared(config, layer) for layer in shape.layers)
     workers = config.learner.workers if is_sharded(config) else 1
     return base_parameters(config, shape) * DTYPE_BYTES[config.model.dtype] - spared // workers
 
 
-def _spared(config: DracoConfig, shape: ModelShape, kind: LayerKind) -> int:
+def _spared(config: DracoConfig, layer: LayerShape) -> int:
     """Bytes by which a decoder layer is smaller where its weights are held in 8 bits, with a scale for each row."""
     if config.learner.base_precision == "model":
         return 0
     width = DTYPE_BYTES[config.model.dtype]
-    return sum(linear.inputs * linear.outputs * (width - 1) - linear.outputs * width for linear in shape.linears(kind))
+    return sum(linear.inputs * linear.outputs * (width - 1) - linear.outputs * width for linear in layer.linears)
 
 
 def _made_whole(config: DracoConfig, shape: ModelShape) -> tuple[Item, ...]:
     """The weight of a product, where weights are held in 8 bits."""
     if config.learner.base_precision == "model":
         return ()
-    largest = max(linear.inputs * linear.outputs for kind in shape.layers for linear in shape.linears(kind))
+    largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
     size = largest * DTYPE_BYTES[config.model.dtype]
     return (Item(name="one weight, made whole", bytes=size, keys="learner.base_precision"),)
 
@@ -271,7 +281,7 @@ def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple
     if not is_sharded(config):
         return (), ()
     width = DTYPE_BYTES[config.model.dtype]
-    layer = max(shape.layer_parameters(kind) * width - _spared(config, shape, kind) for kind in shape.layers)
+    layer = max(layer.parameters * width - _spared(config, layer) for layer in shape.distinct)
     layers = Item(name="two layers, gathered", bytes=2 * layer, keys=GATHERED_KEYS)
     if shape.tied:
         return (), (layers,)
@@ -280,31 +290,30 @@ def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple
 
 
 def _activations(
-    config: DracoConfig, shape: ModelShape, tokens: int, kept: Mapping[LayerKind, int]
+    config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
     if not config.learner.gradient_checkpointing:
-        every = sum(kept[kind] for kind in shape.layers)
-        return (Item(name="activations: all layers", bytes=every, keys="learner.gradient_checkpointing"),), ()
+        return (Item(name="activations: all layers", bytes=sum(kept), keys="learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:
         # One is at work or recomputed, another on its way.
         inputs = Item(
-            name="activations: inputs of two layers", bytes=2 * inputs.bytes // len(shape.layers), keys=LENGTH_KEYS
+            name="activations: inputs of two layers", bytes=2 * inputs.bytes // len(shape.order), keys=LENGTH_KEYS
         )
     return (
         (inputs,),
-        (Item(name="activations: one layer, recomputed", bytes=max(kept.values()), keys=LENGTH_KEYS),),
+        (Item(name="activations: one layer, recomputed", bytes=max(kept), keys=LENGTH_KEYS),),
     )
 
 
 def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
     """What is kept of a pass whose layers are recomputed."""
-    inputs = len(shape.layers) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
+    inputs = len(shape.order) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
     return Item(name="activations: inputs of all layers", bytes=inputs, keys=LENGTH_KEYS)
 
 
-def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int, *, kernels: bool) -> int:
+def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, kernels: bool) -> int:
     """What one decoder layer with an adapter on every linear layer keeps for its backward; bytes a token.
 
     Args:
@@ -312,19 +321,21 @@ def saved_bytes(shape: ModelShape, kind: LayerKind, width: int, rank: int, *, ke
         rank: of the adapter.
         kernels: whether flash-linear-attention computes delta nets; otherwise transformers' own code.
     """
-    linears = shape.linears(kind)
+    linears = layer.linears
     # What an adapter reads, once for all layers that read the same, and its inner numbers.
     read = {linear.reads: linear.inputs for linear in linears}
     adapters = width * (sum(read.values()) + rank * len(linears))
     # What two norms read, and their scale.
     norms = 2 * (width * shape.hidden + FLOAT32)
     if shape.experts is None:
-        # Gate and up projection; where they are not one operation, the gate's activation as well.
-        mlp = (3 if shape.architecture in UNFUSED_MLPS else 2) * width * shape.intermediate
+        mlp = shape.mlp_saved * width * shape.intermediate
     else:
         mlp = _experts_bytes(shape.experts, width)
-    delta = _delta_kernel_bytes if kernels else _delta_bytes
-    mixer = _attention_bytes(shape, width) if kind == "full_attention" else delta(shape, width)
+    delta = _delta_net(shape, layer)
+    if delta is None:
+        mixer = _attention_bytes(shape, width)
+    else:
+        mixer = _delta_kernel_bytes(delta, width) if kernels else _delta_bytes(delta, width)
     return adapters + norms + mlp + mixer
 
 
@@ -339,9 +350,9 @@ def _experts_bytes(experts: ExpertsShape, width: int) -> int:
     return routed + places + shared
 
 
-def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, kind: LayerKind) -> int:
+def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, layer: LayerShape) -> int:
     """What one decoder layer keeps of a prompt again for each rollout of a group that shares it."""
-    if kind != "full_attention":
+    if layer.kind != "full_attention":
         return 0
     copies = config.algorithm.group_size * config.agent.max_prompt_length
     return copies * 2 * DTYPE_BYTES[config.model.dtype] * shape.keys // config.learner.context_parallel
@@ -420,7 +431,7 @@ def kv_width(config: DracoConfig) -> int:
 
 def kv_bytes(shape: ModelShape, parallel: int, width: int) -> int:
     """KV cache of one token on one GPU: keys and values of the full-attention layers."""
-    full = shape.layers.count("full_attention")
+    full = shape.count("full_attention")
     return full * 2 * max(1, shape.kv_heads // parallel) * shape.head_dim * width
 
 
@@ -430,7 +441,7 @@ def state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
     if delta is None:
         return 0
     state = delta.values * delta.key_dim * FLOAT32 + delta.channels * (delta.kernel - 1) * width
-    return shape.layers.count("linear_attention") * state // parallel
+    return shape.count("linear_attention") * state // parallel
 
 
 def _attention_bytes(shape: ModelShape, width: int) -> int:
@@ -446,10 +457,7 @@ def _attention_bytes(shape: ModelShape, width: int) -> int:
     return kept
 
 
-def _delta_bytes(shape: ModelShape, width: int) -> int:
-    delta = shape.delta
-    if delta is None:
-        return 0
+def _delta_bytes(delta: DeltaShape, width: int) -> int:
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
     # Before and after the convolution's activation.
     convolution = 2 * width * delta.channels
@@ -462,11 +470,8 @@ def _delta_bytes(shape: ModelShape, width: int) -> int:
     return convolution + rule + gates + gated_norm
 
 
-def _delta_kernel_bytes(shape: ModelShape, width: int) -> int:
+def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
     """The same of flash-linear-attention's kernels, which compute again what a chunk makes of its tokens."""
-    delta = shape.delta
-    if delta is None:
-        return 0
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
     # What the convolution reads.
     convolution = width * delta.channels
@@ -485,8 +490,8 @@ def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: in
         linear.inputs // parallel + linear.outputs
         if linear.row_parallel
         else linear.inputs + linear.outputs // parallel
-        for kind in shape.layers
-        for linear in shape.linears(kind)
+        for layer in shape.layers
+        for linear in layer.linears
     )
     return live_adapters(config.train.staleness) * rank * numbers * width
 

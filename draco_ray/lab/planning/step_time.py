@@ -127,7 +127,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
     remembered = max(0, prompts - learner.minibatch_prompts) / prompts
     # The base is frozen: its backward is the gradient of the activations only, as much as a forward.
     matrices = 2 * shape.matrix_parameters * (2 + reference + recompute + remembered)
-    full = shape.layers.count("full_attention")
+    full = shape.count("full_attention")
     # Scores and their product with the values, over the half that is not masked; the backward costs two forwards.
     attention = 2 * length * shape.queries * full * (3 + reference + recompute + remembered)
     # Beside the logits, the training pass computes their slope with respect to the hidden states.

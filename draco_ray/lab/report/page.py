@@ -12,13 +12,10 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draco_ray.judging.phases import PHASES
@@ -30,7 +27,8 @@ from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bar
 from draco_ray.lab.report.drawing import PALETTE, Drawing
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.svg import to_svg, visible
+from draco_ray.lab.report.svg import to_svg
+from draco_ray.lab.report.template import ASSETS, page_template
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.keeping import SETTING
 
@@ -51,15 +49,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
         path: of the page.
         live: the run's state, of a page that is served and asks for a newer one; empty: it asks for nothing.
     """
-    assets = files("draco_ray.lab.report") / "assets"
-    script = "".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    environment = Environment(
-        loader=PackageLoader("draco_ray.lab.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=lambda value: visible(value) if type(value) is str else value,
-        trim_blocks=True,
-    )
+    script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     summaries: list[Row] = []
     steps = [int(line["step"]) for line in run.metrics()]
 
@@ -68,7 +58,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
             summaries.append(group.summary)
             yield group.data
 
-    page = environment.get_template("page.html.j2").stream(
+    page = page_template("page.html.j2").stream(
         title=run.path.name,
         live=live,
         facts=_facts(run),
@@ -81,13 +71,11 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
         census=tidy("census_summary", [run]).to_pylist(),
         rubrics=[row for row in tidy("rubric_rates", [run]).to_pylist() if row["training_step"] is None],
         config=run.config_text(),
-        style=Markup((assets / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         groups=groups(),
         index=lambda: pack({"run": run.path.name, "id": run_id(run), "groups": summaries}),
         percent=lambda value: "–" if value is None else percent(value),
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     page.enable_buffering(64)
     with whole_file(path) as temporary:

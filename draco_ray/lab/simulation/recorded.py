@@ -1,118 +1,152 @@
-"""Reading what a recorded run did and how long each part took."""
+"""What a recorded run did, and how long each part took."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow.compute as pc
 
 from draco_ray.errors import ConfigError
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
-from draco_ray.lab.simulation.work import CallWork, PhaseWork, Setting
 from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.schema import MOST
+from draco_ray.training.overlap import busy_seconds
 
 FEWEST_STEPS = 3
-"""Finished steps: the first, in which worlds and engines are cold, and two to measure one by the other."""
+"""Finished steps: the first, in which worlds and engines are cold, and two to predict one by the other."""
 MOST_OF_ONE = 100_000
-"""Engines, slots or workers of a simulation, as `draco plan` takes them: each is an object."""
-TOGETHER_SECONDS = 1e-3
-"""Calls of a phase that overlap by more were made side by side."""
+"""Largest number of engines, slots or workers in a simulation."""
 
+SETTING_KEYS = {
+    "slots": "environment.slots",
+    "engines": "engine.engines",
+    "sequences": "engine.max_num_seqs",
+    "calls_per_worker": "judge.concurrency_per_worker",
+    "minibatch": "learner.minibatch_prompts",
+    "staleness": "train.staleness",
+    "colocate": "engine.colocate",
+    "group_size": "algorithm.group_size",
+}
+"""Fields of `Setting` -> their configuration keys."""
 Row = Mapping[str, Any]
 Key = tuple[str, int | None]
+"""Judge phase and rollout; the rollout is None for a phase of the whole group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedTurn:
-    """A turn that was played."""
+class Phase:
+    """A judge phase. ``began`` and ``ended`` are Unix seconds here and below."""
 
-    began: float
-    """Unix seconds, as far as the turns before it tell."""
+    seconds: float
+    """At the worker, without waiting for rate limits."""
+    requests: int = 1
+    """0 where every reply came from the cache."""
+    tokens: int = 0
+    """Read and written, of all requests."""
+    dollars: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A turn of a rollout."""
+
     generating: float
-    executing: float
-    sampled: int
+    """Seconds in the engine, beside whatever else it was generating."""
+    sampled: float
     """Tokens."""
-    read: int
-    """Tokens that came since the turn before: prompt, observation."""
+    read: float = 0
+    """Tokens of prompt or observation since the turn before."""
+    executing: float = 0.0
+    """Seconds in the environment."""
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRollout:
-    """A rollout that was played."""
+class Rollout:
+    """A rollout."""
 
     number: int
-    engine: str
-    began: float
-    ended: float
-    """Unix seconds for which it held its slot."""
-    turns: tuple[RecordedTurn, ...]
-    tokens: int
+    turns: tuple[Turn, ...] = ()
+    tokens: int = 0
+    engine: str = ""
+    began: float = 0.0
+    """When it got its slot."""
+    ended: float = 0.0
 
     @property
-    def sampled(self) -> int:
+    def sampled(self) -> float:
         """Tokens that the policy wrote."""
         return sum(turn.sampled for turn in self.turns)
 
     @property
     def opening(self) -> float:
-        """Seconds in its slot without a turn."""
+        """Seconds in its slot outside its turns."""
         return max(0.0, self.ended - self.began - sum(turn.generating + turn.executing for turn in self.turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedPhase:
-    """A judge phase that was made."""
+class Group:
+    """A task's rollouts and the judge phases that were made for it."""
 
-    began: float
-    ended: float
-    work: PhaseWork
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedGroup:
-    """A group of a finished step."""
-
-    task_id: str
-    rollouts: tuple[RecordedRollout, ...]
-    phases: Mapping[Key, RecordedPhase]
+    rollouts: tuple[Rollout, ...]
+    phases: Mapping[Key, Phase] = field(default_factory=dict)
+    failed: bool = False
+    """Whether it was dropped from the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
+class Step:
     """A finished training step."""
 
     number: int
     began: float
     seconds: float
-    groups: tuple[RecordedGroup, ...]
+    groups: tuple[Group, ...]
     """In the batch's order, as far as their first rollouts tell."""
     learning: tuple[tuple[float, float], ...]
-    """When the learner was at work, Unix seconds."""
+    """Intervals in which the learner was busy, Unix seconds."""
     updates: int
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Those of all groups."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
 
     @property
     def head(self) -> float:
         """Seconds until its first rollout."""
-        return max(0.0, min(rollout.began for group in self.groups for rollout in group.rollouts) - self.began)
+        return max(0.0, min(rollout.began for rollout in self.rollouts) - self.began)
 
     @property
     def tail(self) -> float:
         """Seconds after the learner's last work: sync, canary, checkpoint."""
         return max(0.0, self.began + self.seconds - max(end for _, end in self.learning))
 
-    @property
-    def dollars(self) -> float:
-        """What its judge calls cost."""
-        works = (phase.work for group in self.groups for phase in group.phases.values())
-        return sum(call.dollars for work in works for calls in work.rounds for call in calls)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How many there are of each resource."""
+
+    slots: int
+    engines: int = 1
+    sequences: int = 64
+    """Concurrent sequences of an engine."""
+    judge_workers: int = 1
+    calls_per_worker: int = 32
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    learners: float = 1.0
+    """Learner workers, in units of the recorded run's."""
+    minibatch: int = 0
+    """Groups an update; 0: all of the step's."""
+    staleness: int = 0
+    colocate: bool = False
+    group_size: int = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +155,10 @@ class RecordedRun:
 
     name: str
     setting: Setting
-    steps: tuple[RecordedStep, ...]
+    steps: tuple[Step, ...]
     """Finished ones, without the first."""
     remember_share: float
-    """See `LearnerSpeed`."""
+    """Time of a pass for old log-probs over that of a pass for gradients."""
     gpus_per_engine: float
     learner_gpus: float
 
@@ -136,205 +170,132 @@ def read_run(run: RunDirectory) -> RecordedRun:
         ConfigError: too few finished steps, steps without spans, or a judge that shares the policy's engines.
         DamagedRun: a file cannot be read.
     """
-    metrics = run.metrics()
+    value, metrics = run.setting, run.metrics()
     if len(metrics) < FEWEST_STEPS:
         going = " (a directory of judged traces has none)" if not metrics and not run.checkpoint_steps() else ""
         raise ConfigError(
             f"{run.path}: {len(metrics)} finished training steps{going}; {FEWEST_STEPS} are needed, since the first "
-            "is cold and one has to be foretold by another: let the run go on (draco train --resume)"
+            "is cold and one is predicted by another: let the run go on (draco train --resume)"
         )
-    if run.setting("algorithm.reward") == "rubric" and run.setting("judge.self_judge").enabled:
+    if value("algorithm.reward") == "rubric" and value("judge.self_judge").enabled:
         raise ConfigError(
             f"{run.path}: its policy is its own judge, whose calls share the engines with the rollouts; "
             "what they would do to each other at another size is not recorded"
         )
-    steps = [_step(run, line) for line in metrics[1:]]
+    # Forward and backward of a frozen base cost alike.
+    passes = 2 + (value("learner.kl_coefficient") > 0) + value("learner.gradient_checkpointing")
     return RecordedRun(
         name=run.path.name,
         setting=_setting(run),
-        steps=tuple(steps),
-        remember_share=_remember_share(run),
-        gpus_per_engine=float(run.setting("engine.gpus_per_engine")),
-        learner_gpus=float(run.setting("learner.workers") * run.setting("learner.gpus_per_worker")),
+        steps=tuple(_step(run, line) for line in metrics[1:]),
+        remember_share=1 / passes,
+        gpus_per_engine=float(value("engine.gpus_per_engine")),
+        learner_gpus=float(value("learner.workers") * value("learner.gpus_per_worker")),
     )
 
 
 def _setting(run: RunDirectory) -> Setting:
-    value = run.setting
+    value, limits = run.setting, run.setting("judge.limits")
     for key in ("engine.engines", "environment.slots", "judge.workers", "judge.max_workers"):
         if (value(key) or 0) > MOST_OF_ONE:
-            raise ConfigError(
-                f"{run.path / 'config.yaml'}: {key}={value(key)}: expected at most {MOST_OF_ONE:,} in a simulation"
-            )
-    limits = value("judge.limits")
+            file = run.path / "config.yaml"
+            raise ConfigError(f"{file}: {key}={value(key)}: expected at most {MOST_OF_ONE:,} in a simulation")
     return Setting(
-        slots=value("environment.slots"),
-        engines=value("engine.engines"),
-        sequences=value("engine.max_num_seqs"),
+        **{name: value(key) for name, key in SETTING_KEYS.items()},
         judge_workers=max(value("judge.workers"), value("judge.max_workers")),
-        calls_per_worker=value("judge.concurrency_per_worker"),
         requests_per_minute=limits.requests_per_minute,
         tokens_per_minute=limits.tokens_per_minute,
-        minibatch=value("learner.minibatch_prompts"),
-        staleness=value("train.staleness"),
-        colocate=value("engine.colocate"),
-        group_size=value("algorithm.group_size"),
-        reward=value("algorithm.reward"),
-        rubric=value("algorithm.rubric"),
     )
 
 
-def _remember_share(run: RunDirectory) -> float:
-    """Passes of old log-probs over those of gradients: forward and backward of a frozen base cost alike."""
-    reference = run.setting("learner.kl_coefficient") > 0
-    return 1 / (2 + reference + run.setting("learner.gradient_checkpointing"))
-
-
-def _step(run: RunDirectory, line: Row) -> RecordedStep:
+def _step(run: RunDirectory, line: Row) -> Step:
     number = int(line["step"])
-    spans = run.table("spans", number).to_pylist()
-    played = [span for span in spans if span["stage"] == "rollout"]
-    learning = tuple(sorted((span["started_at"], span["ended_at"]) for span in spans if span["stage"] == "learning"))
-    sync = min((span["started_at"] for span in spans if span["stage"] == "sync"), default=None)
-    if not played or not learning or sync is None:
-        missing = "rollout" if not played else "learning" if not learning else "sync"
-        raise ConfigError(
-            f"{run.path}: step {number} has no {missing} spans, which say what ran when; a run of this version records "
-            "them in every step"
-        )
-    groups = _groups(run, number, spans)
-    if not groups:
-        raise ConfigError(f"{run.path}: step {number}: none of its rollouts is in the table of trajectories")
-    seconds, after = line.get("seconds"), line.get("seconds_sync")
+    spans: dict[str, list[Row]] = defaultdict(list)
+    for span in run.table("spans", number).to_pylist():
+        spans[span["stage"]].append(span)
+    if missing := [stage for stage in ("rollout", "learning", "sync") if not spans[stage]]:
+        raise ConfigError(f"{run.path}: step {number} has no {missing[0]} spans, which say what ran when")
+    seconds, after, updates = line.get("seconds"), line.get("seconds_sync"), line.get("updates") or 0
     if seconds is None or after is None:
         raise ConfigError(f"{run.path}: the metrics of step {number} do not say its seconds and seconds_sync")
-    updates = line.get("updates") or 0
     if not (0 <= after <= MOST and 0 <= seconds <= MOST and 0 <= updates <= MOST):
         raise damaged(run.metrics_file, f"step {number}: seconds {seconds}, seconds_sync {after}, updates {updates}")
-    return RecordedStep(
+    phases = _phases(run, number, [span for stage, of in spans.items() for span in of if stage != "rollout"])
+    states = {row["task_id"]: row["state"] for row in run.table("groups", number, ["task_id", "state"]).to_pylist()}
+    groups = [
+        Group(rollouts=tuple(rollouts), phases=phases[task], failed=states.get(task) == GroupState.FAILED)
+        for task, rollouts in _rollouts(run, number, spans["rollout"]).items()
+    ]
+    if not groups:
+        raise ConfigError(f"{run.path}: step {number}: none of its rollouts is in the table of trajectories")
+    return Step(
         number=number,
-        began=sync - (seconds - after),
+        began=min(span["started_at"] for span in spans["sync"]) - (seconds - after),
         seconds=seconds,
-        groups=tuple(groups),
-        learning=learning,
+        groups=tuple(sorted(groups, key=lambda group: min(rollout.began for rollout in group.rollouts))),
+        learning=tuple(sorted((span["started_at"], span["ended_at"]) for span in spans["learning"])),
         updates=int(updates) + len(line.get("updates_skipped") or ()),
     )
 
 
-def _groups(run: RunDirectory, step: int, spans: Sequence[Row]) -> list[RecordedGroup]:
-    rollouts = _rollouts(run, step, spans)
-    phases = _phases(run, step, spans)
-    states = {row["task_id"]: row["state"] for row in run.table("groups", step, ["task_id", "state"]).to_pylist()}
-    groups = []
-    for task_id, played in rollouts.items():
-        made = phases.get(task_id, {})
-        if states.get(task_id) == GroupState.FAILED:
-            made = _failed(made)
-        groups.append(RecordedGroup(task_id=task_id, rollouts=tuple(played), phases=made))
-    return sorted(groups, key=lambda group: min(rollout.began for rollout in group.rollouts))
-
-
-def _failed(made: Mapping[Key, RecordedPhase]) -> dict[Key, RecordedPhase]:
-    """The phases of a group that failed, so that it fails again: in the last one that was made."""
-    kinds = {phase for phase, _ in made}
-    last = next((kind for kind in (Score.name, Union.name) if kind in kinds), None)
-    failed = {last} if last else {Stage1.name, Stage2.name}
-    return {
-        key: RecordedPhase(
-            began=phase.began,
-            ended=phase.ended,
-            work=PhaseWork(rounds=phase.work.rounds, overhead=phase.work.overhead, ok=key[0] not in failed),
-        )
-        for key, phase in made.items()
-    }
-
-
-def _rollouts(run: RunDirectory, step: int, spans: Sequence[Row]) -> dict[str, list[RecordedRollout]]:
-    held = {
-        (span["task_id"], span["rollout"]): (span["started_at"], span["ended_at"])
-        for span in spans
-        if span["stage"] == "rollout"
-    }
+def _rollouts(run: RunDirectory, step: int, spans: Sequence[Row]) -> dict[str, list[Rollout]]:
+    held = {(span["task_id"], span["rollout"]): span for span in spans}
     turns: dict[tuple[str, int], list[Row]] = defaultdict(list)
     columns = ["task_id", "rollout", "turn", "first_token", "last_token", "seconds_generating", "seconds_executing"]
     for row in run.table("steps", step, columns).to_pylist():
         turns[row["task_id"], row["rollout"]].append(row)
     table = run.table("trajectories", step, ["task_id", "rollout", "engine", "started_at", "token_ids"])
     lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
-    found: dict[str, list[RecordedRollout]] = defaultdict(list)
+    found: dict[str, list[Rollout]] = defaultdict(list)
     for row, tokens in zip(table.drop_columns(["token_ids"]).to_pylist(), lengths, strict=True):
         key = (row["task_id"], row["rollout"])
-        if key not in held:
-            continue
-        found[row["task_id"]].append(
-            RecordedRollout(
+        if key in held:
+            rollout = Rollout(
                 number=row["rollout"],
                 engine=row["engine"] or "",
-                began=held[key][0],
-                ended=held[key][1],
+                began=held[key]["started_at"],
+                ended=held[key]["ended_at"],
                 turns=tuple(_turns(turns[key], row["started_at"])),
                 tokens=tokens or 0,
             )
-        )
+            found[row["task_id"]].append(rollout)
     return found
 
 
-def _turns(rows: Iterable[Row], began: float) -> Iterable[RecordedTurn]:
+def _turns(rows: Iterable[Row], began: float) -> Iterable[Turn]:
     before = 0
     for row in sorted(rows, key=lambda row: int(row["turn"])):
         first, last = int(row["first_token"]), int(row["last_token"])
-        generating, executing = row["seconds_generating"], row["seconds_executing"]
-        yield RecordedTurn(
-            began=began,
-            generating=generating,
-            executing=executing,
-            sampled=max(0, last - first),
-            # Another branch begins anew.
-            read=max(0, first - before) if first >= before else first,
-        )
+        generating, executing = row["seconds_generating"] or 0.0, row["seconds_executing"] or 0.0
+        # Another branch begins anew.
+        read = first - before if first >= before else first
+        sampled = max(0, last - first)
+        yield Turn(began=began, generating=generating, executing=executing, sampled=sampled, read=read)
         began += generating + executing
         before = last
 
 
-def _phases(run: RunDirectory, step: int, spans: Sequence[Row]) -> dict[str, dict[Key, RecordedPhase]]:
-    columns = ["task_id", "rollout", "phase", "started_at", "seconds", "waited_seconds", "requests", "input_tokens"]
+def _phases(run: RunDirectory, step: int, spans: Iterable[Row]) -> dict[str, dict[Key, Phase]]:
+    columns = ["task_id", "rollout", "phase", "started_at", "waited_seconds", "requests", "input_tokens"]
     calls: dict[tuple[str, str, int | None], list[Row]] = defaultdict(list)
-    for row in run.table("judge_calls", step, [*columns, "output_tokens", "dollars", "error"]).to_pylist():
+    for row in run.table("judge_calls", step, [*columns, "output_tokens", "dollars"]).to_pylist():
         calls[row["task_id"], row["phase"], row["rollout"]].append(row)
-    found: dict[str, dict[Key, RecordedPhase]] = defaultdict(dict)
+    found: dict[str, dict[Key, Phase]] = defaultdict(dict)
     for span in spans:
-        if span["task_id"] is None or span["stage"] == "rollout":
+        if span["task_id"] is None:
             continue
-        rows = sorted(calls[span["task_id"], span["stage"], span["rollout"]], key=lambda row: float(row["started_at"]))
-        together = _rounds(rows)
-        began, ended = span["started_at"], span["ended_at"]
-        # What a call waited for the limits is nobody's work: a simulation has limits of its own.
-        overhead = ended - began - sum(max(max(0.0, row["seconds"]) for row in rows) for rows in together)
-        ok = not rows or rows[-1]["error"] is None
-        rounds = tuple(tuple(_call(row) for row in rows) for rows in together)
-        work = PhaseWork(rounds=rounds, overhead=max(0.0, overhead), ok=ok)
-        found[span["task_id"]][span["stage"], span["rollout"]] = RecordedPhase(began=began, ended=ended, work=work)
+        rows, began, ended = (
+            calls[span["task_id"], span["stage"], span["rollout"]],
+            span["started_at"],
+            span["ended_at"],
+        )
+        waited = busy_seconds((row["started_at"], row["started_at"] + (row["waited_seconds"] or 0.0)) for row in rows)
+        found[span["task_id"]][span["stage"], span["rollout"]] = Phase(
+            seconds=max(0.0, ended - began - waited),
+            requests=sum(int(row["requests"]) for row in rows),
+            tokens=sum(int(row["input_tokens"]) + int(row["output_tokens"]) for row in rows),
+            dollars=sum(float(row["dollars"]) for row in rows),
+            began=began,
+            ended=ended,
+        )
     return found
-
-
-def _rounds(rows: Sequence[Row]) -> list[list[Row]]:
-    """Calls in order of time -> those that were made side by side, together."""
-    rounds: list[list[Row]] = []
-    until = 0.0
-    for row in rows:
-        if rounds and row["started_at"] < until - TOGETHER_SECONDS:
-            rounds[-1].append(row)
-        else:
-            rounds.append([row])
-        until = max(until, row["started_at"] + row["seconds"])
-    return rounds
-
-
-def _call(row: Row) -> CallWork:
-    return CallWork(
-        seconds=max(0.0, float(row["seconds"]) - row["waited_seconds"]),
-        requests=int(row["requests"]),
-        input_tokens=int(row["input_tokens"]),
-        output_tokens=int(row["output_tokens"]),
-        dollars=float(row["dollars"]),
-    )

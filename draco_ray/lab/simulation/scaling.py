@@ -1,41 +1,42 @@
-"""What a simulation says of a recorded run: how well it foretells its steps, and what other sizes would take."""
+"""What a simulation says of a recorded run: how well it predicts its steps, and what other sizes would take."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from draco_ray.lab.simulation.recorded import RecordedRun, RecordedStep
-from draco_ray.lab.simulation.speeds import as_work, fit, timings
-from draco_ray.lab.simulation.step import Simulated, SimulatedStep, simulate
-from draco_ray.lab.simulation.work import WAITS, GroupWork, Setting, Speeds
+from draco_ray.errors import ConfigError
+from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, Setting, Step
+from draco_ray.lab.simulation.speeds import fit
+from draco_ray.lab.simulation.step import WAITS, SimulatedStep, Speeds, simulate
 
 SIZES = (96, 1024, 16384)
 """Rollouts a step that are asked about where none are named."""
 ALLOWANCE = 0.05
-"""By which a step may be longer for want of one of the judge's resources that would else be enough."""
+"""Share by which a step may become longer for want of a judge resource that still counts as enough."""
 SEARCHED = 240
-"""Rollouts up to which the judge's needs are searched by simulation; beyond they grow with the rollouts."""
+"""Rollouts up to which the judge's needs are searched by simulation; beyond that they grow with the rollouts."""
 DRAWS = 9
-"""Simulations of a recorded step, of which the middle one counts."""
+"""Simulations of a recorded step; the median counts."""
 PRECISION = 1.1
-"""Factor to which a need is searched."""
+"""Factor between two numbers that are tried in the search for a need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
-    """A recorded step, and the simulation of its rollouts and calls at speeds of the others."""
+class Prediction:
+    """A recorded step, and the simulation of its rollouts at the speeds of other steps."""
 
-    step: RecordedStep
+    step: Step
     simulated: SimulatedStep
 
     @property
     def error(self) -> float:
-        """By how much the simulated seconds exceed the recorded ones, as a share of these."""
+        """Simulated over recorded seconds, less 1."""
         return self.simulated.seconds / self.step.seconds - 1
 
 
@@ -46,10 +47,8 @@ class Size:
     rollouts: int
     as_set: SimulatedStep
     """With the setting that was asked about."""
-    stalls: str | None
-    """The resource for which its longest path waits longest, of `WAITS`; None: it waits for nothing."""
     enough: Setting
-    """With which no stage waits; see `needs`."""
+    """With which no stage waits; see `Scale.needs`."""
     unstalled: SimulatedStep
     """The step with that."""
     dollars: float
@@ -59,39 +58,58 @@ class Size:
     enough_gpu_hours: float
 
 
-def foretell(run: RecordedRun, seed: int) -> list[Foretold]:
-    """Every recorded step, by the speeds and the judge's seconds of the other ones."""
-    return [
-        _foretold(step, run, [other for other in run.steps if other is not step], run.setting, seed)
-        for step in run.steps
-    ]
+def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> list[Prediction]:
+    """Every step of a run, by the speeds of its other steps; or every step of another run, by the speeds of this one.
+
+    What the judge takes is drawn from the known steps; everything else is the predicted step's own.
+    """
+    if other and not {kind for kind, _ in _phases(other.steps)} <= {kind for kind, _ in _phases(run.steps)}:
+        raise ConfigError(
+            f"{other.name}: its judge was asked what the judge of {run.name} was not; compare like with like"
+        )
+    found = []
+    for step in (other or run).steps:
+        known = [each for each in run.steps if each is not step]
+        speeds, random, setting = fit(known, run), np.random.default_rng((seed, step.number)), (other or run).setting
+        drawn = _phases(known)
+        played = []
+        for _ in range(DRAWS):
+            groups = []
+            for group in step.groups:
+                phases = {}
+                for (kind, number), own in group.phases.items():
+                    others = drawn[kind, own.requests > 0] or [own]
+                    phases[kind, number] = others[random.integers(len(others))]
+                groups.append(replace(group, phases=phases))
+            played.append(play(groups, speeds, setting))
+        middle = sorted(played, key=lambda each: each.seconds)[DRAWS // 2]
+        found.append(Prediction(step=step, simulated=middle))
+    return found
 
 
-def foretell_other(run: RecordedRun, other: RecordedRun, seed: int) -> list[Foretold]:
-    """The steps of another run, with its setting, by this one's speeds and judge's seconds."""
-    return [_foretold(step, run, run.steps, other.setting, seed) for step in other.steps]
+def _phases(steps: Sequence[Step]) -> dict[tuple[str, bool], list[Phase]]:
+    """Kind of a judge phase, and whether it asked the judge -> those of these steps."""
+    found: dict[tuple[str, bool], list[Phase]] = defaultdict(list)
+    for group in (group for step in steps for group in step.groups):
+        for (kind, _), phase in group.phases.items():
+            found[kind, phase.requests > 0].append(phase)
+    return found
 
 
-def _foretold(
-    step: RecordedStep, run: RecordedRun, known: Sequence[RecordedStep], setting: Setting, seed: int
-) -> Foretold:
-    """The median of `DRAWS` simulations at a setting, by what is known of some steps of ``run``."""
-    speeds, drawn, random = fit(known, run), timings(known), np.random.default_rng((seed, step.number))
-    played = []
-    for _ in range(DRAWS):
-        work = [as_work(group, speeds.engine, drawn, random) for group in step.groups]
-        played.append(steady(simulate([work] * steps_to_play(setting), speeds, setting)))
-    played.sort(key=lambda each: each.seconds)
-    return Foretold(step=step, simulated=played[DRAWS // 2])
-
-
-def median_error(foretold: Sequence[Foretold]) -> float:
+def median_error(predictions: Sequence[Prediction]) -> float:
     """Median of the errors' sizes."""
-    return statistics.median(abs(each.error) for each in foretold)
+    return statistics.median(abs(each.error) for each in predictions)
+
+
+def play(groups: Sequence[Group], speeds: Speeds, setting: Setting) -> SimulatedStep:
+    """Simulate a step; where rollouts run ahead, the median of several between others."""
+    steps = simulate([groups] * (6 if setting.staleness else 1), speeds, setting)
+    alike = sorted(steps[2:-1] or steps, key=lambda step: step.seconds)
+    return alike[len(alike) // 2]
 
 
 class Scale:
-    """A recorded run at other sizes."""
+    """A recorded run at other sizes; groups are drawn from all its steps."""
 
     def __init__(self, run: RecordedRun, setting: Setting, seed: int) -> None:
         """
@@ -100,85 +118,73 @@ class Scale:
             setting: that is asked about.
             seed: of the draws.
         """
-        self._run, self._setting, self._seed = run, setting, seed
-        self._speeds: Speeds = fit(run.steps, run)
-        self._pool = [as_work(group, self._speeds.engine) for step in run.steps for group in step.groups]
-        self._groups = statistics.fmean(len(step.groups) for step in run.steps)
-        self._found: dict[int, tuple[float, float, float]] = {}
+        self._run, self.setting, self._seed = run, setting, seed
+        self.speeds = fit(run.steps, run)
+        self._pool = [group for step in run.steps for group in step.groups]
+        self._groups = len(self._pool) / len(run.steps)
         self._updates = max(1, round(statistics.fmean(step.updates for step in run.steps)))
+        self._found: dict[int, dict[str, float]] = {}
 
     def at(self, rollouts: int) -> Size:
         """A step of at least so many rollouts, in whole groups."""
-        work = self._draw(rollouts)
-        as_set = self._step(work, self._setting)
-        enough = self.needs(rollouts)
-        unstalled = self._step(work, enough)
+        groups, enough = self._draw(rollouts), self.needs(rollouts)
+        as_set, unstalled = self._play(groups, self.setting), self._play(groups, enough)
         return Size(
-            rollouts=len(work) * self._setting.group_size,
+            rollouts=len(groups) * self.setting.group_size,
             as_set=as_set,
-            stalls=stalled_by(as_set),
             enough=enough,
             unstalled=unstalled,
-            dollars=sum(call.dollars for group in work for call in group.calls),
-            gpu_hours=self._gpu_hours(self._setting, as_set),
+            dollars=sum(phase.dollars for group in groups for phase in group.phases.values()),
+            gpu_hours=self._gpu_hours(self.setting, as_set),
             enough_gpu_hours=self._gpu_hours(enough, unstalled),
         )
 
     def seconds(self, rollouts: int, **changed: float) -> float:
         """How long a step of so many rollouts takes, with these fields of the setting changed."""
-        return self._step(self._draw(rollouts), replace(self._setting, **changed)).seconds  # type: ignore[arg-type]
+        return self._play(self._draw(rollouts), replace(self.setting, **changed)).seconds  # type: ignore[arg-type]
 
     def needs(self, rollouts: int) -> Setting:
         """The setting with which judging and learning keep up with generation in a step of so many rollouts.
 
-        Slots, engines and learner workers grow with the rollouts: as many of them a rollout as were recorded, where
+        Slots, engines and learner workers grow with the rollouts: as many for each rollout as were recorded, where
         their speed is known. Of requests and tokens a minute and of judge workers it is the least with which, all
-        together, the step is at most `ALLOWANCE` longer than where nothing bounds the judge.
+        together, the step is at most `ALLOWANCE` longer than where nothing limits the judge.
         """
         searched = min(rollouts, SEARCHED)
         if searched not in self._found:
             self._found[searched] = self._search(searched)
-        requests, tokens, calls = self._found[searched]
         larger = self._count(rollouts) / self._count(searched)
         # Another draw asks for a little more, and what exceeds a minute's tokens waits for up to a minute.
         larger *= PRECISION if larger > 1 else 1
-        return replace(
-            self._grown(rollouts),
-            requests_per_minute=math.ceil(larger * requests) if requests else None,
-            tokens_per_minute=math.ceil(larger * tokens) if tokens else None,
-            judge_workers=max(1, math.ceil(larger * calls / self._setting.calls_per_worker)),
-        )
+        found = {name: math.ceil(larger * number) for name, number in self._found[searched].items()}
+        found["judge_workers"] = math.ceil(found["judge_workers"] / self.setting.calls_per_worker)
+        unlimited = {"requests_per_minute": None, "tokens_per_minute": None}
+        return replace(self._grown(rollouts), **(unlimited | found))  # type: ignore[arg-type]
 
-    def _search(self, rollouts: int) -> tuple[float, float, float]:
-        """Requests and tokens a minute, and calls under way at one time, that are enough for so many rollouts."""
-        work = self._draw(rollouts)
-        # Each call has a worker of its own.
-        setting = replace(
-            self._grown(rollouts),
-            judge_workers=max(1, sum(len(group.phases) for group in work)),
-            calls_per_worker=1,
-            requests_per_minute=None,
-            tokens_per_minute=None,
-        )
-        unbounded = self._play(work, setting)
-        free = steady(unbounded).seconds
-
-        def least(known: float, share: float, bounded: Callable[[float], Setting]) -> float:
-            """The smallest number that is enough, which may use up so much of the allowance; ``known`` is a guess."""
-
-            def enough(number: float) -> bool:
-                return self._step(work, bounded(number)).seconds <= (1 + share * ALLOWANCE) * free
-
-            return smallest(max(1.0, known), enough)
-
-        requests, tokens = most_a_minute(unbounded.requests)
-        if requests:
-            requests = least(requests, 1 / 3, lambda n: replace(setting, requests_per_minute=n))
-            setting = replace(setting, requests_per_minute=requests)
-            tokens = least(tokens, 2 / 3, lambda n: replace(setting, tokens_per_minute=n))
-            setting = replace(setting, tokens_per_minute=tokens)
-        calls = least(most_at_once(unbounded.calls), 1.0, lambda n: replace(setting, judge_workers=math.ceil(n)))
-        return requests, tokens, calls
+    def _search(self, rollouts: int) -> dict[str, float]:
+        """The least of each judge resource that is enough; ``judge_workers`` is of workers of one call each."""
+        groups = self._draw(rollouts)
+        phases = [phase for group in groups for phase in group.phases.values()]
+        most = max(1, len(phases))
+        setting = replace(self._grown(rollouts), judge_workers=most, calls_per_worker=1)
+        setting = replace(setting, requests_per_minute=None, tokens_per_minute=None)
+        free = self._play(groups, setting).seconds
+        found: dict[str, float] = {}
+        totals = {
+            "requests_per_minute": 60 * sum(phase.requests for phase in phases) / max(60, free),
+            "tokens_per_minute": 60 * sum(phase.tokens for phase in phases) / max(60, free),
+            "judge_workers": sum(phase.seconds for phase in phases) / free,
+        }
+        for place, (name, average) in enumerate(totals.items(), start=1):
+            allowed = (1 + place / len(totals) * ALLOWANCE) * free
+            number = max(1.0, average)
+            while average:
+                tried = replace(setting, **{name: math.ceil(number)})  # type: ignore[arg-type]
+                if self._play(groups, tried).seconds <= allowed:
+                    found[name], setting = number, tried
+                    break
+                number *= PRECISION
+        return {"judge_workers": 1.0} | found
 
     def _grown(self, rollouts: int) -> Setting:
         recorded = self._run.setting
@@ -191,94 +197,24 @@ class Scale:
             learners=float(max(1, math.ceil(larger))),
         )
 
-    def _draw(self, rollouts: int) -> list[GroupWork]:
+    def _draw(self, rollouts: int) -> list[Group]:
         random = np.random.default_rng((self._seed, rollouts))
         return [self._pool[index] for index in random.integers(len(self._pool), size=self._count(rollouts))]
 
     def _count(self, rollouts: int) -> int:
         """Groups of a step."""
-        return math.ceil(rollouts / self._setting.group_size)
+        return math.ceil(rollouts / self.setting.group_size)
 
-    def _play(self, work: Sequence[GroupWork], setting: Setting) -> Simulated:
+    def _play(self, groups: Sequence[Group], setting: Setting) -> SimulatedStep:
         # As many updates a step as recorded, however many groups make one.
-        setting = replace(setting, minibatch=math.ceil(len(work) / self._updates))
-        return simulate([work] * steps_to_play(setting), self._speeds, setting)
-
-    def _step(self, work: Sequence[GroupWork], setting: Setting) -> SimulatedStep:
-        return steady(self._play(work, setting))
+        return play(groups, self.speeds, replace(setting, minibatch=math.ceil(len(groups) / self._updates)))
 
     def _gpu_hours(self, setting: Setting, step: SimulatedStep) -> float:
         gpus = setting.engines * self._run.gpus_per_engine
-        if not setting.colocate:
-            gpus += setting.learners * self._run.learner_gpus
-        return gpus * step.seconds / 3600
-
-
-def steps_to_play(setting: Setting) -> int:
-    """Steps of which `steady` takes one: where rollouts run ahead the first, second and last are unlike the others."""
-    return 6 if setting.staleness else 1
-
-
-def steady(simulated: Simulated) -> SimulatedStep:
-    """A step as most are: the median of those that run beside the one before and the one after."""
-    alike = sorted(simulated.steps[2:-1] or simulated.steps, key=lambda step: step.seconds)
-    return alike[len(alike) // 2]
+        return (gpus + (0 if setting.colocate else setting.learners * self._run.learner_gpus)) * step.seconds / 3600
 
 
 def stalled_by(step: SimulatedStep) -> str | None:
     """The resource that a step's longest path waits for longest; None where that is less than `ALLOWANCE` of it."""
     resource = max(WAITS, key=lambda each: step.path.get(WAITS[each], 0.0))
     return resource if step.path.get(WAITS[resource], 0.0) > ALLOWANCE * step.seconds else None
-
-
-def smallest(guess: float, enough: Callable[[float], bool]) -> float:
-    """The smallest number from 1 on that is enough, to a factor of `PRECISION`; more than enough is enough.
-
-    >>> 100 <= smallest(37.0, lambda number: number >= 100) <= 110
-    True
-    """
-    high = guess
-    while not enough(high):
-        high *= 2
-    low = high / 2
-    while low > 1 and enough(low):
-        low, high = low / 2, low
-    while high / low > PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return max(1.0, high)
-
-
-def most_at_once(spans: Sequence[tuple[float, float]]) -> int:
-    """How many spans run at one time at most; one that ends as another begins is not beside it.
-
-    >>> most_at_once([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)])
-    2
-    """
-    changes = sorted([(begin, 1) for begin, end in spans if end > begin] + [(end, -1) for _, end in spans])
-    most = running = 0
-    for _, change in changes:
-        running += change
-        most = max(most, running)
-    return most
-
-
-def most_a_minute(requests: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The most requests, and the most tokens, of any 60 seconds.
-
-    Args:
-        requests: second and tokens of each.
-
-    >>> most_a_minute([(0.0, 5.0), (30.0, 1.0), (61.0, 3.0)])
-    (2.0, 6.0)
-    """
-    first = 0
-    tokens = most = most_tokens = 0.0
-    ordered = sorted(requests)
-    for last, (moment, used) in enumerate(ordered):
-        tokens += used
-        while ordered[first][0] <= moment - 60.0:
-            tokens -= ordered[first][1]
-            first += 1
-        most, most_tokens = max(most, last - first + 1.0), max(most_tokens, tokens)
-    return most, most_tokens

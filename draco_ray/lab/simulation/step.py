@@ -1,143 +1,356 @@
-"""A training step as discrete events.
+"""Training steps as discrete events: what waits for what, on a clock that jumps from one event to the next.
 
-What decides in a run decides here: `Pipeline` (what waits for what), `ElasticWorkers`, the limiter's
-windows, `streamed_update`. Only what takes time is replaced (`draco_ray.lab.simulation.stand_ins`), by waits on a clock
-that jumps (`draco_ray.lab.simulation.virtual_time`).
+The graph is that of `draco_ray.pipeline` and `draco_ray.training.streaming`; engines, environments, judge and learner
+are waits of as many seconds as they take.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import selectors
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from draco_ray.config.schema import AlgorithmConfig
-from draco_ray.lab.simulation import virtual_time
-from draco_ray.lab.simulation.critical import Entry, longest_path
-from draco_ray.lab.simulation.stand_ins import Advantages, Book, Judges, Keep, Rollouts, SimulatedLearner, now, pause
-from draco_ray.lab.simulation.work import WAITS, GroupWork, Setting, Speeds
-from draco_ray.pipeline import Group, Pipeline
-from draco_ray.training.streaming import streamed_update
+from draco_ray.extras import uncollected
+from draco_ray.judging.limiter import BURST_REQUESTS, BURST_SECONDS, BURST_SHARE, PACE, WINDOW_SECONDS, SlidingWindow
+from draco_ray.judging.phases import PHASES, urgency
+from draco_ray.lab.simulation.recorded import Group, Phase, Rollout, Setting
+
+WAITS = {
+    "slots": "waiting for a slot",
+    "engines": "slowed by other rollouts",
+    "judge workers": "waiting for a judge worker",
+    "judge limits": "waiting for the judge's limits",
+    "learner": "waiting for the learner",
+}
+"""Resource -> the part of a step's path that more of it would shorten."""
+PARTS = (
+    *("between steps", WAITS["slots"], "opening worlds", "generating", WAITS["engines"], "environment", "hand-over"),
+    *(WAITS["judge workers"], WAITS["judge limits"], *PHASES, WAITS["learner"], "learning", "sync and checkpoint"),
+)
+"""What a step's longest path is made of, in the order of the data flow."""
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What is the same in every step of a run, in seconds."""
+
+    per_turn: float = 0.0
+    """Of a turn on an engine without other sequences."""
+    per_sampled: float = 0.0
+    """The same, for each sampled token."""
+    per_read: float = 0.0
+    """The same, for each token of a prompt or an observation."""
+    slowdown: float = 0.0
+    """Share by which each further sequence of the engine lengthens a turn."""
+    per_learned: float = 0.0
+    """Gradients of a token."""
+    per_learned_sampled: float = 0.0
+    """What a sampled token takes beyond that."""
+    remember_share: float = 0.25
+    """Time of old log-probs over that of gradients of the same tokens."""
+    update: float = 0.0
+    handover: Mapping[str, float] = field(default_factory=dict)
+    """Stage -> seconds from the end of what it waits for to its start."""
+    head: float = 0.0
+    """From a step's beginning to its first rollout's."""
+    tail: float = 0.0
+    """From the last update to the step's end: sync, canary, checkpoint."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Something that was done: when its inputs were there, what the time went to, and the input that came last."""
+
+    ready: float
+    ended: float
+    parts: dict[str, float]
+    """Adds up to ``ended - ready``."""
+    after: Work | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A step that was played."""
+    """A step that was simulated."""
 
-    began: float
     seconds: float
     path: dict[str, float]
-    """Part of the longest path -> seconds, in the order of `draco_ray.lab.simulation.work.PARTS`; adds up to
-    ``seconds``."""
-    generated: float
-    """Seconds from the step's beginning until its last rollout ended; less than 0 where all had run ahead."""
-    judged: float
-    """The same of its last judge phase."""
-    waited: dict[str, float]
-    """Resource of `WAITS` -> seconds for which something waited for it, all of them together."""
-    entries: tuple[Entry, ...]
+    """Part of the longest path -> seconds; adds up to ``seconds``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """What became of a simulation; seconds are on its clock."""
-
-    steps: tuple[SimulatedStep, ...]
-    calls: tuple[tuple[float, float], ...]
-    """Start and end of every phase at a judge worker."""
-    requests: tuple[tuple[float, float], ...]
-    """Second and tokens of every request to the judge."""
+def now() -> float:
+    """Seconds on the running loop's clock."""
+    return asyncio.get_running_loop().time()
 
 
-def simulate(steps: Sequence[Sequence[GroupWork]], speeds: Speeds, setting: Setting) -> Simulated:
-    """Play training steps one after the other, as far as ``setting.staleness`` lets them.
+class _Clock(selectors.DefaultSelector):
+    """Where a loop would sleep until its next timer, its clock jumps there."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("everything waits and nothing is to come")
+        self.now += max(0.0, timeout)
+        return []
+
+
+def on_a_clock(main: Any) -> Any:
+    """Run a coroutine that only waits, on a clock of its own."""
+    clock = _Clock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    try:
+        # Nothing is garbage until the end.
+        with uncollected():
+            return loop.run_until_complete(main)
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.close()
+
+
+class Places:
+    """So many places; the lowest rank gets the next one, among equals who came first."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self._line: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    async def take(self, rank: int = 0) -> float:
+        """Wait for a place; returns for how long."""
+        began = now()
+        if self._free:
+            self._free -= 1
+            return 0.0
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._line, (rank, next(self._arrivals), place))
+        await place
+        return now() - began
+
+    def give(self) -> None:
+        """Leave a place."""
+        if self._line:
+            heapq.heappop(self._line)[2].set_result(None)
+        else:
+            self._free += 1
+
+
+class Engine:
+    """An engine whose sequences all advance at one rate, which depends on how many there are."""
+
+    def __init__(self, slowdown: float, sequences: int) -> None:
+        self.rollouts = 0
+        self._slowdown, self._room = slowdown, Places(sequences)
+        self._running: list[tuple[float, int, asyncio.Future[None]]] = []
+        """By the progress at which they end."""
+        self._arrivals = itertools.count()
+        self._progress, self._at = 0.0, 0.0
+        """Seconds that a sequence would have run alone, at a second of the clock."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def generate(self, seconds: float) -> None:
+        """Return when a turn has ended that takes ``seconds`` alone."""
+        await self._room.take()
+        self._advance()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._running, (self._progress + seconds, next(self._arrivals), ended))
+        self._advance()
+        await ended
+        self._room.give()
+
+    def _advance(self) -> None:
+        """Bring the progress up to the clock, end what has finished, and come again when the next one does."""
+        self._progress += (now() - self._at) / self._factor()
+        self._at = now()
+        while self._running and self._running[0][0] <= self._progress + ROUNDING:
+            heapq.heappop(self._running)[2].set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running:
+            left = (self._running[0][0] - self._progress) * self._factor()
+            self._timer = asyncio.get_running_loop().call_later(left, self._advance)
+
+    def _factor(self) -> float:
+        return 1 + self._slowdown * max(0, len(self._running) - 1)
+
+
+class Simulation:
+    """The resources of a run, and the work that was done with them."""
+
+    def __init__(self, speeds: Speeds, setting: Setting) -> None:
+        self._speeds, self._setting = speeds, setting
+        self._slots = Places(setting.slots)
+        self._engines = [Engine(speeds.slowdown, setting.sequences) for _ in range(setting.engines)]
+        self._judge = Places(setting.judge_workers * setting.calls_per_worker)
+        self._lease, self._learner = Places(1), Places(1)
+        # Those of `draco_ray.judging.limiter`, with every request's tokens known before it is sent.
+        requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
+        burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
+        self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
+
+    async def play(self, steps: Sequence[Sequence[Group]]) -> list[SimulatedStep]:
+        """Play training steps one after the other, as far as `Setting.staleness` lets them."""
+        begun: dict[int, list[asyncio.Task[Any]]] = {}
+        played = []
+
+        def begin(step: int) -> list[asyncio.Task[Any]]:
+            return [
+                asyncio.create_task(self._group((step << 20) + rank, group)) for rank, group in enumerate(steps[step])
+            ]
+
+        for step, groups in enumerate(steps):
+            started = now()
+            if step not in begun:
+                await asyncio.sleep(self._speeds.head)
+                begun[step] = begin(step)
+            if step:  # not beside the first step, whose canary wants quiet engines
+                for ahead in range(step + 1, min(step + self._setting.staleness + 1, len(steps))):
+                    begun[ahead] = begun.get(ahead) or begin(ahead)
+            last = await self._update(begun.pop(step), self._setting.minibatch or len(groups))
+            await asyncio.sleep(self._speeds.tail)
+            path = longest_path(last, started, now(), self._speeds.tail)
+            played.append(SimulatedStep(seconds=now() - started, path=path))
+        return played
+
+    async def _group(self, rank: int, group: Group) -> tuple[Group, Work]:
+        """From a group's rollouts to its advantages: the judge phases that were recorded, and the last of them."""
+
+        def ask(kind: str, number: int | None, *after: Work) -> Awaitable[Work]:
+            return self._ask(kind, group.phases[kind, number], _last(after))
+
+        proposed = ("stage1", None) in group.phases
+        stage1 = asyncio.ensure_future(ask("stage1", None)) if proposed else None
+
+        async def member(rollout: Rollout) -> Work:
+            done = [await self._rollout(rank, rollout), *([await stage1] if stage1 else [])]
+            asked = ("stage2", rollout.number) in group.phases
+            return await ask("stage2", rollout.number, *done) if asked else done[0]
+
+        done = await asyncio.gather(*(member(rollout) for rollout in group.rollouts))
+        for kind in ("union", "score", "credit"):
+            numbers = [number for phase, number in group.phases if phase == kind]
+            done = await asyncio.gather(*(ask(kind, number, *done) for number in numbers)) or done
+        return group, max(done, key=lambda each: each.ended)
+
+    async def _rollout(self, rank: int, rollout: Rollout) -> Work:
+        ready, speeds = now(), self._speeds
+        waited = await self._slots.take(rank)
+        engine = min(self._engines, key=lambda each: each.rollouts)
+        engine.rollouts += 1
+        handover = speeds.handover.get("rollout", 0.0) if waited > ROUNDING else 0.0
+        await asyncio.sleep(handover + rollout.opening)
+        generating = alone = 0.0
+        for turn in rollout.turns:
+            begun = now()
+            if turn.generating > 0:
+                seconds = speeds.per_turn + turn.sampled * speeds.per_sampled + turn.read * speeds.per_read
+                alone += seconds
+                await engine.generate(seconds)
+            generating += now() - begun
+            await asyncio.sleep(turn.executing)
+        engine.rollouts -= 1
+        self._slots.give()
+        alone = min(alone, generating)
+        parts = {WAITS["slots"]: waited, "hand-over": handover, "opening worlds": rollout.opening, "generating": alone}
+        parts |= {WAITS["engines"]: generating - alone, "environment": sum(turn.executing for turn in rollout.turns)}
+        return Work(ready, now(), parts)
+
+    async def _ask(self, kind: str, phase: Phase, after: Work | None) -> Work:
+        ready, rank, handover = now(), urgency(kind), self._speeds.handover.get(kind, 0.0)
+        await asyncio.sleep(handover)
+        # The union has a worker of its own.
+        waited = 0.0 if kind == "union" else await self._judge.take(rank)
+        limited = 0.0
+        for _ in range(phase.requests):
+            asked = now()
+            await self._lease.take(rank)
+            needed = list(zip(self._limits, (1, phase.tokens / phase.requests), strict=True))
+            while wait := max(window.seconds_to_wait(amount, now()) for window, amount in needed):  # noqa: ASYNC110
+                await asyncio.sleep(wait)
+            for window, amount in needed:
+                window.take(amount, now())
+            self._lease.give()
+            limited += now() - asked
+            await asyncio.sleep(phase.seconds / phase.requests)
+        await asyncio.sleep(0.0 if phase.requests else phase.seconds)
+        if kind != "union":
+            self._judge.give()
+        parts = {"hand-over": handover, WAITS["judge workers"]: waited, WAITS["judge limits"]: limited}
+        return Work(ready, now(), parts | {kind: phase.seconds}, after)
+
+    async def _update(self, groups: Sequence[Awaitable[Any]], minibatch: int) -> Work:
+        """The learner's part of a step; returns its last update."""
+        speeds, handover = self._speeds, self._speeds.handover.get("learning", 0.0)
+
+        async def learn(seconds: float, after: Work | None, handover: float = 0.0) -> Work:
+            ready = now()
+            await asyncio.sleep(handover)
+            parts = {"hand-over": handover, WAITS["learner"]: await self._learner.take(), "learning": seconds}
+            await asyncio.sleep(seconds)
+            self._learner.give()
+            return Work(ready, now(), parts, after)
+
+        def seconds(group: Group) -> float:
+            every, sampled = speeds.per_learned, speeds.per_learned_sampled
+            return sum(r.tokens * every + r.sampled * sampled for r in group.rollouts) / self._setting.learners
+
+        async def first_pass(place: int, task: Awaitable[tuple[Group, Work]]) -> tuple[Group, Work] | None:
+            group, after = await task
+            if group.failed:
+                return None
+            share = 1.0 if place < minibatch else speeds.remember_share
+            return group, await learn(share * seconds(group), everything or after, handover)
+
+        # Engines and learner take turns on shared GPUs.
+        everything = _last([last for _, last in await asyncio.gather(*groups)]) if self._setting.colocate else None
+        done = await asyncio.gather(*(first_pass(place, task) for place, task in enumerate(groups)))
+        last = await learn(speeds.update, _last(one[1] for one in done if one))
+        for first in range(minibatch, len(done), minibatch):
+            batch = [one[0] for one in done[first : first + minibatch] if one]
+            learned = await asyncio.gather(*(learn(seconds(group), last) for group in batch))
+            last = await learn(speeds.update, _last(learned) or last)
+        return last
+
+
+def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting) -> list[SimulatedStep]:
+    """Simulate training steps.
 
     Args:
         steps: the groups of each, in the batch's order.
         speeds: of engines, learner and hand-overs.
-        setting: how many there are of each thing.
+        setting: how many there are of each resource.
     """
-    return virtual_time.run(_play(steps, speeds, setting))
+
+    async def play() -> list[SimulatedStep]:
+        return await Simulation(speeds, setting).play(steps)
+
+    played: list[SimulatedStep] = on_a_clock(play())
+    return played
 
 
-async def _play(steps: Sequence[Sequence[GroupWork]], speeds: Speeds, setting: Setting) -> Simulated:
-    """The loop of `draco_ray.training.trainer.Trainer`."""
-    book = Book()
-    learner = SimulatedLearner(book, speeds, setting)
-    pipeline = Pipeline(
-        _algorithm(setting),
-        Rollouts(book, speeds, setting),  # type: ignore[arg-type]
-        Judges(book, speeds, setting),  # type: ignore[arg-type]
-        Advantages(book),
-        Keep(),
-    )
+def longest_path(last: Work | None, began: float, ended: float, tail: float) -> dict[str, float]:
+    """Part of a step's longest path -> seconds: from its last update back, through what each work waited for last.
 
-    def begin(step: int) -> list[asyncio.Task[Any]]:
-        work = []
-        for index, each in enumerate(steps[step]):
-            group = Group(step=step, index=index, task_id=f"{step}.{index}", prompt=())
-            book.work[group.task_id] = each
-            work.append(asyncio.create_task(pipeline.run(group)))
-        return work
-
-    begun: dict[int, list[asyncio.Task[Any]]] = {}
-    played, windows = [], []
-    for step in range(len(steps)):
-        started = now()
-        if step not in begun:
-            await pause(speeds.head)
-            begun[step] = begin(step)
-        if step:
-            # Not beside the first step: then the canary has not seen quiet engines yet.
-            for ahead in range(step + 1, min(step + setting.staleness + 1, len(steps))):
-                begun[ahead] = begun.get(ahead) or begin(ahead)
-        if setting.colocate:
-            await asyncio.wait(begun[step])
-        learner.begin()
-        await streamed_update(learner, begun.pop(step), setting.minibatch or len(steps[step]))
-        await pause(speeds.tail)
-        windows.append((started, now()))
-    for step, (started, ended) in enumerate(windows):
-        played.append(_step(book, step, started, ended, speeds))
-    return Simulated(steps=tuple(played), calls=tuple(book.calls), requests=tuple(book.requests))
+    Of work that began before the step (it ran ahead) only what fell into the step counts.
+    """
+    path: dict[str, float] = {}
+    while last is not None and last.ended > began:
+        left = last.ended - max(last.ready, began)
+        for part, seconds in reversed(last.parts.items()):
+            path[part] = path.get(part, 0.0) + min(seconds, left)
+            left -= min(seconds, left)
+        last = last.after
+    path["sync and checkpoint"] = tail
+    path["between steps"] = ended - began - math.fsum(path.values())
+    return {part: path[part] for part in PARTS if path.get(part, 0.0) > 1e-6}
 
 
-def _algorithm(setting: Setting) -> AlgorithmConfig:
-    """What makes the pipeline ask for exactly what the record holds."""
-    return AlgorithmConfig.model_validate(
-        {
-            "group_size": setting.group_size,
-            "reward": setting.reward,
-            "rubric": setting.rubric,
-            "skip_useless_credit_calls": True,
-            "skip_inert_credit_calls": True,
-            "credit_surviving_only": True,
-        }
-    )
-
-
-def _step(book: Book, step: int, started: float, ended: float, speeds: Speeds) -> SimulatedStep:
-    prefix = f"step{step}/"
-    entries = [
-        entry
-        for entry in book.entries
-        if entry.group.startswith(prefix)
-        # Of no group, but of this step.
-        or ("/" not in entry.group and started <= entry.ready and entry.ended <= ended)
-    ]
-    parts = [part for entry in entries for part in entry.parts.items()]
-    generated = max((entry.ended for entry in entries if entry.stage == "rollout"), default=started)
-    phases = [entry.ended for entry in entries if WAITS["judge workers"] in entry.parts]
-    return SimulatedStep(
-        began=started,
-        seconds=ended - started,
-        path=longest_path(entries, started, ended, speeds.tail),
-        generated=generated - started,
-        judged=max(phases, default=generated) - started,
-        waited={
-            resource: math.fsum(seconds for part, seconds in parts if part == name) for resource, name in WAITS.items()
-        },
-        entries=tuple(entries),
-    )
+def _last(work: Iterable[Work]) -> Work | None:
+    return max(work, key=lambda each: each.ended, default=None)

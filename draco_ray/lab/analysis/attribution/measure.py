@@ -49,6 +49,7 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.plant import BENIGN, REFERENCE
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
+from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
 from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference
 from draco_ray.records import BoolArray, FloatArray, Verdict
@@ -56,37 +57,21 @@ from draco_ray.sandbox.world.scripts import Fault
 
 RULES = ("chance", "last_step", "first_failed")
 """What blames without a judge."""
-MEASURES = pa.schema(
-    [
-        ("judge", pa.string()),
-        ("scope", pa.string()),
-        ("measure", pa.string()),
-        ("observations", pa.int64()),
-        ("value", pa.float64()),
-        ("low", pa.float64()),
-        ("high", pa.float64()),
-        *((name, pa.float64()) for rule in RULES for name in (rule, f"over_{rule}_low", f"over_{rule}_high")),
-    ]
+MEASURES = columns(
+    "string: judge scope measure",
+    "int64: observations",
+    "float64: value low high",
+    *(f"float64: {rule} over_{rule}_low over_{rule}_high" for rule in RULES),
 )
-ROLLOUTS = pa.schema(
-    [
-        ("judge", pa.string()),
-        ("task_id", pa.string()),
-        ("family", pa.string()),
-        ("kind", pa.string()),
-        ("success", pa.bool_()),
-        ("steps", pa.int64()),
-        ("planted", pa.list_(pa.int64())),
-        ("truth", pa.list_(pa.int64())),
-        ("verdicts", pa.list_(pa.int64())),
-        ("cited", pa.list_(pa.int64())),
-        ("reward", pa.float64()),
-        ("advantage", pa.float64()),
-        ("quality", pa.list_(pa.float64())),
-        ("step_advantage", pa.list_(pa.float64())),
-        ("step_tokens", pa.list_(pa.int64())),
-        ("error", pa.string()),
-    ]
+ROLLOUTS = columns(
+    "string: judge task_id family kind",
+    "bool: success",
+    "int64: steps",
+    "int64[]: planted truth verdicts cited",
+    "float64: reward advantage",
+    "float64[]: quality step_advantage",
+    "int64[]: step_tokens",
+    "string: error",
 )
 
 Observation = tuple[float, float, float, float]
