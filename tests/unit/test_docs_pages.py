@@ -34,9 +34,9 @@ def test_configuration_keys_exist(page: Path) -> None:
     assert unknown == []
 
 
-def test_every_design_note_is_in_the_table() -> None:
+def test_every_design_note_is_in_the_list() -> None:
     folder = REPOSITORY / "docs" / "decisions"
-    listed = re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(r"^- \[[^]]+\]\(([^)]+)\)", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
 
 
