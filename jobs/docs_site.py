@@ -19,20 +19,14 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the home page, the API, the configuration and the index of decisions."""
+    """Add the home page, the API and the configuration."""
     made = {
         "index.md": (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "]("),
         "api.md": "\n".join(_api()),
         "configuration.md": "\n".join(_configuration()),
-        "decisions/index.md": (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8"),
     }
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
-    decisions = {path.name for path in (ROOT / "docs" / "decisions").glob("0*.md")}
-    for file in files:
-        if posixpath.basename(file.src_uri) in decisions:
-            # Reached from their index.
-            file.inclusion = file.inclusion.NOT_IN_NAV
     return files
 
 
@@ -45,8 +39,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if "://" in target or target.startswith("mailto:"):
             return found[0]
         path = posixpath.normpath(posixpath.join(folder, target))
-        if path == "decisions/README.md":
-            return f"[{words}]({posixpath.relpath('decisions/index.md', folder or '.')}{anchor})"
         if path == "../README.md":
             return f"[{words}]({posixpath.relpath('index.md', folder or '.')}{anchor})"
         return found[0] if files.get_file_from_path(path) else words

@@ -1,7 +1,7 @@
 """`draco judge --ray`: the phases of many groups through the judge pool of a cluster.
 
 Groups, cutting and results stay in this process; each phase is asked by one of the judge workers, which come and go
-with the calls. The run directory has to be where they can reach it, for the replies that are kept.
+with the calls. Replies are stored by an actor beside this process.
 """
 
 from __future__ import annotations

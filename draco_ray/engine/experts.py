@@ -1,7 +1,7 @@
 """Mixtures of experts: the families that are trained here, and what of them stays frozen.
 
 Experts and router are frozen, since PEFT adapts the experts of a layer as one tensor, partly with twice the rank, which
-vLLM does not take (docs/decisions/0079-experts-stay-frozen.md). Adapted are the linear layers beside them.
+vLLM does not take (docs/decisions/engines-and-adapters.md). Adapted are the linear layers beside them.
 """
 
 from __future__ import annotations

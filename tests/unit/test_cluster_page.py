@@ -1,4 +1,4 @@
-"""docs/cluster.md names keys, files, metrics and figures; each must be one that exists."""
+"""docs/cluster.md: its metrics exist, and its figures are the preset's."""
 
 from __future__ import annotations
 
@@ -7,28 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig
 from draco_ray.observability.catalogue import CATALOGUE
 from draco_ray.training.preflight import check_resources, step_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "cluster.md").read_text(encoding="utf-8")
-
-
-def test_every_configuration_key_exists() -> None:
-    sections = "|".join(DracoConfig.model_fields)
-    named = set(re.findall(rf"\b((?:{sections})(?:\.[a-z_0-9]+)+)\b(?![/.(])", PAGE))
-    # Files and metrics look alike.
-    named = {key for key in named if not key.endswith((".json", ".jsonl", ".yaml", ".py", ".md"))}
-    assert len(named) > 10
-    assert named <= set(dotted_keys())
-
-
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        assert (REPOSITORY / "docs" / target.partition("#")[0]).exists(), target
 
 
 def test_every_metric_exists() -> None:

@@ -12,7 +12,7 @@ import pytest
 from draco_ray.cli import _commands
 from tests.conftest import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("**/*.md"))]
 _BLOCK = re.compile(r"^```(?:console|bash|sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(draco [a-z][^`\n]*)`")
 
