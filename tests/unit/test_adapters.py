@@ -98,14 +98,14 @@ def test_a_budget_holds_over_all_generations_of_a_reward_function(monkeypatch: p
     )
     with ScriptedJudgeServer(answer=canned_judge.answer) as server:
         # A reply is 10 tokens, a tenth of a cent, and might be 1,000, ten cents.
-        credit = StepCredit(config=config, api_base=server.base, budget=0.115)
+        credit = StepCredit(config=config, api_base=server.base, budget=0.116)
         prompts, completions = [ASK, ASK], [said("DL9"), said("UA1")]
         assert credit(prompts, completions) == [1.0, -1.0]
-        # Nine requests, the first of them whether it answers, leave 0.106; each generation needs 0.108 at most.
-        assert len(server.requests) == 9
+        # Ten requests, the first two of them whether it answers and keeps to a schema, leave 0.106; each generation needs 0.108 at most.
+        assert len(server.requests) == 10
         with pytest.raises(BudgetSpent):
             credit(prompts, completions)
-        assert len(server.requests) < 18
+        assert len(server.requests) < 20
 
 
 def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path) -> None:

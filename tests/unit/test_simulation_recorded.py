@@ -24,7 +24,6 @@ from draco_ray.lab.simulation.step import PARTS, simulate
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
-from tests.support.small_run import small_run
 from tests.support.timed_run import (
     CONFIG,
     HEAD,
@@ -163,7 +162,6 @@ def test_a_page_that_cannot_be_written_is_known_at_once(run: RunDirectory, tmp_p
     ("make", "problem"),
     [
         (lambda path: timed_run(path, steps=2), "2 finished training steps; 3 are needed"),
-        (lambda path: small_run(path, steps=3), "has no sync spans"),
         (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
         (
             lambda path: timed_run(path, steps=3, config=CONFIG + "judge: {self_judge: {enabled: true}}\n"),
@@ -257,8 +255,8 @@ def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> 
     ("words", "problem"),
     [
         ((), "name CONFIG or --simulate RUN"),
-        (("--slots", "3"), "--slots needs --simulate RUN"),
-        (("sandbox", "--rollouts", "3"), "--rollouts needs --simulate RUN"),
+        (("--slots", "3"), "--slots: no effect without --simulate RUN"),
+        (("sandbox", "--rollouts", "3"), "--rollouts: no effect without --simulate RUN"),
         (("sandbox", "--simulate", "."), "takes its configuration from the run"),
     ],
 )
