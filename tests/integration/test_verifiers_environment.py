@@ -73,7 +73,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     # Of Qwen3's template, as the package renderers has them.
     told = "import json; from renderers import qwen3; print(json.dumps([qwen3._TOOLS_HEADER, qwen3._TOOLS_FOOTER]))"
-    words = json.loads(subprocess.run([verifiers_python(VerifiersOptions()), "-c", told]).stdout)
+    asked = subprocess.run([verifiers_python(VerifiersOptions()), "-c", told], stdout=subprocess.PIPE, check=True)
+    words = json.loads(asked.stdout)
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = in_words(QWEN3, *words)
     tokenizer.save_pretrained(folder)
