@@ -101,7 +101,7 @@ def test_a_budget_holds_over_all_generations_of_a_reward_function(monkeypatch: p
         credit = StepCredit(config=config, api_base=server.base, budget=0.116)
         prompts, completions = [ASK, ASK], [said("DL9"), said("UA1")]
         assert credit(prompts, completions) == [1.0, -1.0]
-        # Ten requests, the first two of them whether it answers and keeps to a schema, leave 0.106; each generation needs 0.108 at most.
+        # Ten requests, two of them of the start-up check, leave 0.106; each generation needs 0.108 at most.
         assert len(server.requests) == 10
         with pytest.raises(BudgetSpent):
             credit(prompts, completions)

@@ -24,6 +24,7 @@ from draco_ray.lab.simulation.step import PARTS, simulate
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
+from tests.support.small_run import small_run
 from tests.support.timed_run import (
     CONFIG,
     HEAD,
@@ -158,10 +159,18 @@ def test_a_page_that_cannot_be_written_is_known_at_once(run: RunDirectory, tmp_p
         said(run.path, out=tmp_path)
 
 
+def without_syncs(made: RunDirectory) -> RunDirectory:
+    for path in (made.tables / "spans").glob("*.parquet"):
+        kept = [row for row in read_table(path, "spans").to_pylist() if row["stage"] != "sync"]
+        write_parquet(path, pa.Table.from_pylist(kept, schema=TABLES["spans"]))
+    return made
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (lambda path: timed_run(path, steps=2), "2 finished training steps; 3 are needed"),
+        (lambda path: without_syncs(small_run(path, steps=3)), "has no sync spans"),
         (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
         (
             lambda path: timed_run(path, steps=3, config=CONFIG + "judge: {self_judge: {enabled: true}}\n"),
