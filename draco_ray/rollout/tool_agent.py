@@ -48,11 +48,19 @@ class ToolAgent(TurnAgent):
 async def _results(use: ToolUse, world: World) -> list[str]:
     if use.problem is not None:
         return [f"error: {use.problem}; nothing was called"]
-    return [await world.act(in_json(call)) for call in use.calls]
+    return [await _result(call, world) for call in use.calls]
+
+
+async def _result(call: ToolCall, world: World) -> str:
+    try:
+        action = in_json(call)
+    except RecursionError:
+        return f"error: {call.name}: the arguments are nested too deeply"
+    return await world.act(action)
 
 
 def in_json(call: ToolCall) -> str:
-    """One call as a world takes it."""
+    """One call as a world takes it. Raises: RecursionError."""
     return json.dumps({"name": call.name, "arguments": call.arguments})
 
 

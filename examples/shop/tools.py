@@ -49,15 +49,19 @@ def decline(item: str) -> str:
     return f"{item} is declined"
 
 
-def evaluate(task: dict) -> dict[str, bool]:
+def end_state() -> list[tuple[str, str]]:
+    """What was done with which order."""
+    return shop.execute("select what, item from log").fetchall()
+
+
+def evaluate(task: dict, state: list[tuple[str, str]]) -> dict[str, bool]:
     """Whether every order was looked at first, and then refunded or declined as the policy asks."""
-    log = shop.execute("select what, item from log").fetchall()
     asked: dict[str, str] = task["expected"]
-    done = {item: [what for what, logged in log if logged == item] for item in asked}
+    done = {item: [what for what, logged in state if logged == item] for item in asked}
     return {
         "looked first": all(steps[:1] == ["show"] for steps in done.values()),
         "decided as the policy asks": all(steps[-1:] == [asked[item]] for item, steps in done.items()),
-        "nothing else": all(item in asked for _, item in log),
+        "nothing else": all(item in asked for _, item in state),
     }
 
 

@@ -159,10 +159,15 @@ def check(program: str, told: Any, temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_the_folder_of_a_jail_stays_while_anything_runs_in_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+# With mounts, and without.
+@pytest.mark.parametrize("isolation", ["auto", "rlimits"])
+def test_the_folder_of_a_jail_stays_while_anything_runs_in_it(
+    tmp_path: Path, request: pytest.FixtureRequest, isolation: str
+) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    with running(WORLD, environment("tools", tmp_path, request), temporary) as process:
+    config, *world = environment("tools", tmp_path, request)
+    with running(WORLD, ({**config, "isolation": isolation}, *world), temporary) as process:
         below = psutil.Process(process.pid).children(recursive=True)
         inside = [each for each in below if "draco_ray.environments.tools.server" in each.cmdline()]
         assert inside

@@ -91,10 +91,14 @@ def reach(what: str) -> str:
     return open(what).read()
 
 
-def evaluate(task: dict) -> dict:
+def end_state() -> dict:
+    return {"orders": orders()[:-1], "seen": SEEN}
+
+
+def evaluate(task: dict, state: dict) -> dict:
     if task.get("odd"):
         return {"done": {1}}
-    return {"expected": task["expected"] == orders()[0], "seen": SEEN == [task["id"]]}
+    return {"expected": [task["expected"]] == state["orders"], "seen": state["seen"] == [task["id"]]}
 '''
 
 
@@ -150,13 +154,13 @@ async def test_every_level_runs_tools_on_a_clean_desk_and_keeps_them_in(folder: 
         with contextlib.suppress(IsolationUnavailable):
             async with opened(desk) as world:
                 assert await call(world, "orders") == '["A1","a"]'
-                verdict = await world.evaluate()
-                assert (verdict.success, verdict.passed_tests, verdict.total_tests) == (True, 2, 2)
                 for what in ("network", "program", "memory"):
                     assert (await call(world, "reach", what=what)).startswith("error: reach: ")
                 hidden = "" if level == "rlimits" else "error: reach: "
                 for path in ("/etc/passwd", str(folder / "tasks.jsonl")):
                     assert (await call(world, "reach", what=path)).startswith(hidden)
+                verdict = await world.evaluate()
+                assert (verdict.success, verdict.passed_tests, verdict.total_tests) == (True, 2, 2)
             # Neither what a module remembers nor what is in scratch is there for the next task.
             async with opened(desk, "b") as world:
                 assert await call(world, "orders") == '["B1","b"]'
@@ -194,7 +198,7 @@ async def test_what_a_tool_ends_or_hangs_is_a_failed_rollout_and_the_next_one_pl
     with pytest.raises(WorldBroken, match=r"tool stick could not be stopped after 1.25 s"):
         async with opened(desk) as world:
             await call(world, "stick")
-    for task, why in (("bad", "reset: KeyError: 'orders'"), ("ends", r"its process ended \(status 4\)")):
+    for task, why in (("bad", "reset: KeyError: 'orders'"), ("ends", r"reset ended its process \(status 4\)")):
         with pytest.raises(EnvironmentCrashed, match=rf"task {task}: cannot be begun: {why}") as crashed:
             await desk.open(task)
         assert not isinstance(crashed.value, WorldBroken)
@@ -237,7 +241,7 @@ async def test_without_ground_truth_nothing_is_evaluated_or_expected(folder: Pat
         with pytest.raises(WorldError, match="without ground truth"):
             await world.evaluate()
     await desk.stop()
-    (folder / "desk_tools.py").write_text(TOOLS.partition("def evaluate")[0])
+    (folder / "desk_tools.py").write_text(TOOLS.partition("def end_state")[0])
     assert not environment(folder).evaluates
 
 

@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from draco_ray.environments.tools.options import McpServerOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
 from draco_ray.temp_dirs import PREFIX
 from tests.conftest import REPOSITORY
-from tests.support.http_mcp_server import DROP, error, reply, serving
+from tests.support.http_mcp_server import DROP, error, reply, result, serving
 
 pytestmark = pytest.mark.slow
 
@@ -120,13 +121,17 @@ async def test_a_server_that_dies_or_hangs_costs_no_more_than_its_rollout(folder
     desk = environment(folder, raw(folder), seconds=1)
     async with opened(desk) as world:
         assert await call(world, "embedded") == "inside"
-        with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost: .*Connection closed") as lost:
+        # The call may have been the cause: it is not played again.
+        with pytest.raises(WorldBroken, match="task a: MCP server desk is lost: .*Connection closed"):
             await call(world, "end")
-        assert not isinstance(lost.value, WorldBroken)
-        with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
+        with pytest.raises(WorldBroken, match="it has ended"):
             await call(world, "embedded")
     async with opened(desk) as world:
         assert await call(world, "slow") == "error: slow: stopped after 1 s without an answer"
+        # What it does not read fills its pipe.
+        with contextlib.suppress(WorldBroken):
+            for _ in range(3):
+                assert (await call(world, "embedded", a="x" * 1_000_000)).startswith("error: embedded: stopped after")
     async with opened(desk) as world:
         assert await call(world, "embedded") == "inside"
     await desk.stop()
@@ -139,10 +144,11 @@ async def test_a_url_has_a_session_for_every_rollout(folder: Path, url: str) -> 
     async with opened(desk) as world:
         # The server is not ours to begin anew.
         assert await call(world, "note", text="hello") == "2 notes"
-        with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
+        with pytest.raises(WorldBroken, match="MCP server desk is lost"):
             await call(world, "end")
-    with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost"):
+    with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost") as lost:
         await desk.open("a")
+    assert not isinstance(lost.value, WorldBroken)
     await desk.stop()
 
 
@@ -178,6 +184,50 @@ async def test_an_answer_that_does_not_fit_what_was_promised_costs_no_rollout(fo
             assert "\n" not in told
         assert await call(world, "embedded") == "inside"
     await desk.stop()
+
+
+async def test_half_a_character_costs_no_rollout(folder: Path) -> None:
+    desk = environment(folder, raw(folder))
+    async with opened(desk) as world:
+        assert await call(world, "halved", day="\ud83d", **{"\ud83d": ["\ud83d"]}) == "a? 😀 \\ud83d"
+        assert await call(world, "no_utf8") == "a\ufffd"
+        assert await call(world, "embedded") == "inside"
+    await desk.stop()
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+async def test_half_a_character_over_http_costs_no_session(kind: str) -> None:
+    def halved(asked: Any) -> bytes:
+        answer = {"jsonrpc": "2.0", "id": asked["id"], "result": {"content": [{"type": "text", "text": "a\ud83d"}]}}
+        text = json.dumps(answer)
+        return reply((f"data: {text}\n\n" if kind == "text/event-stream" else text).encode(), kind=kind)
+
+    async with serving("tools/call", halved) as url:
+        session = session_at(url)
+        await session.start()
+        assert await session.call("note", {"day": "\ud83d"}) == "a?"
+        await session.stop()
+
+
+@pytest.mark.parametrize(
+    ("cursors", "tools"), [("a", 2), ("aa", None), ("abab", None), ("abcb", None), (["a", "b", ""], 3), ([""], 1)]
+)
+async def test_pages_of_tools_come_to_an_end(cursors: Sequence[str], tools: int | None) -> None:
+    left = iter(cursors)
+
+    def page(asked: Any) -> bytes:
+        cursor = next(left, None)
+        more = {} if cursor is None else {"nextCursor": cursor}
+        return result(asked, {"tools": [{"name": "note", "inputSchema": {"type": "object"}}], **more})
+
+    async with serving("tools/list", page) as url:
+        session = session_at(url)
+        if tools is None:
+            with pytest.raises(EnvironmentCrashed, match="^MCP server desk is lost: .*the cursor '.' came twice"):
+                await session.start()
+        else:
+            assert len(await session.start()) == tools
+        await session.stop()
 
 
 async def test_of_a_server_those_tools_are_offered_that_are_named(folder: Path) -> None:

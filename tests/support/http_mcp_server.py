@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 DROP = b""
@@ -25,9 +25,15 @@ def error(code: int, message: str, status: int) -> bytes:
     )
 
 
+def result(asked: Any, result: Any) -> bytes:
+    """An answer that the protocol knows."""
+    return reply(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}).encode())
+
+
 @contextlib.asynccontextmanager
-async def serving(method: str, odd: bytes | None) -> AsyncIterator[str]:
+async def serving(method: str, odd: bytes | Callable[[Any], bytes] | None) -> AsyncIterator[str]:
     """The URL of a server with one tool, ``note``; ``odd`` is what it answers ``method`` with, None: nothing, ever.
+    A function makes it of the request.
 
     ``method`` is one of the protocol's, or HTTP's in small letters where the request says none.
     """
@@ -38,7 +44,8 @@ async def serving(method: str, odd: bytes | None) -> AsyncIterator[str]:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
                 asked = json.loads(await reader.readexactly(length) if length else b"{}")
-                answer = odd if asked.get("method", head.split()[0]) == method else _answer(asked)
+                asked_oddly = asked.get("method", head.split()[0]) == method
+                answer = (odd(asked) if callable(odd) else odd) if asked_oddly else _answer(asked)
                 if answer is None:
                     continue
                 writer.write(answer)

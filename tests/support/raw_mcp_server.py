@@ -19,6 +19,8 @@ RESULTS: dict[str, Any] = {
     "misfitting": {"content": [{"type": "text", "text": "5"}], "structuredContent": {"orders": 5}},
     "unstructured": {"content": [{"type": "text", "text": "5"}]},
     "malformed": {"content": 5},
+    "halved": {"content": [{"type": "text", "text": "a\ud83d \U0001f600 \\ud83d"}]},
+    "no_utf8": {"content": [{"type": "text", "text": "a\xff"}]},
     "slow": {},
     "end": {},
 }
@@ -52,5 +54,9 @@ if __name__ == "__main__":
     for line in sys.stdin:
         asked = json.loads(line)
         if "id" in asked:
-            result = answer(asked["method"], asked.get("params") or {})
-            print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+            told = {"jsonrpc": "2.0", "id": asked["id"], "result": answer(asked["method"], asked.get("params") or {})}
+            if told["result"] is RESULTS["no_utf8"]:
+                sys.stdout.buffer.write(json.dumps(told, ensure_ascii=False).encode("latin-1") + b"\n")
+                sys.stdout.flush()
+                continue
+            print(json.dumps(told), flush=True)

@@ -161,9 +161,9 @@ def test_a_call_that_goes_wrong_says_so_in_one_line(
 
 
 def test_a_hook_that_goes_wrong_is_told(shop: Functions) -> None:
-    assert run_hook(shop, "reset", {}, 5) == (None, None)
-    assert run_hook(shop, "reset", {"bad": True}, 5) == (None, "reset: KeyError: 'orders'")
-    assert run_hook(shop, "evaluate", {}, 5) == (None, None)
+    assert run_hook(shop, "reset", 5, {}) == (None, None)
+    assert run_hook(shop, "reset", 5, {"bad": True}) == (None, "reset: KeyError: 'orders'")
+    assert run_hook(shop, "evaluate", 5, {}, None) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,11 @@ def test_a_hook_that_goes_wrong_is_told(shop: Functions) -> None:
         ("def f(x: int): pass", "tool f has no docstring"),
         ("def f(x):\n    'F.'", "tool f: parameter x has no type hint"),
         ("def f(*x: int):\n    'F.'", "tool f: .* cannot be given by name"),
-        ("def reset(): pass", r"reset: it has to take the task, and nothing else: def reset\(task\)"),
-        ("def evaluate(task, output): pass", "evaluate: it has to take the task"),
+        ("def reset(): pass", r"reset: expected def reset\(task\)"),
+        ("def end_state(task): pass", r"end_state: expected def end_state\(\)"),
+        ("def evaluate(task): pass", r"evaluate: expected def evaluate\(task, state\); state is what end_state\(\) "),
+        ("def evaluate(task, state): pass", "evaluate without end_state: evaluate.* runs in a process of its own"),
+        ("def end_state(): pass", "end_state without evaluate"),
         ("TOOLS = 3", "TOOLS: expected a list of functions, found int"),
         ("import functools\nTOOLS = [functools.partial(print)]", "TOOLS: a partial is no function"),
         ("class A:\n    'A.'\nTOOLS = [A]", "TOOLS: a type is no function"),
@@ -248,7 +251,7 @@ def test_tools_of_a_task_share_a_loop_until_one_has_to_be_stopped(
     file.write_text(KEEPS)
     keeps = load([str(file)])
     assert described(keeps.schemas[0]) == '- Tool `ask(text: string, how?: "fast" | "slow" | null)`: Ask.'
-    assert run_hook(keeps, "reset", {}, 60) == (None, None)
+    assert run_hook(keeps, "reset", 60, {}) == (None, None)
     # What `reset` has begun goes on beside the calls.
     assert call(keeps, "ask", {"text": "a"}, 60) == "A"
     assert call(keeps, "fail", {}, 60) == "error: fail: KeyError: 'a'"
@@ -301,5 +304,5 @@ def test_a_file_of_tools_that_another_one_imports_is_there_once(
     (tmp_path / "desk_a.py").write_text("orders = []\ndef reset(task): orders.append(task['id'])")
     (tmp_path / "desk_b.py").write_text("import desk_a\ndef look() -> list:\n    'Look.'\n    return desk_a.orders")
     desks = load([str(tmp_path / f"{name}.py") for name in files])
-    assert run_hook(desks, "reset", {"id": "A1"}, 60) == (None, None)
+    assert run_hook(desks, "reset", 60, {"id": "A1"}) == (None, None)
     assert call(desks, "look", {}, 60) == '["A1"]'

@@ -36,6 +36,12 @@ def sell(item: str, number: int = 1) -> str:
     return "sold"
 
 
-def evaluate(task: dict) -> bool:
-    """After a rollout, in evaluations only. Optional: without it the judge's pass rate on held-out tasks stands in."""
-    return stock == task["expected"]
+def end_state() -> dict[str, int]:
+    """After a rollout, in the process of the tools: what `evaluate` is to see, as JSON."""
+    return stock
+
+
+def evaluate(task: dict, state: dict[str, int]) -> bool:
+    """Then, in evaluations only, in a process where no tool has run: whether the task is done. Both are optional:
+    without them the judge's pass rate on held-out tasks stands in."""
+    return state == task["expected"]

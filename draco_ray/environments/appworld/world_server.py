@@ -251,22 +251,7 @@ class WorldServer:
 
     def _end_task(self) -> None:
         self._task_pid = None
-        # As process 1 of its namespace the server can end everything else in it at a stroke; outside a namespace it
-        # is the one its descendants' orphans come to, and ends them generation by generation.
-        if os.getpid() == 1:
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-            while True:
-                try:
-                    os.waitpid(-1, 0)
-                except ChildProcessError:
-                    return
-        while children := _children_of(os.getpid()):
-            for child in children:
-                os.kill(child, signal.SIGKILL)  # its number stays its own until it is waited for
-                os.waitpid(child, 0)
+        linux.end_descendants()
 
     def _clear_scratch(self) -> None:
         for folder in self._scratch:
@@ -323,19 +308,6 @@ def _write_line(pipe: IO[bytes], said: dict[str, Any]) -> None:
 def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _children_of(pid: int) -> list[int]:
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
-                # The name in parentheses may hold anything; the parent is the second field after it.
-                if int(file.read().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(name))
-        except OSError:
-            continue
-    return found
 
 
 def _processes_of(uid: int) -> int:

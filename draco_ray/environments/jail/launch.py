@@ -13,6 +13,8 @@ from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, JAIL_CODE, UNA
 
 SCRATCH_MIB = 128
 """What a task may write, and the largest file."""
+_LAST_BYTES = 1 << 16
+"""Of a process's complaints, in which its last words are looked for."""
 PACKAGE = Path(__file__).resolve().parents[2]
 _reached: dict[str, str] = {}
 """The level that ``auto`` reached in this process, by interpreter, so that others are not tried again."""
@@ -97,8 +99,10 @@ def link_package(folder: Path, code: Iterable[str] | None = None) -> str:
 
 def last_line(directory: str) -> str:
     """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = Path(directory, "stderr").read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    text = b""
+    with contextlib.suppress(OSError), open(os.path.join(directory, "stderr"), "rb") as file:
+        # Code of the policy can write to it as well.
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+        text = file.read(_LAST_BYTES)
+    lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1][:500] if lines else "it left no message"

@@ -10,7 +10,7 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 NEW_MOUNTS = 0x00020000
 NEW_CGROUP = 0x02000000
@@ -147,6 +147,46 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends."""
     _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
+
+
+def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
+    """Kill the processes below this one and wait for them; orphans too, where this one adopts them or is process 1.
+
+    Args:
+        spare: children that live on, where this is not process 1.
+    Returns: process id -> wait status.
+    """
+    ended: dict[int, int] = {}
+    if os.getpid() == 1:
+        # Process 1 of a namespace ends everything else in it at a stroke.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended.update([os.waitpid(-1, 0)])
+        return ended
+    # Elsewhere orphans come to this process, which ends them generation by generation.
+    while children := children_of(os.getpid()).difference(spare):
+        for child in children:
+            os.kill(child, signal.SIGKILL)  # its number stays its own until it is waited for
+            ended.update([os.waitpid(child, 0)])
+    return ended
+
+
+def children_of(pid: int) -> set[int]:
+    """The processes whose parent it is."""
+    found: set[int] = set()
+    if not os.path.isdir("/proc"):
+        return found
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
+                # The name in parentheses may hold anything; the parent is the second field after it.
+                if int(file.read().rpartition(")")[2].split()[1]) == pid:
+                    found.add(int(name))
+        except OSError:
+            continue
+    return found
 
 
 def close_to_inspection() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -14,11 +15,12 @@ from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.tools.functions import LONGEST_ERROR
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions, read_options
 from draco_ray.environments.tools.process import HARD_STOP, ToolProcess
 from draco_ray.environments.tools.rows import Rows, read_rows
-from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken, WorldError
 from draco_ray.records import Task
 
 SHORTEST_SECRET = 4
@@ -67,22 +69,10 @@ class ToolsEnvironment(Environment):
 
     async def open(self, task_id: str) -> ToolWorld:
         """See `Environment`."""
-        row, task = self._rows.row(task_id), self.task(task_id)
+        task = self.task(task_id)
         if self._open is not None:
             await self._open.close()
-        if self._process is None or not self._process.alive:
-            await self.stop()
-            self._process = await ToolProcess.start(self._options, self.config, self._secrets)
-        told = row.told(ground_truth=self.ground_truth)
-        try:
-            # Twice the time: where `reset` takes too long, the process itself answers so first.
-            answer = await self._process.ask({"do": "open", "task": told}, 2 * self.config.start_timeout_seconds)
-        except (EOFError, EnvironmentCrashed) as error:
-            answer = {"failed": str(error) or "the process of tools is gone"}
-        if "opened" not in answer:
-            await self.stop()
-            failed = self.without_secrets(answer.get("failed") or f"its process ended (status {answer.get('died')})")
-            raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be begun: {failed}")
+        process = await self.begin(task_id)
         sessions = _sessions(self._options, self.config, self._secrets)
         try:
             owners = {
@@ -93,8 +83,54 @@ class ToolsEnvironment(Environment):
         except EnvironmentCrashed as error:
             await self.stop()
             raise self.without_secrets_in(error) from error
-        self._open = ToolWorld(self, self._process, task, owners, sessions)
+        self._open = ToolWorld(self, process, task, owners, sessions)
         return self._open
+
+    async def begin(self, task_id: str) -> ToolProcess:
+        """Fork a process for a task and run ``reset`` in it. Raises: EnvironmentCrashed."""
+        if self._process is None or not self._process.alive:
+            await self.stop()
+            self._process = await ToolProcess.start(self._options, self.config, self._secrets)
+        process, order = self._process, {"do": "reset", "task": self._rows.row(task_id).told(ground_truth=False)}
+        try:
+            await process.fork()
+            # Twice the time: where `reset` takes too long, the process itself answers so first.
+            answer = await process.ask(order, "reset", 2 * self.config.start_timeout_seconds)
+        except EnvironmentCrashed as error:
+            answer = {"failed": str(error)}
+        if "failed" in answer:
+            await self.stop()
+            failed = self.without_secrets(answer["failed"])
+            raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be begun: {failed}")
+        return process
+
+    async def evaluate(self, task_id: str, process: ToolProcess) -> WorldVerdict:
+        """What ``evaluate`` says of the world of the process that was forked last, which is ended.
+
+        Raises: EnvironmentCrashed; WorldError where it said neither yes nor no.
+        """
+        # Twice the time, as above.
+        seconds = 2 * self.config.start_timeout_seconds
+        # What may come from code of the policy is read by the process that evaluates.
+        end_state = await process.ask_unread({"do": "end_state"}, "end_state", seconds)
+        await process.fork()
+        task = self._rows.row(task_id).told(ground_truth=True)
+        order = {"do": "evaluate", "task": task, "end_state": end_state.decode("utf-8", "replace")}
+        answer = await process.ask(order, "evaluate", seconds)
+        if "evaluated" not in answer:
+            raise EnvironmentCrashed(str(answer.get("failed", "evaluate answered what cannot be read"))[:LONGEST_ERROR])
+        return _verdict(task_id, answer["evaluated"])
+
+    async def end_task(self) -> None:
+        """End the process of a task, and the server too where that has not gone as it should."""
+        self._open, process = None, self._process
+        if process is None:
+            return
+        with contextlib.suppress(EnvironmentCrashed):
+            await process.end()
+        if not process.alive:
+            self._process = None
+            await process.kill()
 
     async def stop(self) -> None:
         """See `Environment`."""
@@ -177,22 +213,45 @@ class ToolWorld:
         self._owners = owners
         self._sessions = sessions
         self._names = {each["function"]["name"] for each in process.tools} | set(owners)
-        self._broken = False
+        self._where = f"environment {environment.name}: task {task.task_id}"
+        self._over = False
 
     async def act(self, action: str) -> str:
-        """Make one call. Raises: WorldBroken where the tool has ended or hung its process; EnvironmentCrashed."""
-        call = json.loads(action)
-        name = call["name"]
+        """Make one call. Raises: WorldBroken where the tool has ended or hung its process, or its server is lost."""
+        try:
+            call = json.loads(action)
+        except RecursionError:
+            return "error: the arguments are nested too deeply"
+        name, limit = call["name"], HARD_STOP * self._environment.config.cell_timeout_seconds
         if name not in self._names:
             return f"error: there is no tool {name!r}; there are {', '.join(sorted(self._names))}"
-        if name in self._owners:
-            try:
-                return self._told(await self._owners[name].call(name, call["arguments"]))
-            except EnvironmentCrashed as error:
-                raise self._environment.without_secrets_in(error) from error
-        limit = HARD_STOP * self._environment.config.cell_timeout_seconds
-        answer = await self._ask({"do": "call", "name": name, "arguments": call["arguments"]}, f"tool {name}", limit)
-        return self._told(answer["text"], answer["length"])
+        if self._over:
+            raise WorldBroken(f"{self._where}: it has ended")
+        over_at = asyncio.get_running_loop().time() + limit
+        try:
+            if name in self._owners:
+                async with asyncio.timeout(limit):
+                    return self._told(await self._owners[name].call(name, call["arguments"]))
+            order = {"do": "call", "name": name, "arguments": call["arguments"]}
+            match await self._process.ask(order, f"tool {name}", limit):
+                case {"text": str(text), "length": int(length)} if length >= len(text):
+                    return self._told(text, length)
+            raise EnvironmentCrashed(f"tool {name} answered what cannot be read")
+        except RecursionError:
+            return f"error: {name}: the arguments are nested too deeply"
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # Where this loop was held up, the caller's patience may end with the call's time.
+            if isinstance(error, asyncio.CancelledError) and asyncio.get_running_loop().time() < over_at:
+                raise
+            raise self._broken(f"tool {name} could not be stopped after {limit:g} s") from None
+        except EnvironmentCrashed as error:
+            raise self._broken(error) from error
+
+    def _broken(self, reason: object) -> WorldBroken:
+        """The end of a world that is lost. Its loss is put down to the policy's calls, whatever it was: a policy that
+        could lose its world and have the rollout played again would have a second try."""
+        self._over = self._process.irregular = True
+        return WorldBroken(f"{self._where}: {self._environment.without_secrets(str(reason))}")
 
     def _told(self, text: str, length: int | None = None) -> str:
         """A result without secrets, cut; ``length`` is that of the whole where its source has cut it."""
@@ -210,31 +269,33 @@ class ToolWorld:
 
     async def evaluate(self) -> WorldVerdict:
         """What ``evaluate`` says. Raises: see `World`."""
-        if not self._environment.ground_truth or "evaluate" not in self._process.hooks:
-            raise WorldError(f"task {self.task.task_id}: the environment was opened without ground truth, or has none")
-        # Told apart from what it raises: `ask_task` is the later one.
-        limit = 2 * self._environment.config.start_timeout_seconds
-        answer = await self._ask({"do": "evaluate"}, "evaluate", limit)
-        if "failed" in answer:
-            failed = self._environment.without_secrets(answer["failed"])
-            raise EnvironmentCrashed(f"task {self.task.task_id}: {failed}")
-        return _verdict(self.task.task_id, answer["evaluated"])
+        environment, task_id = self._environment, self.task.task_id
+        if not environment.ground_truth or "evaluate" not in self._process.hooks:
+            raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has none")
+        if self._over:
+            raise WorldBroken(f"{self._where}: it has ended")
+        self._over = True
+        try:
+            return await environment.evaluate(task_id, self._process)
+        except (EnvironmentCrashed, WorldError) as error:
+            broken = self._broken(error)
+        # Whose doing it was shows in a world in which no tool was called.
+        try:
+            process = await environment.begin(task_id)
+        except EnvironmentCrashed:
+            raise broken from None
+        try:
+            await environment.evaluate(task_id, process)
+        except EnvironmentCrashed as error:
+            said = environment.without_secrets(str(error))
+            raise EnvironmentCrashed(f"{self._where}: before any tool was called, too: {said}") from None
+        raise broken
 
     async def close(self) -> None:
         """End the task's process, and the sessions."""
+        self._over = True
         await self.end_sessions()
-        if self._broken:
-            return
-        self._broken = True
-        await self._ask({"do": "close"}, "the task", self._environment.config.start_timeout_seconds)
-
-    async def _ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
-        try:
-            return await self._process.ask_task(order, what, timeout_seconds)
-        except EnvironmentCrashed as error:
-            self._broken = True
-            said = self._environment.without_secrets(str(error))
-            raise type(error)(f"environment {self._environment.name}: task {self.task.task_id}: {said}") from error
+        await self._environment.end_task()
 
 
 def _verdict(task_id: str, said: Any) -> WorldVerdict:

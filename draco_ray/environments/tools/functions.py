@@ -22,9 +22,11 @@ import docstring_parser
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic_core import to_json
 
-HOOKS = ("reset", "evaluate")
-"""Functions of a tools file that are no tools."""
+HOOKS = {"reset": ("task",), "end_state": (), "evaluate": ("task", "state")}
+"""Functions of a tools file that are no tools, and what they take."""
 _NOT_TOOLS = (*HOOKS, "tasks")
+MAX_STATE_BYTES = 16 << 20
+"""Of what ``end_state`` returns, in JSON."""
 LONGEST_ERROR = 500
 """Characters of an exception that are told."""
 
@@ -93,6 +95,12 @@ def load(files: Iterable[str]) -> Functions:
                 raise UnusableTools(f"{file}: a second tool {name}: rename one")
             found.schemas.append(_schema(file, function))
             found.tools[name] = validate_call(function)
+    for hook, other in (("evaluate", "end_state"), ("end_state", "evaluate")):
+        if hook in found.hooks and other not in found.hooks:
+            raise UnusableTools(
+                f"{files[0]}: {hook} without {other}: evaluate(task, state) runs in a process of its own, which sees "
+                "nothing that the tools keep or write; state is what end_state() returns"
+            )
     return found
 
 
@@ -118,17 +126,26 @@ def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_
         return f"error: {name}: {_said(error)}"
 
 
-def run_hook(
-    functions: Functions, hook: str, task: Mapping[str, Any], timeout_seconds: float
-) -> tuple[Any, str | None]:
-    """What ``reset`` or ``evaluate`` returns for a task, None where there is none of it; or why it could not."""
+def run_hook(functions: Functions, hook: str, timeout_seconds: float, *given: Any) -> tuple[Any, str | None]:
+    """What a hook returns, None where there is none of it; or why it could not."""
     function = functions.hooks.get(hook)
     limit = _Limit(timeout_seconds)
     try:
         with limit:
-            return (None if function is None else functions.run(function, task)), None
+            return (None if function is None else functions.run(function, *given)), None
     except BaseException as error:
         return None, f"{hook}: no end after {timeout_seconds:g} s" if limit.expired else f"{hook}: {_said(error)}"
+
+
+def end_state(functions: Functions, timeout_seconds: float) -> tuple[Any, str | None]:
+    """What ``end_state`` returns, which has JSON; or why it could not."""
+    state, problem = run_hook(functions, "end_state", timeout_seconds)
+    try:
+        if len(json.dumps(state)) > MAX_STATE_BYTES:
+            problem = f"end_state: it returned more than {MAX_STATE_BYTES >> 20} MiB of JSON"
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"end_state: it returned what has no JSON: {_said(error)}"
+    return state, problem
 
 
 def with_json(value: Any) -> Any:
@@ -231,9 +248,13 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
     try:
-        inspect.signature(function).bind({})
+        inspect.signature(function).bind(*HOOKS[hook])
     except TypeError:
-        raise UnusableTools(f"{file}: {hook}: it has to take the task, and nothing else: def {hook}(task)") from None
+        # An evaluator of the task alone would read what its process has not: the memory of the tools.
+        raise UnusableTools(
+            f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); "
+            "state is what end_state() returned in the process of the tools"
+        ) from None
     except ValueError:
         # Some that are written in C do not say what they take.
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
 """Shown to commands: other programs live there."""
-FAREWELL_SECONDS = 5.0
-"""After which a session is ended without its server's consent: the client itself waits for that for ever."""
+FAREWELL_SECONDS = 20.0
+"""After which a session is ended without its server's consent. The client ends a command within 7 seconds, and must not
+be cancelled meanwhile; a server with a URL it would wait for without end."""
 _CONNECTION_CLOSED, _TIMED_OUT, _BAD_ARGUMENTS, _UNREADABLE = -32000, -32001, -32602, -32700
 _ANSWERS = ("application/json", "text/event-stream")
 """Content types that the protocol answers a request with."""
@@ -60,6 +62,7 @@ class McpSession:
         Raises: EnvironmentCrashed, also where it lacks one that is to be offered.
         """
         need("mcp")
+        _read_half_characters()
         # What a server prints beside the protocol is no error; the client logs a traceback for each line.
         for client in ("stdio", "streamable_http"):
             logging.getLogger(f"mcp.client.{client}").setLevel(logging.CRITICAL)
@@ -102,7 +105,7 @@ class McpSession:
         done, _ = await asyncio.wait({self._task}, timeout=FAREWELL_SECONDS)
         if not done:
             self._task.cancel()
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=FAREWELL_SECONDS)
         self._task = None
 
     async def _live(self, ready: asyncio.Future[list[dict[str, Any]]]) -> None:
@@ -111,15 +114,7 @@ class McpSession:
         waiting: asyncio.Future[Any] = ready
         try:
             async with self._transport() as transport, Client(transport) as client:
-                tools: list[dict[str, Any]] = []
-                cursor = None
-                while True:
-                    page = await client.list_tools(cursor=cursor)
-                    tools += map(_schema, page.tools)
-                    cursor = page.next_cursor
-                    if cursor is None:
-                        break
-                ready.set_result(tools)
+                ready.set_result(await self._listed(client))
                 while (job := await self._jobs.get()) is not None:
                     tool, arguments, waiting = job
                     waiting.set_result(await self._answer(client, tool, arguments))
@@ -135,12 +130,25 @@ class McpSession:
                 raise
             log.debug("%s", self._lost)
 
+    async def _listed(self, client: Any) -> list[dict[str, Any]]:
+        tools: list[dict[str, Any]] = []
+        cursor, seen = None, set()
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            tools += map(_schema, page.tools)
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+            if cursor in seen:
+                raise ValueError(f"tools/list: the cursor {cursor[:100]!r} came twice: its pages have no end")
+            seen.add(cursor)
+
     async def _answer(self, client: Any, tool: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError
 
         seconds = self._config.cell_timeout_seconds
         try:
-            result = await client.call_tool(tool, dict(arguments), read_timeout_seconds=seconds)
+            result = await client.call_tool(tool, json.loads(_whole(arguments)), read_timeout_seconds=seconds)
         except MCPError as error:
             code = error.error.code
             # Arguments are the policy's to mend, with whatever HTTP status. Of the rest nothing is what the tool says.
@@ -178,7 +186,13 @@ class McpSession:
             with stderr:
                 arguments = self._jailed(directory)
                 variables = {"PYTHONPATH": link_package(Path(directory, "program"), CODE), "LANG": "C.UTF-8"}
-                server = StdioServerParameters(command=sys.executable, args=arguments, env=variables, cwd="/")
+                server = StdioServerParameters(
+                    command=sys.executable,
+                    args=arguments,
+                    env=variables,
+                    cwd="/",
+                    encoding_error_handler="replace",
+                )
                 try:
                     yield stdio_client(server, errlog=stderr)
                 except BaseException as error:
@@ -235,6 +249,33 @@ class McpSession:
             network=self._network,
         )
         return jail_command(spec)
+
+
+def _whole(value: Any) -> bytes:
+    """JSON without half a surrogate pair: what cut a text may have left one, and it cannot be sent."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+@functools.cache
+def _read_half_characters() -> None:
+    """Have the client read messages in which there is half a surrogate pair, which its parser, pydantic's, refuses.
+
+    The package has no hook between the bytes and that parser, which all its transports share.
+    """
+    from mcp_types import jsonrpc_message_adapter as adapter
+    from pydantic import ValidationError
+
+    strict = adapter.validate_json
+
+    def lenient(data: str | bytes, **how: Any) -> Any:
+        try:
+            return strict(data, **how)
+        except ValidationError:
+            with contextlib.suppress(ValueError, RecursionError):
+                return strict(_whole(json.loads(data)), **how)
+            raise
+
+    adapter.validate_json = lenient
 
 
 def _asks(request: Any) -> bool:

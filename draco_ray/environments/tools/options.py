@@ -40,8 +40,8 @@ class ToolsOptions(Tree):
     any ``split`` (train unless told), ``group``, ``expected`` (what only ``evaluate`` may see), and fields of its own.
     Empty: ``tasks.jsonl`` in data.root."""
     tools: tuple[Path, ...] = ()
-    """Python files. Every public function is a tool; ``reset(task)`` and ``evaluate(task)`` are called before and after
-    a rollout."""
+    """Python files. Every public function is a tool; ``reset(task)`` is called before a rollout, ``end_state()`` and
+    ``evaluate(task, state)`` after it."""
     mcp: dict[str, McpServerOptions] = Field(default_factory=dict)
     """MCP servers by a name for messages."""
     secrets: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The host's side of the process that runs tools: starting it in the strongest jail there is, asking it, ending it."""
+"""The host's side of the server of tools: starting it in the strongest jail there is, forking, asking, ending."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from typing import Any
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
+from draco_ray.environments.tools.functions import MAX_STATE_BYTES
 from draco_ray.environments.tools.options import ToolsOptions
 from draco_ray.environments.tools.server import Setup
-from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken
+from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
 from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
@@ -30,22 +31,31 @@ HARD_STOP = 1.25
 CODE = ("environments/tools",)
 """Of this package: what runs in a jail for tools."""
 CPU_CALLS = 60
+_STATUS_SHARE = 0.05
+"""Of a call's time: how long its end may be asked after."""
+_FAREWELL_SECONDS = 5.0
 
 
 class ToolProcess:
-    """A running server of tools. Belongs to one event loop."""
+    """A running server of tools, and the process that it forked last. Belongs to one event loop.
+
+    What that process says may be written by code of the policy. The first line that does not fit ends it, and the
+    server is not `alive` any more: the next task begins with another one.
+    """
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        folder: PrivateTempDir,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, process: subprocess.Popen[bytes], folder: PrivateTempDir, control: socket.socket, config: EnvironmentConfig
     ) -> None:
         self._process = process
         self._folder = folder
-        self._reader = reader
-        self._writer = writer
+        self._control = control
+        self._config = config
+        # JSON spells a character with twelve bytes at most.
+        self._longest = max(12 * config.max_output_bytes, MAX_STATE_BYTES) + (1 << 20)
+        self._channel: socket.socket | None = None
+        self._number = 0
+        self.irregular = False
+        """Whether a task has not gone as it should: no other one is begun then."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the functions."""
         self.hooks: frozenset[str] = frozenset()
@@ -75,7 +85,8 @@ class ToolProcess:
     ) -> ToolProcess:
         folder = PrivateTempDir()
         directory = str(folder.path)
-        control, theirs = socket.socketpair()
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
         files = [os.path.abspath(path) for path in options.tools]
         spec = JailSpec(
             level=level,
@@ -89,10 +100,8 @@ class ToolProcess:
             shown=(*files, *(os.path.abspath(path) for path in options.reads)),
             network=options.network,
         )
-        process = launch(spec)
-        theirs.close()
-        reader, writer = await asyncio.open_connection(sock=control, limit=8 * config.max_output_bytes + (1 << 20))
-        started = cls(process, folder, reader, writer)
+        with theirs:
+            started = cls(launch(spec), folder, control, config)
         setup = Setup(
             files=files,
             secrets=dict(secrets),
@@ -103,65 +112,139 @@ class ToolProcess:
             programs=options.network or options.programs,
         )
         try:
-            answer = await started.ask(asdict(setup), config.start_timeout_seconds)
-        except EOFError:
+            started._send_channel()
+            answer = json.loads(await started._exchange(asdict(setup), config.start_timeout_seconds))
+        except TimeoutError:
+            await started.kill()
+            seconds = config.start_timeout_seconds
+            raise EnvironmentCrashed(f"the server of tools did not start within {seconds:g} s") from None
+        except (EOFError, OSError):
             complaint = last_line(directory)
             await started.kill()
-            status = process.returncode
+            status = started._process.returncode
             if not_offered(status, complaint):
                 raise LevelUnavailable(complaint) from None
-            raise EnvironmentCrashed(f"the process of tools did not start (status {status}): {complaint}") from None
+            raise EnvironmentCrashed(f"the server of tools did not start (status {status}): {complaint}") from None
         except BaseException:
             await started.kill()
             raise
         if "unusable" in answer:
             await started.kill()
             raise ConfigError(answer["unusable"])
-        started.tools, started.hooks = answer["ready"]["tools"], frozenset(answer["ready"]["hooks"])
+        started.tools, started.hooks = answer["tools"], frozenset(answer["hooks"])
         return started
 
-    async def ask(self, order: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """Give an order and return its answer.
+    async def fork(self) -> None:
+        """Fork a process for a task or an evaluation, after whatever ran before has been ended.
 
-        Raises: EOFError when it is gone; EnvironmentCrashed when it does not answer in time.
+        Raises: EnvironmentCrashed when the server is gone.
         """
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                self._writer.write(json.dumps(order).encode() + b"\n")
-                await self._writer.drain()
-                line = await self._reader.readline()
-        except TimeoutError:
-            raise EnvironmentCrashed(f"the process of tools did not answer within {timeout_seconds:g} s") from None
-        except (OSError, ValueError) as error:
-            raise EOFError(str(error)) from error
-        if not line.endswith(b"\n"):
-            raise EOFError
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        await self._order(fork=True, seconds=self._config.start_timeout_seconds)
 
-    async def ask_task(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
-        """`ask` of a task that is open. Raises: WorldBroken when ``what`` ended its process, or cannot be stopped."""
+    async def end(self) -> None:
+        """End the process that was forked last, and all that it has started; the server stays. Raises: as `fork`."""
+        seconds = self._config.start_timeout_seconds
+        if self._channel is not None and await self._order(fork=False, seconds=seconds) != -signal.SIGKILL:
+            # It had ended by itself.
+            self.irregular = True
+
+    async def ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
+        """Give the process that was forked last an order and return its answer; ``what`` is asked, for messages.
+
+        Raises: EnvironmentCrashed where it has ended, has said anything unasked, or does not answer as it should in
+            time.
+        """
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
+                return answer
+        raise EnvironmentCrashed(f"{what} answered what cannot be read")
+
+    async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
+        """`ask` whose answer is not read."""
         try:
-            answer = await self.ask(order, timeout_seconds)
-        except EnvironmentCrashed:
-            await self.kill()
-            raise WorldBroken(f"{what} could not be stopped after {timeout_seconds:g} s") from None
-        except EOFError:
-            await self.kill()
-            raise EnvironmentCrashed(f"the process of tools is gone: {last_line(str(self._folder.path))}") from None
-        if "died" in answer:
-            raise WorldBroken(f"{what} ended its process (status {answer['died']})")
-        return answer
+            return await self._exchange(order, timeout_seconds)
+        except TimeoutError:
+            raise EnvironmentCrashed(f"{what} could not be stopped after {timeout_seconds:g} s") from None
+        except EOFError as error:
+            reason = f"{what} {error}"
+        with contextlib.suppress(EnvironmentCrashed):
+            reason += f" (status {await self._order(fork=False, seconds=_STATUS_SHARE * timeout_seconds)})"
+        raise EnvironmentCrashed(reason)
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
-        return self._process.poll() is None and not self._reader.at_eof()
+        """Whether another task may be begun in it."""
+        return not self.irregular and self._process.poll() is None
 
     async def kill(self) -> None:
         """End it and everything it has started, and remove its folder."""
-        self._writer.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(self._folder.remove)
+        self.irregular = True
+        for each in (self._control, self._channel):
+            if each is not None:
+                each.close()
+        await asyncio.to_thread(self._kill)
+
+    def _kill(self) -> None:
+        # The end of the control socket ends the server, which first ends what has left its process group.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_FAREWELL_SECONDS)
+        if self._process.returncode != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.remove()
+
+    async def _order(self, *, fork: bool, seconds: float) -> int:
+        """Have the server end a process and, for ``fork``, start another. Returns: the exit status of the former."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                if self._channel is not None:
+                    self._channel.close()
+                    self._channel = None
+                if fork:
+                    self._send_channel()
+                else:
+                    await loop.sock_sendall(self._control, b"end")
+                return int(await loop.sock_recv(self._control, 16))
+        except BaseException as error:
+            # An answer that comes late would be taken for the next one.
+            self.irregular = True
+            if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError, and no answer is no number.
+                raise
+            complaint = last_line(str(self._folder.path))
+            raise EnvironmentCrashed(f"the server of tools is gone: {complaint}") from None
+
+    def _send_channel(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        with theirs:
+            socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+
+    async def _exchange(self, order: Mapping[str, Any], timeout_seconds: float) -> bytes:
+        """Give an order and receive its answer. Raises: TimeoutError; EOFError, why, where it is not that and alone."""
+        loop, channel, received = asyncio.get_running_loop(), self._channel, bytearray()
+        self._number += 1
+        number = b"%d " % self._number
+        line = number + json.dumps(order).encode() + b"\n"
+        try:
+            if channel is None:
+                raise ConnectionError
+            with contextlib.suppress(BlockingIOError):
+                if channel.recv(1):
+                    raise EOFError("said what it was not asked for")
+                raise ConnectionError
+            async with asyncio.timeout(timeout_seconds):
+                await loop.sock_sendall(channel, line)
+                while not received.endswith(b"\n"):
+                    part = await loop.sock_recv(channel, 1 << 16)
+                    if not part:
+                        raise ConnectionError
+                    if len(received) > self._longest:
+                        raise EOFError(f"answered more than {self._longest} bytes")
+                    received += part
+        except ConnectionError:
+            raise EOFError("ended its process") from None
+        if not received.startswith(number) or received.index(b"\n") + 1 < len(received):
+            raise EOFError("said what it was not asked for")
+        return bytes(received[len(number) :])

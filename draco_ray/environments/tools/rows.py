@@ -45,7 +45,7 @@ class Row:
         )
 
     def told(self, *, ground_truth: bool) -> dict[str, Any]:
-        """The row as ``reset`` and ``evaluate`` get it: what is expected only where there is ground truth."""
+        """The row as ``reset`` gets it, or with ``ground_truth``, so with what is expected, as ``evaluate`` does."""
         return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
 
 

@@ -1,21 +1,31 @@
-"""The process that runs tools, in the jail: it imports them once and forks a process of its own for every task.
+"""The server of tools, in the jail: it imports them once and forks a process for every task and every evaluation.
 
-So no task sees what another has left in a module or in scratch. The host speaks to it over a socket, one JSON object a
-line, and waits for each answer:
+So no task sees what another has left in a module or in scratch, and no evaluation runs where tools have run. Code of
+the policy never runs in the server, and no task passes through it: what only ``evaluate`` may know is not in the memory
+from which the processes of tools are forked.
 
-    host   {"files": [...], "secrets": {...}, ...}     first of all, see `Setup`
-           {"do": "open", "task": {...}}               fork a process for a task, which runs ``reset``
+The host orders the server over a control socket, one packet each, and waits for the answer:
+
+    host   b"fork", with a socket    end the process there is and all that it started; fork one that serves the socket
+           b"end"                    only end it
+    server the exit status of the process that was ended (negative: its signal), 0 where there was none
+
+To a process the host speaks over the socket that was sent. The first one is the server's own. An order is a line: its
+number, a space, a JSON object; and so is its answer, with the same number:
+
+    host   {"files": [...], ...}                      see `Setup`
+           {"do": "reset", "task": {...}}
            {"do": "call", "name": ..., "arguments": {...}}
-           {"do": "evaluate"}
-           {"do": "close"}
-    server {"ready": {...}} or {"unusable": ...}
-           {"opened": true} or {"failed": ...}
-           {"text": ..., "length": ...}                what a tool returned, cut at the source, and its whole length
+           {"do": "end_state"}
+           {"do": "evaluate", "task": {...}, "end_state": "..."}    the answer to "end_state", as it came
+    answer {"tools": [...], "hooks": [...]} or {"unusable": ...}
+           {} or {"failed": ...}
+           {"text": ..., "length": ...}               what a tool returned, cut at the source, and its whole length
+           {"state": ...} or {"failed": ...}
            {"evaluated": ...} or {"failed": ...}
-           {"closed": true}
-           {"died": status}                            instead of an answer: the task's process has ended by itself
 
-End of file on the socket ends it.
+Code of the policy that runs in a tool can write to that socket, too: the host takes what it reads there as data of the
+policy, and ends the process at the first line that it did not ask for.
 """
 
 from __future__ import annotations
@@ -25,6 +35,7 @@ import os
 import random
 import socket
 import sys
+import traceback
 from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Any
@@ -52,7 +63,7 @@ class Setup:
     timeout_seconds: float
     """Of one call."""
     hook_seconds: float
-    """Of ``reset`` and ``evaluate``."""
+    """Of ``reset``, ``end_state`` and ``evaluate``."""
     programs: bool
     """Whether tools may start programs and open sockets: no system call is refused then."""
 
@@ -60,7 +71,7 @@ class Setup:
 class ToolServer:
     """Serves one slot."""
 
-    def __init__(self, jail: JailSpec, setup: Setup, found: Functions, control: BufferedRWPair) -> None:
+    def __init__(self, jail: JailSpec, setup: Setup, found: Functions, control: socket.socket) -> None:
         self._jail = jail
         self._setup = setup
         self._functions = found
@@ -70,43 +81,63 @@ class ToolServer:
 
     def run(self) -> None:
         """Serve until the host has gone."""
-        while line := self._control.readline():
-            order = json.loads(line)
-            self._clear_scratch()
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    self._confine()
-                    self._serve_task(order["task"])
-                    status = 0
-                finally:
-                    os._exit(status)
-            _, status = os.waitpid(child, 0)
-            if status:
-                _say(self._control, died=os.waitstatus_to_exitcode(status))
-
-    def _serve_task(self, task: dict[str, Any]) -> None:
-        own = os.getpid()
-        _, problem = functions.run_hook(self._functions, "reset", task, self._setup.hook_seconds)
-        _say(self._control, **({"opened": True} if problem is None else {"failed": problem}))
-        while line := self._control.readline():
-            order = json.loads(line)
-            if order["do"] == "close":
-                _say(self._control, closed=True)
+        child = 0
+        # What watches over the jail.
+        caretaker = linux.children_of(os.getpid())
+        while True:
+            order, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
+            status = linux.end_descendants(caretaker).get(child, 0)
+            if not order:
                 return
-            if order["do"] == "evaluate":
-                value, problem = functions.run_hook(self._functions, "evaluate", task, self._setup.hook_seconds)
-                told = {"failed": problem} if problem else {"evaluated": functions.with_json(value)}
-                _say(self._control, **told)
-                continue
-            text = functions.call(self._functions, order["name"], order["arguments"], self._setup.timeout_seconds)
+            self._clear_scratch()
+            child = self._fork(descriptors[0]) if descriptors else 0
+            self._control.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+    def _fork(self, descriptor: int) -> int:
+        if child := os.fork():
+            os.close(descriptor)
+            return child
+        status = 1
+        try:
+            self._control.close()
+            self._confine()
+            self._serve(socket.socket(fileno=descriptor).makefile("rwb"))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _serve(self, channel: BufferedRWPair) -> None:
+        own = os.getpid()
+        while line := channel.readline():
+            number, _, order = line.partition(b" ")
+            answer = self._answer(json.loads(order))
             if os.getpid() != own:
                 # A process that a tool has forked and that came back: the call is answered by the other one.
                 return
+            _say(channel, number, answer)
+
+    def _answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        do, found, seconds = order["do"], self._functions, self._setup.hook_seconds
+        if do == "call":
+            text = functions.call(found, order["name"], order["arguments"], self._setup.timeout_seconds)
             # A lone surrogate is no text that could be sent.
             text = text.encode("utf-8", "replace").decode()
-            _say(self._control, text=text[: self._jail.output_bytes], length=len(text))
+            return {"text": text[: self._jail.output_bytes], "length": len(text)}
+        if do == "end_state":
+            state, problem = functions.end_state(found, seconds)
+            return {"state": state} if problem is None else {"failed": problem}
+        given = [order["task"]]
+        if do == "evaluate":
+            end = json.loads(order["end_state"])
+            if "state" not in end:
+                return {"failed": str(end["failed"])}
+            given.append(end["state"])
+        value, problem = functions.run_hook(found, do, seconds, *given)
+        if problem is not None:
+            return {"failed": problem}
+        return {"evaluated": functions.with_json(value)} if do == "evaluate" else {}
 
     def _confine(self) -> None:
         """Give up everything but what is in sight."""
@@ -138,24 +169,30 @@ class ToolServer:
             raise OSError(f"{home} cannot be cleared")
 
 
-def _say(control: BufferedRWPair, **message: Any) -> None:
-    control.write(json.dumps(message).encode() + b"\n")
-    control.flush()
+def _say(channel: BufferedRWPair, number: bytes, answer: dict[str, Any]) -> None:
+    channel.write(number + b" " + json.dumps(answer).encode() + b"\n")
+    channel.flush()
 
 
 def main() -> None:
     """Run the server that the first argument describes."""
     linux.close_to_inspection()
+    linux.adopt_orphans()
     jail = JailSpec.from_json(sys.argv[1])
-    control = socket.socket(fileno=jail.control_fd).makefile("rwb")
-    setup = Setup(**json.loads(control.readline()))
-    os.environ.update(setup.secrets)
-    try:
-        found = functions.load(setup.files)
-    except UnusableTools as error:
-        _say(control, unusable=str(error))
+    control = socket.socket(fileno=jail.control_fd)
+    _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    if not descriptors:
         return
-    _say(control, ready={"tools": found.schemas, "hooks": sorted(found.hooks)})
+    with socket.socket(fileno=descriptors[0]) as own, own.makefile("rwb") as channel:
+        number, _, order = channel.readline().partition(b" ")
+        setup = Setup(**json.loads(order))
+        os.environ.update(setup.secrets)
+        try:
+            found = functions.load(setup.files)
+        except UnusableTools as error:
+            _say(channel, number, {"unusable": str(error)})
+            return
+        _say(channel, number, {"tools": found.schemas, "hooks": sorted(found.hooks)})
     ToolServer(jail, setup, found, control).run()
 
 
