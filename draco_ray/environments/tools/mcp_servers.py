@@ -132,7 +132,7 @@ class McpSession:
 
     async def _listed(self, client: Any) -> list[dict[str, Any]]:
         tools: list[dict[str, Any]] = []
-        cursor, seen = None, set()
+        cursor, seen = None, set[str]()
         while True:
             page = await client.list_tools(cursor=cursor)
             tools += map(_schema, page.tools)
@@ -275,7 +275,7 @@ def _read_half_characters() -> None:
                 return strict(_whole(json.loads(data)), **how)
             raise
 
-    adapter.validate_json = lenient
+    adapter.validate_json = lenient  # type: ignore[method-assign, assignment]
 
 
 def _asks(request: Any) -> bool:
