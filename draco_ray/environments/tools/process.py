@@ -44,7 +44,11 @@ class ToolProcess:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], folder: PrivateTempDir, control: socket.socket, config: EnvironmentConfig
+        self,
+        process: subprocess.Popen[bytes],
+        folder: PrivateTempDir,
+        control: socket.socket,
+        config: EnvironmentConfig,
     ) -> None:
         self._process = process
         self._folder = folder
