@@ -14,7 +14,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -34,17 +34,15 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 ENTRIES = "entries"
 """The one key of the object that our prompts ask for."""
 
-_NO_ANSWER = {
+_ENDED = {
+    "length": "the reply was cut off at the token limit; answer with shorter texts",
     "content_filter": "the reply was withheld by the provider's content filter",
     "refusal": "the judge refused to answer",
     "tool_calls": "the judge called a tool instead of answering, and there is none",
-    "function_call": "the judge called a tool instead of answering, and there is none",
     "reasoning": "the reply is reasoning that no answer follows",
 }
 _BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Where an array of objects or an object may begin; ``[3]`` in prose is a citation."""
-_ENDS_ALONE = re.compile(r"[\s`.]*\Z")
-
 EntryT = TypeVar("EntryT", bound="Entry")
 RubricEntryT = TypeVar("RubricEntryT", bound="RubricEntry")
 ValueT = TypeVar("ValueT")
@@ -73,12 +71,10 @@ def _text(limit: int) -> BeforeValidator:
 
 def _integer(value: object) -> object:
     """An integer, also where a judge writes "1" or 1.0; nothing else becomes one."""
-    plain = (
-        re.fullmatch(r"(0|[+-]?[1-9][0-9]{0,5})(?:\.0{1,6})?", value.strip(" \t\n\r"))
-        if isinstance(value, str)
-        else None
-    )
-    return int(plain[1]) if plain else str(value) if isinstance(value, bool) else value
+    text = value.strip(" \t\n\r") if isinstance(value, str) else ""
+    if plain := re.fullmatch(r"(0|[+-]?[1-9][0-9]{0,5})(?:\.0{1,6})?", text):
+        return int(plain[1])
+    return str(value) if isinstance(value, bool) else value
 
 
 def _verdict_name(value: object) -> object:
@@ -154,13 +150,10 @@ def check_finish(text: str, finish_reason: str) -> None:
     Raises:
         ReplyError: cut off, broken off, filtered, refused, no answer but a tool call or reasoning, empty, or too long.
     """
-    if finish_reason == "length":
-        raise ReplyError("the reply was cut off at the token limit; answer with shorter texts")
-    if finish_reason in _NO_ANSWER:
-        said = f": {' '.join(text.split())[:200]!r}" if text.strip() else ""
-        raise ReplyError(f"{_NO_ANSWER[finish_reason]}{said}")
     if finish_reason != "stop":
-        raise ReplyError(f"the provider broke the reply off ({finish_reason[:60]!r}); answer again")
+        why = _ENDED.get(finish_reason, f"the provider broke the reply off ({finish_reason[:60]!r}); answer again")
+        said = " ".join(text.split())[:200] if finish_reason in ("refusal", "tool_calls") else ""
+        raise ReplyError(f"{why}: {said!r}" if said else why)
     if not text.strip():
         raise ReplyError("the reply is empty")
     if len(text) > MAX_REPLY_CHARACTERS:
@@ -181,17 +174,18 @@ def read_entries(
     Raises:
         ReplyError: there is no answer, or it is not clear which one counts.
     """
-    scan = _Scan(text, kind)
+    values, gaps, broken = _scan(text, kind)
+    # Without brackets around them objects in a row are the entries, and "[]" at the end is an answer.
+    only_values = not re.search(r"[\[\]{}]", "".join(gaps))
+    ends_alone = only_values and not gaps[-1].strip(" \t\n\r`.")
     answers: list[tuple[int, list[EntryT]]] = []
     parts: list[EntryT] = []
     problem = reason = ""
-    for place, value in enumerate(scan.values):
+    for place, value in enumerate(values):
         single = isinstance(value, dict) and kind.decided(value)
         listed = [value] if single else _listed(value)
-        if listed is None or (single and not kind.complete(value)):
+        if listed is None or (single and not kind.complete(value)) or (value == [] and not ends_alone):
             continue
-        if not listed and isinstance(value, list) and not (scan.only_values and scan.ends_at(place)):
-            continue  # "It returned []" is no answer.
         try:
             entries = [_entry(kind, each, f"entry {number}, ") for number, each in enumerate(listed)]
         except ReplyError as error:
@@ -200,21 +194,22 @@ def read_entries(
             continue
         if single or len(entries) != (len(entries) if count is None else count):
             parts += entries
-            reason = f"{len(parts)} entries, expected {count}"
+            reason = broken or f"{len(parts)} entries, expected {count}"
         else:
             answers.append((place, entries))
-    if not answers and parts and not problem and len(parts) == (count or len(parts)) and scan.only_values:
-        answers.append((len(scan.values) - 1, parts))
+    if not answers and parts and not problem and len(parts) == (count or len(parts)) and only_values:
+        answers.append((len(values) - 1, parts))
     if not answers:
-        raise ReplyError(
-            (parts and scan.broken) or reason or scan.broken or f"no JSON object with {ENTRIES!r} was found"
-        )
+        raise ReplyError(reason or broken or f"no JSON object with {ENTRIES!r} was found")
     place, answer = answers[-1]
     if any(entries != answer for _, entries in answers) or any(each not in answer for each in parts):
         raise ReplyError("the reply holds several different answers; give exactly one")
-    if scan.encloses(place):
-        raise ReplyError(scan.broken or "the answer stands inside JSON that does not parse")
-    doubt = problem or scan.broken_behind(place)
+    front, behind = "\n".join(gaps[: place + 1]), "\n".join(gaps[place + 1 :])
+    fields = re.compile(rf'"(?:{"|".join(kind.model_fields)})"\s*:')
+    # A key right in front, or fields around it and a bracket behind: it may be quoted inside JSON that does not parse.
+    if re.search(r'"\s*:\s*\Z', front) or (re.search(r"[}\]]", behind) and fields.search(front + behind)):
+        raise ReplyError(broken or "the answer stands inside JSON that does not parse")
+    doubt = problem or (fields.search(behind) and (broken or "JSON that is not complete"))
     if doubt and not last:
         raise ReplyError(f"beside the answer stands another one that cannot be used: {doubt}; give exactly one")
     return Parsed(value=answer, notes=(f"left out what stands beside the answer: {doubt}",) if doubt else ())
@@ -250,14 +245,8 @@ def parse_criteria(
             notes.append(f"left out a criterion whose title is already taken: {entry.title}")
         else:
             titles.add(title)
-            kept.append(
-                Criterion(
-                    title=entry.title,
-                    description=entry.description,
-                    evaluator_instruction=entry.evaluator_instruction,
-                    source=source,
-                )
-            )
+            texts = entry.model_dump(include={"title", "description", "evaluator_instruction"})
+            kept.append(Criterion(**texts, source=source))
     if len(kept) > limit:
         notes.append(f"left out {len(kept) - limit} of {len(kept)} criteria: the limit is {limit}")
     return Parsed(value=tuple(kept[:limit]), notes=tuple(notes))
@@ -272,126 +261,70 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
         ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.
     """
     titles = [_normal(criterion.title) for criterion in rubric]
+    wanted = "; ".join(f"{index}: {criterion.title}" for index, criterion in enumerate(rubric))
+    wanted = f"answer exactly one entry for each of these, with rubric_index and rubric_title: {wanted}"
     found: dict[int, RubricEntryT] = {}
     nameless: list[RubricEntryT] = []
-    notes = []
     for place, entry in enumerate(entries):
         named = [index for index, title in enumerate(titles) if title == _normal(entry.rubric_title)]
         target = entry.rubric_index
+        if target is None and not named:
+            nameless.append(entry)
+            continue
         if target is None:
-            if not named:
-                nameless.append(entry)
-                continue
             target = place if place in named else named[0]
-        elif not 0 <= target < len(rubric):
-            raise ReplyError(f"rubric_index {target} does not exist; {_wanted(rubric)}")
-        elif named and target not in named:
-            raise ReplyError(
-                f"rubric_index {target} comes with the title of rubric_index {named[0]}; {_wanted(rubric)}"
-            )
-        elif not named:
-            notes.append(f"rubric_index {target} came with an unknown title: {entry.rubric_title[:80]!r}")
+        if not 0 <= target < len(rubric):
+            raise ReplyError(f"rubric_index {target} does not exist; {wanted}")
+        if named and target not in named:
+            raise ReplyError(f"rubric_index {target} comes with the title of rubric_index {named[0]}; {wanted}")
         if target in found:
-            raise ReplyError(f"rubric_index {target} is answered twice; {_wanted(rubric)}")
+            raise ReplyError(f"rubric_index {target} is answered twice; {wanted}")
         found[target] = entry
     left = [index for index in range(len(rubric)) if index not in found]
     if len(left) != len(nameless) or len(left) > 1:
-        raise ReplyError(f"rubric_index {', '.join(map(str, left))} is not answered; {_wanted(rubric)}")
-    for index, entry in zip(left, nameless, strict=True):
-        notes.append(f"rubric_index {index} was the only one left for {entry.rubric_title[:80]!r}")
-        found[index] = entry
+        raise ReplyError(f"rubric_index {', '.join(map(str, left))} is not answered; {wanted}")
+    found |= dict(zip(left, nameless, strict=True))
+    notes = [f"rubric_index {index} was the only one left for {found[index].rubric_title[:80]!r}" for index in left]
     return [found[index] for index in range(len(rubric))], tuple(notes)
 
 
-@dataclass(slots=True)
-class _Scan:
-    """The complete JSON values of a text, and whether JSON of ``kind`` stands around them that does not parse."""
+def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
+    """The complete JSON values of a text (None for one in its reasoning), the text in front of each and behind the
+    last, and why the last place that looks like JSON does not parse."""
 
-    text: str
-    kind: type[Entry]
-    values: list[Any] = field(init=False, default_factory=list)
-    spans: list[tuple[int, int]] = field(init=False, default_factory=list)
-    broken: str = field(init=False, default="")
-    """Why the last place that looks like JSON does not parse."""
-
-    def __post_init__(self) -> None:
-        decoder = json.JSONDecoder(
-            strict=False,  # Line breaks inside strings leave no doubt.
-            parse_int=lambda token: token if token == "-0" else int(token),
-            parse_float=str,
-            parse_constant=_refuse,
-            object_pairs_hook=self._object,
-        )
-        position, failed = 0, 0
-        while match := _BEGIN.search(self.text, position):
-            try:
-                value, end = decoder.raw_decode(self.text, match.start())
-            except (ValueError, RecursionError) as error:
-                if isinstance(error, ReplyError):
-                    raise
-                position, failed = match.start() + 1, failed + 1
-                self.broken = f"JSON that does not parse: {str(error)[:100]}"
-                if failed > MAX_BROKEN:
-                    raise ReplyError("the reply holds too much JSON that does not parse") from None
-            else:
-                self.values.append(value)
-                self.spans.append((match.start(), end))
-                position = end
-        self._drop_reasoning()
-
-    def _drop_reasoning(self) -> None:
-        """Replace values in front of the last ``</think>`` by None; a tag inside a value is a quotation."""
-        ended = -1
-        for match in re.finditer(THINK_END, self.text):
-            if not any(begin < match.start() < end for begin, end in self.spans):
-                ended = match.start()
-        if ended < 0 and self.text.lstrip().startswith(THINK_BEGIN):
-            raise ReplyError("the reply is reasoning that no answer follows")
-        self.values = [
-            value if begin > ended else None for value, (begin, _) in zip(self.values, self.spans, strict=True)
-        ]
-
-    @property
-    def only_values(self) -> bool:
-        """Whether no bracket stands outside a complete value: objects in a row are then the entries."""
-        around = self._outside(0, behind=False) + self._outside(0, behind=True)
-        return not re.search(r"[\[\]{}]", around)
-
-    def ends_at(self, place: int) -> bool:
-        """Whether nothing follows a value."""
-        return bool(_ENDS_ALONE.match(self.text, self.spans[place][1]))
-
-    def encloses(self, place: int) -> bool:
-        """Whether a value may stand inside JSON that does not parse: a key right in front of it, or a bracket behind it
-        and fields around it."""
-        front, behind = self._outside(place, behind=False), self._outside(place, behind=True)
-        closes = re.search(r"[}\]]", behind) is not None
-        return (closes and self._has_field(front + behind)) or re.search(r'"\s*:\s*\Z', front) is not None
-
-    def broken_behind(self, place: int) -> str:
-        """Why fields behind a value belong to no complete one; empty where there are none."""
-        found = self._has_field(self._outside(place, behind=True))
-        return (self.broken or "JSON that is not complete") if found else ""
-
-    def _outside(self, place: int, *, behind: bool) -> str:
-        """The text in front of a value or behind it that belongs to no value."""
-        spans = self.spans[place:] if behind else self.spans[: place + 1]
-        edges = [0, *(edge for span in spans for edge in span), len(self.text)]
-        gaps = list(zip(edges[::2], edges[1::2], strict=True))
-        return "\n".join(self.text[begin:end] for begin, end in (gaps[1:] if behind else gaps[:-1]))
-
-    def _has_field(self, text: str) -> bool:
-        return bool(re.search(rf'"(?:{"|".join(self.kind.model_fields)})"\s*:', text))
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs) and not found.keys().isdisjoint(self.kind.model_fields):
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(found)) < len(found) and any(key in kind.model_fields for key, _ in found):
             raise ReplyError("a key comes twice in one object; write every key once")
-        return found
+        return dict(found)
 
+    def whole(token: str) -> object:
+        return token if token == "-0" else int(token)
 
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    # Not strict: line breaks inside strings leave no doubt.
+    decoder = json.JSONDecoder(strict=False, parse_int=whole, parse_float=str, object_pairs_hook=pairs)
+    values: list[Any] = []
+    gaps: list[str] = []
+    broken, begin, position, failed = "", 0, 0, 0
+    while match := _BEGIN.search(text, position):
+        try:
+            value, end = decoder.raw_decode(text, match.start())
+        except ReplyError:
+            raise
+        except (ValueError, RecursionError) as error:
+            position, failed = match.start() + 1, failed + 1
+            broken = f"JSON that does not parse: {str(error)[:100]}"
+            if failed > MAX_BROKEN:
+                raise ReplyError("the reply holds too much JSON that does not parse") from None
+            continue
+        values.append(value)
+        gaps.append(text[begin : match.start()])
+        begin = position = end
+    gaps.append(text[begin:])
+    # Reasoning ends at the last tag outside JSON; one inside is a quotation.
+    reasoned = max((place for place, gap in enumerate(gaps) if THINK_END in gap), default=-1)
+    if reasoned < 0 and text.lstrip().startswith(THINK_BEGIN):
+        raise ReplyError("the reply is reasoning that no answer follows")
+    return [value if place >= reasoned else None for place, value in enumerate(values)], gaps, broken
 
 
 def _listed(value: Any) -> list[dict[str, Any]] | None:
@@ -400,11 +333,9 @@ def _listed(value: Any) -> list[dict[str, Any]] | None:
     def objects(part: Any) -> bool:
         return isinstance(part, list) and all(isinstance(each, dict) for each in part)
 
-    if isinstance(value, dict) and ENTRIES not in value:
-        arrays = [part for part in value.values() if part and objects(part)]
+    if isinstance(value, dict):
+        arrays = [value[ENTRIES]] if ENTRIES in value else [part for part in value.values() if part and objects(part)]
         value = arrays[0] if len(arrays) == 1 else None
-    elif isinstance(value, dict):
-        value = value[ENTRIES]
     return value if objects(value) else None
 
 
@@ -421,8 +352,3 @@ def _entry(kind: type[EntryT], value: dict[str, Any], where: str = "") -> EntryT
 def _normal(title: str) -> str:
     """Titles are compared without case, width, punctuation and spacing."""
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", title[:MAX_TITLE_CHARACTERS]).casefold()))
-
-
-def _wanted(rubric: Sequence[Criterion]) -> str:
-    listed = "; ".join(f"{index}: {criterion.title}" for index, criterion in enumerate(rubric))
-    return f"answer exactly one entry for each of these, with rubric_index and rubric_title: {listed}"

@@ -110,7 +110,7 @@ def test_a_wrapper_of_another_name_objects_in_a_row_and_one_object_are_read() ->
         (ANSWER + "\nCorrection: " + json.dumps(score(0, -1)), "several different answers"),
         (ANSWER + '\nCorrection: [{"rubric_index": 0, "score": ', "another one that cannot be used"),
         (ANSWER[:-1], "does not parse"),
-        (ANSWER.replace("-1", "NaN"), "expected 3|NaN"),
+        (ANSWER.replace("-1", "NaN"), "found '?nan"),
     ],
 )
 def test_what_leaves_a_doubt_is_asked_again(text: str, message: str) -> None:
