@@ -397,7 +397,7 @@ _OF_ALL: dict[str, Adversary] = {
     "draft in reasoning": _drafted("<think>{draft} hm</think>@"),
 }
 _OF_VERDICTS: dict[str, Adversary] = {
-    "entry behind": _around_last("@\nAlso:\n{entry}", "@\n```json\n[{entry}]\n```", "{entry}\n@"),
+    "entry behind": _around_last("@\nAlso:\n{entry}", "@\n```json\n[{entry}]\n```"),
     "broken entry behind": _around_last('@\n"score": -1, "relevant_steps": [1]', '@\n[{"rubric_index": 0, "score": '),
     "entries amiss": _entries_amiss,
     "titles exchanged": _titles_exchanged,

@@ -108,6 +108,8 @@ def test_a_wrapper_of_another_name_objects_in_a_row_and_one_object_are_read() ->
         (ANSWER.replace('"score": -1', '"score": -1, "verdict": "PASS"'), "contradict each other"),
         (ANSWER + "\nOr rather " + json.dumps([score(0, -1), *WHOLE[1:]]), "several different answers"),
         (ANSWER + "\nCorrection: " + json.dumps(score(0, -1)), "several different answers"),
+        (json.dumps(score(0, -1)) + "\n" + ANSWER, "several different answers"),
+        (ANSWER + '\n[{\n  "rubric_i', "another one that cannot be used"),
         (ANSWER + '\nCorrection: [{"rubric_index": 0, "score": ', "another one that cannot be used"),
         (ANSWER[:-1], "does not parse"),
         (ANSWER.replace("-1", "NaN"), "found '?nan"),
