@@ -57,7 +57,7 @@ class PacedEngine:
         """It does."""
 
     async def sample(
-        self, token_ids: list[int], max_tokens: int, seed: int | None, temperature: float | None
+        self, token_ids: list[int], max_tokens: int, seed: int | None = None, temperature: float | None = None
     ) -> Sample:
         """The next turn of the episode's script, cut at ``max_tokens``.
 

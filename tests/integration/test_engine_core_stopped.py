@@ -37,11 +37,11 @@ async def main():
     )
     await actor.start()
     await actor.serve()
-    first = await actor.sample(list(range(20, 60)), 8, 5, None)
+    first = await actor.sample(list(range(20, 60)), 8, seed=5)
     seen = {"tokens": len(first.token_ids), "iterations": (await actor.statistics()).iterations}
     print(json.dumps({**seen, "children": [c.pid for c in psutil.Process().children(recursive=True)]}), flush=True)
     sys.stdin.readline()
-    await actor.sample(list(range(20, 60)), 8, 5, None)
+    await actor.sample(list(range(20, 60)), 8, seed=5)
 
 asyncio.run(main())
 """
