@@ -99,6 +99,6 @@ def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
     if not isinstance(config.run.root, str):
         idle["run.local"] = "unless run.root is an object store"
     if config.ray.address is not None:
-        own = ("object_store_mib", "dashboard", "fork_workers")
+        own = ("object_store_mib", "dashboard")
         idle |= {f"ray.{key}": "with ray.address: that Ray runs already" for key in own}
     check_effect("train", overrides, TRAINING, idle)

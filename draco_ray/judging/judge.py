@@ -107,8 +107,7 @@ class Judge:
         notes = tuple(note for vote in votes for note in vote.notes)
         failed = next((vote for vote in votes if vote.error is not None), None)
         if failed is not None:
-            error = f"{failed.error}{self._longer_reply(failed.calls[-1])}"
-            return Judged(value=None, calls=calls, error=error, notes=notes)
+            return Judged(value=None, calls=calls, error=failed.error, notes=notes)
         values = [vote.value for vote in votes if vote.value is not None]
         judged = Judged(value=question.combine(values), calls=calls, notes=notes)
         looks = second_look.sampled(self._config.second_look, context.group, context.rollout)
@@ -130,15 +129,6 @@ class Judge:
         call = _call(second_look.NAME, context, request.messages[0].content, completion, error)
         looked_at = len(question.rubric) if error is None else 0
         return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
-
-    def _longer_reply(self, call: JudgeCall) -> str:
-        """What to change where the reply had no room to end; empty where it had."""
-        if call.finish_reason != "length":
-            return ""
-        limit = f"judge.max_tokens={self._config.max_tokens:,}"
-        if call.reply.strip():
-            return f" ({limit})"
-        return f": all of {limit} went to reasoning; raise it, or lower judge.reasoning_effort"
 
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
         """Ask, parse, ask again with the error quoted."""
@@ -176,7 +166,14 @@ class Judge:
             else:
                 calls.append(_call(phase, context, archived_prompt, completion, None))
                 return Judged(value=parsed.value, calls=tuple(calls), notes=parsed.notes)
+            if completion.finish_reason == "length":
+                limit = f"judge.max_tokens={self._config.max_tokens:,}"
+                error = f"{error} ({limit})"
+                if not completion.text.strip():
+                    error = f"all of {limit} went to reasoning; raise it, or lower judge.reasoning_effort"
             calls.append(_call(phase, context, archived_prompt, completion, error))
+            if completion.finish_reason == "length" and not completion.text.strip():
+                break  # Asked again, it would think as long.
             quoted = _shorten(completion.text) or "(empty)"
             reask = _reask(error)
             messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))

@@ -209,7 +209,9 @@ def read_entries(
     # A key right in front, or fields around it and a bracket behind: it may be quoted inside JSON that does not parse.
     if re.search(r'"\s*:\s*\Z', front) or (re.search(r"[}\]]", behind) and fields.search(front + behind)):
         raise ReplyError(broken or "the answer stands inside JSON that does not parse")
-    doubt = problem or ((fields.search(behind) or _BEGIN.search(behind)) and (broken or "JSON that is not complete"))
+    begun = (match[1] for match in re.finditer(r'\{\s*"(\w*)', behind))
+    unfinished = fields.search(behind) or any(name.startswith(key) for key in begun for name in kind.model_fields)
+    doubt = problem or (unfinished and (broken or "JSON that is not complete"))
     if doubt and not last:
         raise ReplyError(f"beside the answer stands another one that cannot be used: {doubt}; give exactly one")
     return Parsed(value=answer, notes=(f"left out what stands beside the answer: {doubt}",) if doubt else ())

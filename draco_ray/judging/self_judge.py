@@ -81,9 +81,11 @@ class SelfJudgeClient:
             )
             return self._completion("", "error", len(prompt), room, started_at, clock, cut)
         text = self._chat.text(sample.token_ids)
-        reasons = self._chat.opens_thinking or text.lstrip().startswith(THINK_BEGIN)
-        # Reasoning that never ends holds no answer, whatever JSON it may quote.
-        ended = "length" if reasons and THINK_END not in text else sample.finish_reason
+        ended = sample.finish_reason
+        if self._chat.opens_thinking or text.lstrip().startswith(THINK_BEGIN):
+            _, closed, answer = text.partition(THINK_END)
+            # Reasoning that never ends holds no answer, whatever JSON it may quote.
+            text, ended = (answer.strip(), ended) if closed else (text, "length")
         return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
 
     async def _sample(self, sampler: JudgeSampler, prompt: list[int], request: Request) -> Sample:

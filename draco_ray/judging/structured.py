@@ -121,7 +121,8 @@ class StructuredOutput:
         self._next(self._mode + 1, f"ignores a schema as {MODES[self._mode]}")
 
     def _next(self, mode: int, why: str) -> None:
-        log.info("%s %s; next: %s", self._model, why, MODES[mode])
+        level = logging.WARNING if mode == UNCONSTRAINED else logging.INFO
+        log.log(level, "%s %s; next: %s", self._model, why, MODES[mode])
         self._mode = mode
 
 

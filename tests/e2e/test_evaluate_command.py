@@ -20,6 +20,7 @@ from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Usage
+from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.scripts import families
 from tests.support.command import draco, draco_here, start_draco
 from tests.support.lost import lost_rollout
@@ -134,9 +135,7 @@ def test_checkpoints_of_a_run_are_measured_with_their_adapters(
     policy = build_order_desk_policy(tmp_path / "policy")
     overrides = [*IN_THE_ORDER_DESK, f"data.root={EXAMPLE}/tasks", f"model.path={policy}", "train.prompts_per_step=6"]
     config = load_config(DESK, overrides)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    run = RunDirectory.create(tmp_path / "run", dump_config(config)).path
     learner = LoraLearner(config.model, config.learner, seed=0, device="cpu")
     random = np.random.default_rng(0)
     for step in (1, 2, 3, 4):

@@ -292,7 +292,7 @@ def test_the_command_prints_its_tables(machine: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setenv("TAU_JUDGE_KEY", "")
         assert "judge: no key" in draco_here("tau", "run", *command[2:]).stderr
-    same = ["evaluate", "--benchmark", "tau-banking", "--policy", "litellm:openai/gpt-5.4", "--runs", "2"]
+    same = ["evaluate", "--benchmark", "tau-banking", "--policy", "litellm:openai/gpt-5.4"]
     again = draco_here(*same, "--config", "qwen3.6-27b", "--label", "GPT", "--out", str(machine / "out"), *words)
     assert again.returncode == 0, again.stderr
     assert starts(machine) == 1  # the same evaluation, and it was there
@@ -309,7 +309,7 @@ def eval_set(machine: Path, config: DracoConfig, *more: str) -> list[str]:
         settings = {
             name: {"policy": f"litellm:openai/{name}", "config": "qwen3.6-27b"} for name in ("gpt-5.4", "gpt-5.4-mini")
         }
-        wanted = {"runs": 2, "splits": ["tau-banking"], "settings": settings, "overrides": overrides(config)}
+        wanted = {"splits": ["tau-banking"], "settings": settings, "overrides": overrides(config)}
         file.write_text(json.dumps(wanted))
     return ["eval-set", str(file), "--out", str(machine / "out"), *more]
 

@@ -77,6 +77,7 @@ def verdicts(text: str, *, last: bool = False) -> list[int]:
         "@\n@",
         '{"evaluations": [1]} and then @',
         'Each entry is {"rubric_index": ..., "score": ...} as asked.\n@\nDone.',
+        "@\nIt returned [{'id': 3}] earlier, and the call used {\"page_index\": 0, ...}.",
     ],
 )
 def test_what_stands_around_the_answer_does_not_matter(template: str) -> None:

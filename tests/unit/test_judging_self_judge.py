@@ -69,7 +69,7 @@ async def test_reasoning_is_free_and_the_answer_behind_it_is_held_to_the_schema(
     opened = "<think>\n" if template == QWEN3 else ""
     complete, engine = client(template, f'{opened}I would say {{"no": 1}}.\n</think>{{"yes": 2}}')
     answer = await complete(replace(HELLO, schema=SCHEMA))
-    assert answer.text.partition("</think>")[2] == '{"yes": 2}'
+    assert answer.text == '{"yes": 2}'
     assert answer.finish_reason == "stop"
     thought, said = engine.asked
     (end,) = engine.tokenizer.encode("</think>", add_special_tokens=False)
@@ -159,8 +159,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     ("template", "reply", "ended", "text", "finish_reason"),
     [
         (QWEN3, "fine", "stop", "fine", "stop"),
-        (QWEN35, "so\n</think>\n\nfine", "stop", "so\n</think>\n\nfine", "stop"),
-        (QWEN3, " <think>so</think> fine", "abort", " <think>so</think> fine", "abort"),
+        (QWEN35, "so\n</think>\n\nfine", "stop", "fine", "stop"),
+        (QWEN35, 'so</think>{"evidence": "it wrote </think>"}', "stop", '{"evidence": "it wrote </think>"}', "stop"),
+        (QWEN3, " <think>so</think> fine", "abort", "fine", "abort"),
         (QWEN35, "fine", "stop", "fine", "length"),
         (QWEN3, "<think>fine", "stop", "<think>fine", "length"),
     ],

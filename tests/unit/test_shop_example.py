@@ -51,7 +51,7 @@ def test_rules_without_ground_truth_agree_with_the_evaluator(made: Path) -> None
         row = rows[shown["id"]]
         tools.reset(row.told(ground_truth=False))
         steps = _played(tools, shown["messages"])
-        success = all(tools.evaluate(row.told(ground_truth=True)).values())
+        success = all(tools.evaluate(row.told(ground_truth=True), tools.end_state()).values())
         verdicts = [_verdict(rule, row.row["instruction"], steps) for rule in RULES] if steps else [Verdict.FAIL]
         agreed.append((success, Verdict.FAIL not in verdicts))
     assert {success for success, _ in agreed} == {True, False}
