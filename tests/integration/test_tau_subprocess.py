@@ -332,7 +332,7 @@ def test_a_set_that_was_killed_goes_on_and_repeats_nothing(machine: Path) -> Non
 
     for changed, said in (
         (["tau_bench.seed=7"], f"evaluation {first}: seed was 300, this command says 7"),
-        (["--runs", "3"], f"evaluation {first}: runs was 2, this command says 3"),
+        (["tau_bench.trials=3"], f"evaluation {first}: runs was 2, this command says 3"),
     ):
         refused = draco_here(*command, *changed)
         assert refused.returncode == 2, refused.stderr

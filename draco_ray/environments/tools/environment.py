@@ -26,6 +26,9 @@ from draco_ray.records import Task
 SHORTEST_SECRET = 4
 """Characters: blotting out a shorter one would blot out words."""
 
+MAX_DEPTH = 100
+"""Maximum nesting of a call's arguments: checking and encoding them recurses, in several processes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
@@ -225,6 +228,8 @@ class ToolWorld:
         name, limit = call["name"], HARD_STOP * self._environment.config.cell_timeout_seconds
         if name not in self._names:
             return f"error: there is no tool {name!r}; there are {', '.join(sorted(self._names))}"
+        if _deeper(call["arguments"], MAX_DEPTH):
+            return f"error: {name}: the arguments are nested too deeply"
         if self._over:
             raise WorldBroken(f"{self._where}: it has ended")
         over_at = asyncio.get_running_loop().time() + limit
@@ -237,8 +242,6 @@ class ToolWorld:
                 case {"text": str(text), "length": int(length)} if length >= len(text):
                     return self._told(text, length)
             raise EnvironmentCrashed(f"tool {name} answered what cannot be read")
-        except RecursionError:
-            return f"error: {name}: the arguments are nested too deeply"
         except (TimeoutError, asyncio.CancelledError) as error:
             # Where this loop was held up, the caller's patience may end with the call's time.
             if isinstance(error, asyncio.CancelledError) and asyncio.get_running_loop().time() < over_at:
@@ -310,6 +313,21 @@ def _verdict(task_id: str, said: Any) -> WorldVerdict:
     return WorldVerdict(
         success=not failures, passed_tests=len(said) - len(failures), total_tests=len(said), failures=failures
     )
+
+
+def _deeper(value: object, limit: int) -> bool:
+    """Whether lists and mappings are nested in more than ``limit`` levels."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            part
+            for each in level
+            if isinstance(each, list | dict)
+            for part in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return True
 
 
 _HOW_AGENTS_ACT = (
