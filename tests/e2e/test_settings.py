@@ -94,9 +94,9 @@ def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
 def test_self_judge(scripted_policy: Path, tmp_path: Path) -> None:
     # Eight, so that all rewards of both groups are equal by chance in fewer than 4 runs of 1,000.
     short = ("agent.max_response_length=1024", "agent.max_turns=2")
-    words = (*short, "algorithm.group_size=8", "judge.self_judge.context_tokens=null")
     # This policy writes the fields of all phases at once, which no phase's schema allows.
-    words = (*words, "judge.structured_output=false")
+    free = "judge.structured_output=false"
+    words = (*short, "algorithm.group_size=8", "judge.self_judge.context_tokens=null", free)
     run = one_step(scripted_policy, tmp_path, "self-judge", *words)
     rewards = check_rubric_run(run, credit=True)
     assert len(rewards) == PROMPTS

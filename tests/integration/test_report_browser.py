@@ -770,4 +770,4 @@ def test_simulated_steps_are_readable(started_browser: Browser, simulated: str, 
     wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert started_browser.run(wide)
     assert len(texts(started_browser, "svg")) >= 5
-    assert len(texts(started_browser, "tbody tr")) == 11 + 3
+    assert len(texts(started_browser, "tbody tr")) == 12 + 3

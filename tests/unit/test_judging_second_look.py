@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.complete import Completion, Request
@@ -53,16 +54,17 @@ class Answers:
         """It answers."""
 
 
-async def judged(answers: Answers, share: float) -> Judged[object]:
+async def judged(answers: Answers, share: float) -> Judged[Any]:
     judge = Judge(answers, PROMPTS, JudgeConfig(second_look=share))
-    return await judge.ask(Score(example_trajectory(), RUBRIC), WHERE)  # type: ignore[return-value]
+    found: Judged[Any] = await judge.ask(Score(example_trajectory(), RUBRIC), WHERE)
+    return found
 
 
 async def test_a_contradiction_is_counted_and_changes_no_verdict() -> None:
     answers = Answers()
     found = await judged(answers, 1.0)
     assert (found.looked_at, found.contradicted) == (2, 1)
-    assert [int(each.verdict) for each in found.value] == [1, 1]  # type: ignore[attr-defined]
+    assert [int(each.verdict) for each in found.value or ()] == [1, 1]
     assert [(call.phase, call.dollars) for call in found.calls] == [("score", 0.25), (NAME, 0.25)]
     score, look = answers.asked
     assert "It never read page 2." in look.messages[0].content
