@@ -130,9 +130,14 @@ class RubricEntry(Entry):
     rubric_title: Annotated[Title, BeforeValidator(lambda value: "" if value is None else value)] = ""
 
     @classmethod
+    def decided(cls, value: dict[str, Any]) -> bool:
+        """See `Entry`."""
+        return super().decided(value) or cls.complete(value)
+
+    @classmethod
     def complete(cls, value: dict[str, Any]) -> bool:
-        """See `Entry`: it also has to say which criterion it is about."""
-        return super().complete(value) and not value.keys().isdisjoint(("rubric_index", "rubric_title"))
+        """See `Entry`: it says which criterion it is about."""
+        return not value.keys().isdisjoint(("rubric_index", "rubric_title"))
 
     def second_verdict(self, own: Verdict) -> str | None:
         """A further field that is named like a verdict and holds another one than ``own``: ``"final_score": -1``."""
@@ -181,10 +186,11 @@ def read_entries(
     answers: list[tuple[int, list[EntryT]]] = []
     parts: list[EntryT] = []
     problem = reason = ""
-    for place, value in enumerate(values):
-        single = isinstance(value, dict) and kind.decided(value)
-        listed = [value] if single else _listed(value)
-        if listed is None or (single and not kind.complete(value)) or (value == [] and not ends_alone):
+    found = [(place, part) for place, value in enumerate(values) for part in _parts(value, kind)]
+    for place, value in found:
+        single = isinstance(value, dict)
+        listed = [value] if single else value
+        if (single and not kind.complete(value)) or (values[place] == [] and not (ends_alone and len(found) == 1)):
             continue
         try:
             entries = [_entry(kind, each, f"entry {number}, ") for number, each in enumerate(listed)]
@@ -206,8 +212,12 @@ def read_entries(
         raise ReplyError("the reply holds several different answers; give exactly one")
     front, behind = "\n".join(gaps[: place + 1]), "\n".join(gaps[place + 1 :])
     fields = re.compile(rf'"(?:{"|".join(kind.model_fields)})"\s*:')
-    # A key right in front, or fields around it and a bracket behind: it may be quoted inside JSON that does not parse.
-    if re.search(r'"\s*:\s*\Z', front) or (re.search(r"[}\]]", behind) and fields.search(front + behind)):
+    # A key right in front, fields around it and a bracket behind, or JSON that is open in front of it: it may be quoted
+    # inside JSON that does not parse. Of reasoning, which holds drafts, only what follows it counts.
+    open_json = front if front.lstrip(" \n`json").startswith(("{", "[")) else front.rpartition(THINK_END)[2]
+    unclosed = len(re.findall(r"[\[{]", open_json)) > len(re.findall(r"[\]}]", open_json))
+    closed_behind = re.search(r"[}\]]", behind) and fields.search(front + behind)
+    if re.search(r'"\s*:\s*\Z', front) or closed_behind or (unclosed and fields.search(open_json)):
         raise ReplyError(broken or "the answer stands inside JSON that does not parse")
     begun = (match[1] for match in re.finditer(r'\{\s*"(\w*)', behind))
     unfinished = fields.search(behind) or any(name.startswith(key) for key in begun for name in kind.model_fields)
@@ -295,7 +305,7 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     last, and why the last place that looks like JSON does not parse."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(found)) < len(found) and any(key in kind.model_fields for key, _ in found):
+        if len(dict(found)) < len(found) and any(key == ENTRIES or key in kind.model_fields for key, _ in found):
             raise ReplyError("a key comes twice in one object; write every key once")
         return dict(found)
 
@@ -329,16 +339,13 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     return [value if place >= reasoned else None for place, value in enumerate(values)], gaps, broken
 
 
-def _listed(value: Any) -> list[dict[str, Any]] | None:
-    """The entries that a JSON value lists: an array of objects, or an object with one such array."""
-
-    def objects(part: Any) -> bool:
-        return isinstance(part, list) and all(isinstance(each, dict) for each in part)
-
-    if isinstance(value, dict):
-        arrays = [value[ENTRIES]] if ENTRIES in value else [part for part in value.values() if part and objects(part)]
-        value = arrays[0] if len(arrays) == 1 else None
-    return value if objects(value) else None
+def _parts(value: Any, kind: type[Entry]) -> list[Any]:
+    """What of a JSON value may be an answer: an entry by itself, an array of objects, or such arrays in an object."""
+    if isinstance(value, dict) and kind.decided(value):
+        return [value]
+    named = value.items() if isinstance(value, dict) else [(ENTRIES, value)]
+    arrays = [part for name, part in named if isinstance(part, list) and (part or name == ENTRIES)]
+    return [part for part in arrays if all(isinstance(each, dict) for each in part)]
 
 
 def _entry(kind: type[EntryT], value: dict[str, Any], where: str = "") -> EntryT:

@@ -559,7 +559,7 @@ NAMELESS_CALL = {"id": "1", "type": "function", "function": {"arguments": "{}"}}
         (Reply("", message={"reasoning_content": CRITERION}), "reasoning", "reasoning that no answer follows"),
         (Reply("", message={"reasoning": CRITERION}), "reasoning", "reasoning that no answer follows"),
         (Reply("", message={"thinking_blocks": [THOUGHT]}), "reasoning", "reasoning that no answer follows"),
-        (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "cut off"),
+        (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "went to reasoning"),
         (Reply(CRITERION, finish_reason="abort"), "abort", "the provider broke the reply off"),
         (Reply(CRITERION, finish_reason="error"), "error", "the provider broke the reply off"),
         (Reply(CRITERION, finish_reason="model_length"), "model_length", "the provider broke the reply off"),

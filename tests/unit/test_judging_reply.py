@@ -109,6 +109,8 @@ def test_a_wrapper_of_another_name_objects_in_a_row_and_one_object_are_read() ->
         (ANSWER.replace('"score": -1', '"score": -1, "verdict": "PASS"'), "contradict each other"),
         (ANSWER + "\nOr rather " + json.dumps([score(0, -1), *WHOLE[1:]]), "several different answers"),
         (ANSWER + "\nCorrection: " + json.dumps(score(0, -1)), "several different answers"),
+        (json.dumps({"draft": WHOLE, "final": [score(0, -1), *WHOLE[1:]]}), "several different answers"),
+        (ANSWER[:-1] + ', "entries": []}', "a key comes twice"),
         (json.dumps(score(0, -1)) + "\n" + ANSWER, "several different answers"),
         (ANSWER + '\n[{\n  "rubric_i', "another one that cannot be used"),
         (ANSWER + '\nCorrection: [{"rubric_index": 0, "score": ', "another one that cannot be used"),
@@ -128,6 +130,8 @@ def test_a_quotation_with_its_own_quotes_is_not_the_answer() -> None:
         text = json.dumps([score(0, -1, evidence="QUOTED")]).replace("QUOTED", quoted)
         with pytest.raises(ReplyError):
             parse_scores(text, THREE[:1])
+        with pytest.raises(ReplyError):
+            parse_scores(text[: text.rindex("}]", 0, -2) + 2], THREE[:1])
         with pytest.raises(ReplyError):
             parse_scores(text, THREE[:1], last=True)
 

@@ -150,7 +150,7 @@ def parse_attributions(
     attributions = []
     for criterion, entry in enumerate(entries):
         verdict = Verdict[entry.verdict]
-        if (other := entry.second_verdict(verdict)) is not None:
+        if (other := entry.second_verdict(verdict)) is not None and not last:
             raise ReplyError(f"rubric_index {criterion}: verdict {entry.verdict} and {other} contradict each other")
         cited = sorted(set(entry.relevant_steps)) if verdict is not Verdict.NOT_APPLICABLE else []
         steps = tuple(step for step in cited if 1 <= step <= num_steps)

@@ -106,7 +106,7 @@ def parse_scores(text: str, rubric: Sequence[Criterion], *, last: bool = False) 
     scores = []
     for index, entry in enumerate(entries):
         verdict = Verdict(entry.score)
-        if (other := entry.second_verdict(verdict)) is not None:
+        if (other := entry.second_verdict(verdict)) is not None and not last:
             raise ReplyError(f"rubric_index {index}: score {entry.score} and {other} contradict each other")
         scores.append(ScoredCriterion(verdict=verdict, evidence=entry.evidence, justification=entry.justification))
     return Parsed(value=tuple(scores), notes=(*parsed.notes, *notes))
