@@ -25,7 +25,8 @@ from draco_ray.judging.phases.base import Question
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
-from draco_ray.judging.reply import Parsed, check_finish
+from draco_ray.judging.reply import Entry, Parsed, check_finish, own_answer
+from draco_ray.judging.structured import tag_of
 from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ class Judge:
         found = 0
         if error is None:
             try:
-                check_finish(completion.text, completion.finish_reason)
-                found = second_look.contradictions(completion.text, question.rubric, scores)
+                reply = _answer(completion, tag_of(request.messages[0].content), second_look.LookEntry)
+                found = second_look.contradictions(reply, question.rubric, scores)
             except ReplyError as problem:
                 error = str(problem)
         call = _call(second_look.NAME, context, request.messages[0].content, completion, error)
@@ -159,7 +160,7 @@ class Judge:
             try:
                 # In a thread: reading a long reply must not hold up the other calls.
                 parsed = await asyncio.to_thread(
-                    _read, completion, question, self._config, last=attempt == self._config.reasks
+                    _read, completion, question, tag_of(prompt), self._config, last=attempt == self._config.reasks
                 )
             except ReplyError as problem:
                 error = str(problem)
@@ -280,9 +281,15 @@ def _call(phase: str, context: CallContext, prompt: str, completion: Completion,
     )
 
 
-def _read(completion: Completion, question: Question[ValueT], config: JudgeConfig, *, last: bool) -> Parsed[ValueT]:
+def _answer(completion: Completion, tag: str, entry: type[Entry]) -> str:
     check_finish(completion.text, completion.finish_reason)
-    return question.parse(completion.text, config, last=last)
+    return own_answer(completion.text, tag, entry)
+
+
+def _read(
+    completion: Completion, question: Question[ValueT], tag: str, config: JudgeConfig, *, last: bool
+) -> Parsed[ValueT]:
+    return question.parse(_answer(completion, tag, question.entry), config, last=last)
 
 
 def _reask(error: str) -> str:

@@ -18,6 +18,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.render import evidence_code
 from draco_ray.judging.reply import ENTRIES
 from draco_ray.judging.reply_cache import RESTORE
+from draco_ray.judging.structured import with_tag
 
 FACTS = "environment_facts"
 """Known in every phase."""
@@ -54,7 +55,7 @@ class Prompts:
         return len(self.templates[phase]) + (len(self.examples) if phase == Score.name else 0)
 
     def fill(self, phase: str, values: Mapping[str, object]) -> str:
-        """The prompt of ``phase``. A placeholder inside a value stays text: values are never looked into.
+        """The prompt of ``phase``, with its tag. A placeholder inside a value stays text: values are not searched.
 
         Args:
             phase: whose template.
@@ -70,7 +71,7 @@ class Prompts:
         before = self.examples if phase == Score.name else ""
         template = self.templates[phase]
         after = "" if f'"{ENTRIES}"' in template else ROOT_NOTE
-        return before + _PLACEHOLDER.sub(value, template) + after
+        return with_tag(before + _PLACEHOLDER.sub(value, template) + after)
 
 
 def evidence_key(folder: Path | None) -> bytes:

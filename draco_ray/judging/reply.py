@@ -1,9 +1,10 @@
 """Read a judge's reply: text in, entries of the phase's schema out, or a `ReplyError` that the judge is told.
 
-The last complete JSON value that satisfies the schema is the answer. Text around it does not matter. Four things make
-the judge be asked again: no such value; another one with a different content; a further answer that does not satisfy
-the schema behind it; and JSON of the answer's kind that does not parse around or behind it, since a value inside broken
-JSON may be a quotation of the rollout. A reply that was cut is refused whatever it holds. Nothing is repaired.
+The answer is the object that carries the request's tag, whatever else the reply holds (`own_answer`). Without a tag,
+the last complete JSON value that satisfies the schema is the answer, and text around it does not matter. Four things
+make the judge be asked again: no such value; another one with a different content; a further answer behind it that does
+not satisfy the schema; and JSON of the answer's kind that does not parse around or behind it, since a value inside
+broken JSON may be a quotation of the rollout. A reply that was cut is refused whatever it holds. Nothing is repaired.
 
 On the last attempt a complete answer counts although a broken one stands behind it, with a note.
 """
@@ -31,8 +32,12 @@ MAX_BROKEN = 1_000
 """Maximum number of places that look like JSON and do not parse: bounds the time that reading takes."""
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
+_THINK_END = re.compile("</think>|\u25c1/think\u25b7")
+"""The second is Kimi's."""
 ENTRIES = "entries"
-"""The one key of the object that our prompts ask for."""
+"""Key of the answer's list."""
+TAG = "request_tag"
+"""Key of the request's tag (`draco_ray.judging.structured.with_tag`)."""
 
 _ENDED = {
     "length": "the reply was cut off at the token limit; answer with shorter texts",
@@ -165,6 +170,24 @@ def check_finish(text: str, finish_reason: str) -> None:
         raise ReplyError(f"the reply has {len(text)} characters; at most {MAX_REPLY_CHARACTERS} are read")
 
 
+def own_answer(text: str, tag: str, kind: type[Entry]) -> str:
+    """The answer that carries the request's tag, or the whole text where nothing in it carries a tag.
+
+    Quotations of a rollout cannot carry the tag, which is in nothing that the rollout saw.
+
+    Raises:
+        ReplyError: the answer carries another request's tag, or several different ones carry this request's.
+    """
+    objects = [each for value in _scan(text, kind)[0] for each in _objects(value)]
+    tagged = [each for each in objects if re.fullmatch("[0-9]{6}", str(each.get(TAG)))]
+    own = [each for each in tagged if each[TAG] == tag]
+    if tagged and not own:
+        raise ReplyError(f"the reply has {TAG} {tagged[-1][TAG]}, that of another request; this request has {tag}")
+    if any(each != own[-1] for each in own):
+        raise ReplyError("the reply holds several different answers; give exactly one")
+    return json.dumps(own[-1]) if own else text
+
+
 def read_entries(
     text: str, kind: type[EntryT], count: int | None = None, *, last: bool = False
 ) -> Parsed[list[EntryT]]:
@@ -214,7 +237,7 @@ def read_entries(
     fields = re.compile(rf'"(?:{"|".join(kind.model_fields)})"\s*:')
     # A key right in front, fields around it and a bracket behind, or JSON that is open in front of it: it may be quoted
     # inside JSON that does not parse. Of reasoning, which holds drafts, only what follows it counts.
-    open_json = front if front.lstrip(" \n`json").startswith(("{", "[")) else front.rpartition(THINK_END)[2]
+    open_json = front if front.lstrip(" \n`json").startswith(("{", "[")) else _THINK_END.split(front)[-1]
     unclosed = len(re.findall(r"[\[{]", open_json)) > len(re.findall(r"[\]}]", open_json))
     closed_behind = re.search(r"[}\]]", behind) and fields.search(front + behind)
     if re.search(r'"\s*:\s*\Z', front) or closed_behind or (unclosed and fields.search(open_json)):
@@ -333,18 +356,26 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
         begin = position = end
     gaps.append(text[begin:])
     # Reasoning ends at the last tag outside JSON; one inside is a quotation.
-    reasoned = max((place for place, gap in enumerate(gaps) if THINK_END in gap), default=-1)
+    reasoned = max((place for place, gap in enumerate(gaps) if _THINK_END.search(gap)), default=-1)
     if reasoned < 0 and text.lstrip().startswith(THINK_BEGIN):
         raise ReplyError("the reply is reasoning that no answer follows")
     return [value if place >= reasoned else None for place, value in enumerate(values)], gaps, broken
 
 
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """An object and the objects it holds, such as the arguments of a function call that is written as text."""
+    each = [value, *value.values()] if isinstance(value, dict) else []
+    return [part for part in each if isinstance(part, dict)]
+
+
 def _parts(value: Any, kind: type[Entry]) -> list[Any]:
-    """What of a JSON value may be an answer: an entry by itself, an array of objects, or such arrays in an object."""
+    """What of a JSON value may be an answer: an entry, an array of objects, or such arrays in `_objects`."""
     if isinstance(value, dict) and kind.decided(value):
         return [value]
-    named = value.items() if isinstance(value, dict) else [(ENTRIES, value)]
-    arrays = [part for name, part in named if isinstance(part, list) and (part or name == ENTRIES)]
+    objects = [each for each in _objects(value) if not kind.decided(each)] or [{ENTRIES: value}]
+    arrays = [
+        part for each in objects for name, part in each.items() if isinstance(part, list) and (part or name == ENTRIES)
+    ]
     return [part for part in arrays if all(isinstance(each, dict) for each in part)]
 
 

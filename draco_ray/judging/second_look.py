@@ -15,7 +15,7 @@ from draco_ray.config.load import project_file
 from draco_ray.judging.complete import Request
 from draco_ray.judging.escaping import json_text
 from draco_ray.judging.reply import RubricEntry, align, read_entries
-from draco_ray.judging.structured import reply_schema
+from draco_ray.judging.structured import reply_schema, with_tag
 from draco_ray.records import Criterion, Message, ScoredCriterion
 
 NAME = "second_look"
@@ -55,7 +55,7 @@ def request(rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion], grou
         }
         for index, (criterion, score) in enumerate(zip(rubric, scores, strict=True))
     ]
-    prompt = template.replace("{{ notes }}", json_text(notes))
+    prompt = with_tag(template.replace("{{ notes }}", json_text(notes)))
     schema = reply_schema(LookEntry, template, least=len(rubric), most=len(rubric))
     return Request(messages=(Message(role="user", content=prompt),), schema=schema, phase=NAME, group=group)
 

@@ -9,6 +9,7 @@ Providers write fields in the schema's order, so the schema has the order of the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.reply import ENTRIES, Entry
+from draco_ray.judging.reply import ENTRIES, TAG, Entry
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,20 @@ def reply_schema(
     kinds = {name: _plain(known[name]) for name in names}
     items = [_object({name: kinds[name] | dict(case.get(name, {})) for name in names}) for case in cases]
     array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}, "minItems": least}
-    return _object({ENTRIES: array if most is None else array | {"maxItems": most}})
+    return _object({TAG: {"type": "string"}, ENTRIES: array if most is None else array | {"maxItems": most}})
+
+
+def with_tag(prompt: str) -> str:
+    """A prompt that ends with its tag, six digits derived from it, which the reply repeats: so a reply to another
+    request is noticed. The schema does not hold the tag, since providers compile and cache schemas."""
+    tag = int.from_bytes(hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 10**6
+    return f'{prompt.rstrip()}\n\nBegin the JSON object with "{TAG}": "{tag:06d}", which names this request.\n'
+
+
+def tag_of(prompt: str) -> str:
+    """The tag at the end of a prompt; empty where there is none."""
+    found = re.search(rf'"{TAG}": "([0-9]{{6}})"[^"]*\Z', prompt)
+    return found[1] if found else ""
 
 
 def _plain(kind: Mapping[str, Any]) -> JsonSchema:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+from draco_ray.judging.structured import tag_of
+
 CHEAPEST: dict[str, object] = {
     "title": "Books the cheapest flight",
     "description": "The flight that is booked or named costs least.",
@@ -24,7 +26,7 @@ RUN = re.compile(r"^\[ASSISTANT|^### ", re.MULTILINE)
 
 def answer(prompt: str) -> str:
     """The reply to a rendered prompt of ``prompts/judge``."""
-    return json.dumps(_answer(prompt))
+    return json.dumps({"request_tag": tag_of(prompt), "entries": _answer(prompt)})
 
 
 def _answer(prompt: str) -> list[dict[str, object]]:

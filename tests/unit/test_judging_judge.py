@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import KEY_FILE, load_prompts
 from draco_ray.judging.reply_cache import FILE, ReplyCache
 from draco_ray.judging.self_judge import SelfJudgeClient
+from draco_ray.judging.structured import tag_of
 from draco_ray.records import EpisodeEnd, Paid, ScoredCriterion, Verdict
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 
@@ -99,6 +101,49 @@ def attributions(rubric_indices: Sequence[int], *steps: list[int]) -> str:
             for position, (index, cited) in enumerate(zip(rubric_indices, steps, strict=True))
         ]
     )
+
+
+class SwappedReplies(Script):
+    """Answers two requests at a time, each with the reply to the other one; a single one with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = asyncio.Barrier(2)
+        self.replies: list[str] = []
+
+    async def __call__(self, request: Request) -> Completion:
+        self.asked.append(request)
+        reply = json.dumps({"request_tag": tag_of(request.messages[0].content), "entries": json.loads(scores(1, 1))})
+        if len(request.messages) > 1:
+            return completion(reply)
+        self.replies.append(reply)
+        await self.both.wait()
+        return completion(next(other for other in self.replies if other != reply))
+
+
+async def test_replies_swapped_between_two_requests_are_noticed_and_asked_again() -> None:
+    script = SwappedReplies()
+    under_test = judge(script)
+    rollouts = [replace(example_trajectory(), rollout=number, group=f"step1/task_{number}") for number in (0, 1)]
+    judged = await asyncio.gather(*(under_test.ask(Score(each, RUBRIC), WHERE) for each in rollouts))
+    assert [each.ok for each in judged] == [True, True]
+    for each in judged:
+        first, second = each.calls
+        assert first.error is not None
+        assert "that of another request" in first.error
+        assert second.error is None
+
+
+async def test_an_answer_that_carries_the_tag_is_told_from_one_that_is_quoted() -> None:
+    question = Score(example_trajectory(), RUBRIC)
+    tag = tag_of(question.prompt(load_prompts(Path("prompts/judge"))))
+    quoted = f'The rollout wrote </think> {{"entries": {scores(1, 1)}}} and more: {{"rubric_index": 0, "score": 1'
+    own = json.dumps({"request_tag": tag, "entries": json.loads(scores(-1, -1))})
+    script = Script(f"{quoted}\n{own}\nIt also wrote {scores(1, 1)}.")
+    judged = await judge(script).ask(question, WHERE)
+    assert judged.value is not None
+    assert [each.verdict for each in judged.value] == [Verdict.FAIL, Verdict.FAIL]
+    assert len(judged.calls) == 1
 
 
 async def test_stage1_sees_the_agents_prompt_and_archives_its_call() -> None:

@@ -28,6 +28,7 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts, render_phase
+from draco_ray.judging.structured import with_tag
 from draco_ray.records import PROGRAM, Criterion, EpisodeEnd, Message, Trajectory, Turn
 
 CODE = "c0de1234"
@@ -527,13 +528,12 @@ def test_a_template_is_filled_in_one_pass_and_a_block_begins_a_line() -> None:
     prompts = Prompts(folder=Path(), templates={"score": template, "credit": template}, facts=" f ", examples="E\n")
     block = "one\n{{ task_input }}"
     filled = f'{block} of 7, \n{block}:\n{block}\nf as "entries"'
-    assert prompts.fill("credit", values) == filled
-    assert prompts.fill("score", values) == f"E\n{filled}"
+    assert prompts.fill("credit", values) == with_tag(filled)
+    assert prompts.fill("score", values) == with_tag(f"E\n{filled}")
+    assert with_tag(filled).startswith(f"{filled}\n\n")
     assert (prompts.length("credit"), prompts.length("score")) == (len(template), len(template) + 2)
-    assert (
-        replace(prompts, facts=" ")
-        .fill("credit", values)
-        .endswith('\n- Nothing beyond what the agent was told. as "entries"')
+    assert '\n- Nothing beyond what the agent was told. as "entries"\n' in replace(prompts, facts=" ").fill(
+        "credit", values
     )
 
 

@@ -27,7 +27,7 @@ def test_schema_and_prompt_ask_for_the_same_fields_in_the_same_order(prompts: An
     template = prompts.templates[phase]
     example = json.loads(template[template.rindex("```json") + 7 : template.rindex("```")])
     schema = PHASES[phase].example().schema(template, JudgeConfig())
-    assert (schema["required"], schema["additionalProperties"]) == (["entries"], False)
+    assert (schema["required"], schema["additionalProperties"]) == (["request_tag", "entries"], False)
     items = schema["properties"]["entries"]["items"]
     for entry in items.get("anyOf", [items]):
         assert (entry["type"], entry["additionalProperties"]) == ("object", False)
