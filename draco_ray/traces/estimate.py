@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig, Price
+from draco_ray.judging import second_look
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
@@ -25,6 +26,8 @@ from draco_ray.traces.model import Summary, TraceGroup
 CHARACTERS_PER_TOKEN = 4
 CRITERIA = 10
 CRITERION_TOKENS = 150
+VERDICT_TOKENS = 30
+"""Tokens of one verdict without its reasons."""
 REPLY_TOKENS = {Stage1.name: 2000, Stage2.name: 800, Union.name: 2000, Score.name: 100, Credit.name: 100}
 
 
@@ -58,9 +61,11 @@ def estimate(
         own: whether the judge writes the rubric.
     """
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
+    scored = sum(len(group) for group in groups)
 
     def add(phase: str, characters: int, reply: int, calls: int = 1) -> None:
-        tokens = (prompts.length(phase) + characters) // CHARACTERS_PER_TOKEN
+        template = prompts.length(phase) if phase in prompts.templates else 0
+        tokens = (template + characters) // CHARACTERS_PER_TOKEN
         dollars = None if price is None else calls * price_of(price, tokens, 0, reply)
         found[phase] += PhaseEstimate(
             calls=calls, input_tokens=calls * tokens, output_tokens=calls * reply, dollars=dollars
@@ -82,6 +87,9 @@ def estimate(
             votes = config.judge.score_votes
             add(Score.name, length + rubric, REPLY_TOKENS[Score.name] + verdicts, calls=votes)
             add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
+    if looks := round(config.judge.second_look * scored):
+        found[second_look.NAME] = PhaseEstimate(dollars=None if price is None else 0.0)
+        add(second_look.NAME, 2 * rubric, CRITERIA * VERDICT_TOKENS, calls=looks)
     return found
 
 
