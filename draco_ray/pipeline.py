@@ -274,7 +274,7 @@ class Pipeline:
         with self._wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
             judgement = await self._judges.ask(phase, context, **given)
         group.phases.append(judgement.summary)
-        self._keep.judged.remote(group.step, group.task_id, rollout, phase, judgement.archived)
+        self._keep.judged.remote(group.step, group.task_id, rollout, phase.name, judgement.archived)
         self._watch(group)
         return judgement
 

@@ -243,7 +243,8 @@ def read_entries(
     if re.search(r'"\s*:\s*\Z', front) or closed_behind or (unclosed and fields.search(open_json)):
         raise ReplyError(broken or "the answer stands inside JSON that does not parse")
     begun = (match[1] for match in re.finditer(r'\{\s*"(\w*)', behind))
-    unfinished = fields.search(behind) or any(name.startswith(key) for key in begun for name in kind.model_fields)
+    begins = any(name.startswith(key) for key in begun for name in kind.model_fields)
+    unfinished = fields.search(behind) or begins or re.search(r"\[\s*\{", behind)
     doubt = problem or (unfinished and (broken or "JSON that is not complete"))
     if doubt and not last:
         raise ReplyError(f"beside the answer stands another one that cannot be used: {doubt}; give exactly one")

@@ -95,6 +95,17 @@ def citation_rows(step: int, task_id: str, rollout: int, attributions: Sequence[
     ]
 
 
+def judged_rows(phase: str, step: int, task_id: str, rollout: int | None, value: Any) -> tuple[str, list[Row]] | None:
+    """The table that takes the value of a judge phase, and its rows; None where only the phase's calls are recorded."""
+    if phase in ("stage1", "stage2"):
+        return "proposals", proposal_rows(step, task_id, value)
+    if rollout is None or phase not in ("score", "credit"):
+        return None
+    if phase == "score":
+        return "verdicts", verdict_rows(step, task_id, rollout, value)
+    return "citations", citation_rows(step, task_id, rollout, value)
+
+
 def advantage_rows(
     step: int, task_id: str, advantages: GroupAdvantages, step_tokens: dict[int, Sequence[int]]
 ) -> list[Row]:

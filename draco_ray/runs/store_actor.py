@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import ray
 
@@ -31,16 +31,6 @@ from draco_ray.runs.rows import Row
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.summaries import RolloutSummary
-
-
-class RecordedPhase(Protocol):
-    """What the run directory asks of a judge phase (`draco_ray.judging.phases.base.Question`)."""
-
-    name: str
-
-    def rows(self, step: int, task_id: str, rollout: int | None, value: Any) -> tuple[str, list[Row]] | None:
-        """The table that takes the phase's value, and its rows; None: there is none."""
-        ...
 
 
 class RunStoreActor:
@@ -77,11 +67,11 @@ class RunStoreActor:
         # Last: a rollout that has this row has everything.
         self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
 
-    def judged(self, step: int, task_id: str, rollout: int | None, phase: RecordedPhase, judged: Judged[Any]) -> None:
+    def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its value where that has a table."""
-        key = f"{task_id}-{phase.name}" if rollout is None else f"{task_id}-{phase.name}-{rollout}"
+        key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
         self._write("judge_calls", step, key, self._bills.rows(step, key, judged.calls))
-        if judged.value is not None and (made := phase.rows(step, task_id, rollout, judged.value)) is not None:
+        if judged.value is not None and (made := rows.judged_rows(phase, step, task_id, rollout, judged.value)):
             table, value_rows = made
             self._write(table, step, key, value_rows)
 

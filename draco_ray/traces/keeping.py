@@ -26,7 +26,6 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
-from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs import rows
@@ -185,8 +184,7 @@ class JudgingRun:
         write("criteria", step, key, rows.criterion_rows(step, task_id, state.rubric, state.advantages))
         recorded: dict[str, list[rows.Row]] = {"proposals": [], "verdicts": [], "citations": []}
         for (phase, rollout), judged in state.phases.items():
-            made = PHASES[phase].rows(step, task_id, rollout, judged.value) if judged.value is not None else None
-            if made is not None:
+            if judged.value is not None and (made := rows.judged_rows(phase, step, task_id, rollout, judged.value)):
                 recorded[made[0]] += made[1]
         for table, made_rows in recorded.items():
             write(table, step, key, made_rows)

@@ -411,15 +411,15 @@ async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDi
         # The archive books each once, and what is replayed again costs nothing.
         store = RunStoreActor(run.path)
         for rollout, completion in enumerate(completions):
-            store.judged(1, TASKS[0], rollout, Score, await phase_of(completion))
+            store.judged(1, TASKS[0], rollout, Score.name, await phase_of(completion))
         assert archived(run) == [(0.4, 1)] * 3
         again = RunStoreActor(run.path)
         for rollout in range(3):
-            again.judged(2, TASKS[0], rollout, Score, await phase_of(await judge(ask(rollout))))
+            again.judged(2, TASKS[0], rollout, Score.name, await phase_of(await judge(ask(rollout))))
         assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
         # Done again, a step keeps its records.
         for rollout in range(3):
-            again.judged(1, TASKS[0], rollout, Score, await phase_of(await judge(ask(rollout))))
+            again.judged(1, TASKS[0], rollout, Score.name, await phase_of(await judge(ask(rollout))))
         assert archived(run) == [(0.0, 0)] * 3 + [(0.4, 1)] * 3
     _, resumed = client(server.base, JudgeLimits(dollars=3.0), run)
     assert resumed.limiter.spent == pytest.approx(1.2)
@@ -452,7 +452,7 @@ async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: 
         assert replayed.requests == 0
         # Paid for by the first run: not on the second one's bill.
         store = RunStoreActor(other.path, requests_name(config, other.path))
-        store.judged(1, TASKS[0], 0, Score, await phase_of(replayed))
+        store.judged(1, TASKS[0], 0, Score.name, await phase_of(replayed))
         assert archived(other) == [(0.0, 0)]
         assert of(run)[1].limiter.spent == pytest.approx(0.4)
 

@@ -34,7 +34,7 @@ async def test_a_group_of_the_papers_size_is_written_and_measured(
     for phase in asked:
         judged, archived, told = await judge.ask(phase, CallContext(group="step1/t0_1", task_id="t0_1", rollout=3))
         assert (judged.calls, judged.value, told.calls) == ((), archived.value, 1)
-        store.judged(1, "t0_1", 3, phase, archived)
+        store.judged(1, "t0_1", 3, phase.name, archived)
     assert {len(text) for text in run.table("judge_calls").column("prompt").to_pylist()} == {208_000}
     bench.print_files(run, tmp_path)
     written, gathered = capsys.readouterr().out.splitlines()[-2:]

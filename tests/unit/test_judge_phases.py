@@ -34,6 +34,7 @@ from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.pipeline import Group
 from draco_ray.records import Attribution, Criterion, EpisodeEnd, Judged
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import judged_rows
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.metrics import step_metrics
 
@@ -107,7 +108,7 @@ async def test_the_pages_phase_is_asked_archived_counted_and_shown(
     assert [call.phase for call in judged.calls] == ["summary", "summary"]
 
     store = RunStoreActor(RunDirectory.create(tmp_path / "run", "setting: draco\n").path)
-    store.judged(1, "example_1", 0, summary, judged)
+    store.judged(1, "example_1", 0, summary.name, judged)
     group = Group(step=1, index=0, task_id="example_1", prompt=PROMPT)
     group.phases.append(phase_summary(summary.name, WHERE, judged, 0.0))
     metrics = step_metrics(1, [group], 2)
@@ -207,10 +208,10 @@ def test_every_placeholder_is_filled_and_evidence_carries_the_code(phase: Phase)
 
 def test_verdicts_and_citations_of_no_rollout_are_no_rows() -> None:
     attribution = Attribution(criterion=0, verdict=SCORES[0].verdict, steps=(1, 2))
-    for phase, table, value, rows in ((Score, "verdicts", SCORES, 2), (Credit, "citations", (attribution,), 2)):
-        asked: Any = phase
-        assert asked.rows(1, "t_1", None, value) is None
-        found = asked.rows(1, "t_1", 3, value)
+    for phase, table, value, rows in (("score", "verdicts", SCORES, 2), ("credit", "citations", (attribution,), 2)):
+        assert judged_rows(phase, 1, "t_1", None, value) is None
+        found = judged_rows(phase, 1, "t_1", 3, value)
+        assert found is not None
         assert (found[0], len(found[1])) == (table, rows)
         assert {(row["training_step"], row["task_id"], row["rollout"]) for row in found[1]} == {(1, "t_1", 3)}
 

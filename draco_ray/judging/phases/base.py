@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging import render
 from draco_ray.judging.reply import Entry, Parsed
 from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory
-from draco_ray.runs.rows import Row
 
-if TYPE_CHECKING:
-    from draco_ray.judging.prompts import Prompts
+
+class PromptSet(Protocol):
+    """Templates and the code of evidence (`draco_ray.judging.prompts.Prompts`)."""
+
+    def code(self, identity: str) -> str:
+        """The code of evidence about ``identity``."""
+        ...
+
+    def fill(self, phase: str, values: Mapping[str, object]) -> str:
+        """The prompt of ``phase``."""
+        ...
+
 
 Rubric = tuple[Criterion, ...]
 Scores = tuple[ScoredCriterion, ...]
@@ -90,7 +99,7 @@ class Question(ABC, Generic[ValueT]):
     def example(cls) -> Question[ValueT]:
         """A question about the group of `draco_ray.judging.example`, for ``draco prompts render``."""
 
-    def prompt(self, prompts: Prompts) -> str:
+    def prompt(self, prompts: PromptSet) -> str:
         """What the judge sees."""
         return prompts.fill(self.name, self.values(prompts.code(self.identity)))
 
@@ -109,11 +118,6 @@ class Question(ABC, Generic[ValueT]):
     def scope(self, config: JudgeConfig, group: str) -> str:
         """What a kept reply is good for; empty: for whoever asks the same again, in this run or a resumed one."""
         return ""
-
-    @classmethod
-    def rows(cls, step: int, task_id: str, rollout: int | None, value: ValueT) -> tuple[str, list[Row]] | None:
-        """The table of the run directory that takes the value, and its rows; None: only the calls are recorded."""
-        return None
 
 
 def trajectory_values(trajectory: Trajectory, code: str) -> dict[str, object]:

@@ -16,7 +16,6 @@ from draco_ray.judging.reply import Integer, Parsed, Remark, RubricEntry, Verdic
 from draco_ray.judging.shortening import shortened
 from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
-from draco_ray.runs.rows import Row, citation_rows
 
 
 class AttributionEntry(RubricEntry):
@@ -99,11 +98,6 @@ class Credit(Question[Attributions]):
     @property
     def _asked_rubric(self) -> list[Criterion]:
         return [self.rubric[index] for index in self.asked]
-
-    @classmethod
-    def rows(cls, step: int, task_id: str, rollout: int | None, value: Attributions) -> tuple[str, list[Row]] | None:
-        """One row per cited step."""
-        return None if rollout is None else ("citations", citation_rows(step, task_id, rollout, value))
 
     @classmethod
     def example(cls) -> Credit:

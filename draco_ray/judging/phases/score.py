@@ -14,7 +14,6 @@ from draco_ray.judging.reply import Parsed, Remark, RubricEntry, ScoreValue, ali
 from draco_ray.judging.shortening import shortened
 from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Criterion, ScoredCriterion, Trajectory, Verdict
-from draco_ray.runs.rows import Row, verdict_rows
 
 
 class ScoreEntry(RubricEntry):
@@ -75,11 +74,6 @@ class Score(Question[Scores]):
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Scores]:
         """Read a reply (`parse_scores`)."""
         return parse_scores(text, self.rubric, last=last)
-
-    @classmethod
-    def rows(cls, step: int, task_id: str, rollout: int | None, value: Scores) -> tuple[str, list[Row]] | None:
-        """One row per verdict."""
-        return None if rollout is None else ("verdicts", verdict_rows(step, task_id, rollout, value))
 
     @classmethod
     def example(cls) -> Score:

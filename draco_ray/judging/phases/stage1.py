@@ -13,7 +13,6 @@ from draco_ray.judging.reply import CriterionEntry, Parsed, parse_criteria
 from draco_ray.judging.shortening import shorter_prompt
 from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Message
-from draco_ray.runs.rows import Row, proposal_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,6 @@ class Stage1(Question[Rubric]):
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
         """Read up to ``judge.max_stage1_criteria`` criteria."""
         return parse_criteria(text, limit=config.max_stage1_criteria, source=self.name, least=1, last=last)
-
-    @classmethod
-    def rows(cls, step: int, task_id: str, rollout: int | None, value: Rubric) -> tuple[str, list[Row]]:
-        """One row per proposal, from which the union chooses."""
-        return "proposals", proposal_rows(step, task_id, value)
 
     @classmethod
     def example(cls) -> Stage1:

@@ -13,7 +13,6 @@ from draco_ray.judging.reply import CriterionEntry, Parsed, parse_criteria
 from draco_ray.judging.shortening import shortened
 from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Criterion, Trajectory
-from draco_ray.runs.rows import Row, proposal_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,6 @@ class Stage2(Question[Rubric]):
             taken=self.existing,
             last=last,
         )
-
-    @classmethod
-    def rows(cls, step: int, task_id: str, rollout: int | None, value: Rubric) -> tuple[str, list[Row]]:
-        """One row per proposal, from which the union chooses."""
-        return "proposals", proposal_rows(step, task_id, value)
 
     @classmethod
     def example(cls) -> Stage2:
